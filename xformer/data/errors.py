@@ -1,0 +1,55 @@
+"""One clear line for the user: the errors a command may end with, and what prints them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+
+class BadInput(Exception):
+    """The user's input is wrong: the message names it and what would be right. Exit status 2."""
+
+    status = 2
+
+
+class Failure(Exception):
+    """The input was right and the work failed (no space left, a process died). Exit status 1."""
+
+    status = 1
+
+
+class Interrupted(Exception):
+    """Stopped by a signal after everything was saved. Exit status 128 + the signal's number."""
+
+    def __init__(self, signal_number: int, message: str):
+        super().__init__(message)
+        self.status = 128 + signal_number
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main` and exit: status 0, or one line on standard error and the error's own status.
+
+    Under torchrun only rank 0 prints. Errors that are neither of the two above are bugs and keep
+    their traceback.
+    """
+    rank_zero = os.environ.get("RANK", "0") == "0"
+    status, line = 0, ""
+    try:
+        main()
+    except (BadInput, Failure, Interrupted) as error:
+        status, line = error.status, str(error)
+    except KeyboardInterrupt:
+        status, line = 128 + signal.SIGINT, "interrupted"
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO):
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        status, line = 1, f"{os.strerror(error.errno)}{where}"
+    if line and rank_zero:
+        print(f"error: {line}" if status < 128 else line, file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -1,0 +1,114 @@
+"""Files that are whole or absent: temporary siblings, fsync, rename, checksums by block."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from xformer.data.errors import BadInput
+
+BLOCK = 64 * 2**20  # bytes under one checksum
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file. Raises BadInput naming the file if it is missing or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist") from None
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path} is not valid JSON: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """fsync one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Raise BadInput when an output exists that may not be replaced, or has no parent to lie in."""
+    if path.exists() and not overwrite:
+        raise BadInput(f"{path} exists; give another output, or --overwrite to replace it")
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise BadInput(f"{path} cannot be written: {parent} is a file")
+
+
+@contextmanager
+def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty temporary sibling of `path`; on success fsync it and rename it into place.
+
+    On any error the sibling is removed and `path` is as it was. Leftovers of killed processes
+    are removed on the way in.
+    """
+    refuse_existing(path, overwrite)
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.*.partial"):
+        if not _alive(stale.name.split(".")[-2]):
+            shutil.rmtree(stale, ignore_errors=True)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in [*temporary.rglob("*"), temporary]:
+            sync(file)
+        if path.exists():
+            refuse_existing(path, overwrite)
+            old = path.parent / f".{path.name}.{os.getpid()}.old.partial"
+            path.rename(old)
+            temporary.rename(path)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(path)
+        sync(path.absolute().parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, PermissionError):
+        return True
+    return True
+
+
+def block_checksums(path: Path) -> list[str]:
+    """SHA-256 of every 64 MiB block of a file, in order."""
+    sums = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            sums.append(hashlib.sha256(block).hexdigest())
+    return sums
+
+
+def file_checksum(path: Path) -> str:
+    """SHA-256 of a whole file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,289 @@
+"""The store: a directory of memory-mapped columns, one row an example, bare ids only.
+
+    STORE/store.json              what is in it: columns, splits, labels, checksums, where from
+    STORE/tokenizer_meta.json ... the tokenizer that made the ids
+    STORE/train/tokens.npy        every row's ids end to end (uint16 where the vocabulary allows)
+    STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]], int64
+    STORE/train/label.npy         a plain column: one value a row
+
+Any program reads it with `np.load(file, mmap_mode="r")`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import BLOCK, atomic_directory, block_checksums, read_json, write_json
+
+FORMAT = 1
+HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
+
+
+# ---------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A column of rows of different lengths: `values` end to end, row i between offsets i, i+1."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens in each of the rows, int64."""
+        return self.offsets[rows + 1] - self.offsets[rows]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One named part of a store: `columns` maps a name to a Ragged or to a plain array."""
+
+    name: str
+    rows: int
+    tokens: int
+    columns: dict[str, Any]
+
+
+class Store:
+    """An opened store. `kind` is "text", "class" or "score"; `labels` are the class names."""
+
+    def __init__(self, path: Path, meta: dict[str, Any]):
+        self.path = path
+        self.meta = meta
+        self.kind: str = meta["kind"]
+        self.labels: list[str] = meta["labels"]
+        self.metric: str | None = meta["metric"]
+        self.fingerprint: str = meta["tokenizer"]["fingerprint"]
+        self.vocab_size: int = meta["tokenizer"]["vocab_size"]
+        self.key: str = sha256(repr(sorted(_files(meta))).encode()).hexdigest()
+        self._splits = {name: self._open(name) for name in meta["splits"]}
+
+    @property
+    def splits(self) -> list[str]:
+        return list(self._splits)
+
+    def split(self, name: str) -> Split:
+        """A split by name. Raises BadInput naming those that exist."""
+        if name not in self._splits:
+            raise BadInput(f"{self.path} has no split {name!r}; it has {', '.join(self.splits)}")
+        return self._splits[name]
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer the ids were made with."""
+        return tokenizers.load(self.path)
+
+    def verify(self) -> Iterator[tuple[str, int, bool]]:
+        """(file, block number, good?) for every 64 MiB block of every column."""
+        for name, sums in _files(self.meta):
+            found = block_checksums(self.path / name)
+            for block, expected in enumerate(sums):
+                yield name, block, block < len(found) and found[block] == expected
+
+    def verify_in_background(self, report: Callable[[str], None]) -> threading.Thread:
+        """Check every block in a daemon thread; call `report` once with the first bad one."""
+
+        def check() -> None:
+            for name, block, good in self.verify():
+                if not good:
+                    report(f"{self.path / name} is damaged in block {block} of {BLOCK} bytes")
+                    return
+
+        thread = threading.Thread(target=check, name="verify", daemon=True)
+        thread.start()
+        return thread
+
+    def _open(self, name: str) -> Split:
+        meta = self.meta["splits"][name]
+        columns: dict[str, Any] = {}
+        for column in self.meta["columns"]:
+            values = self._map(f"{name}/{column}.npy", meta)
+            if f"{name}/{column}.offsets.npy" in meta["files"]:
+                offsets = self._map(f"{name}/{column}.offsets.npy", meta)
+                if len(offsets) != meta["rows"] + 1 or offsets[-1] != len(values):
+                    raise BadInput(
+                        f"{self.path / name}/{column}.offsets.npy contradicts its values"
+                    )
+                columns[column] = Ragged(values, offsets)
+            else:
+                columns[column] = values
+            if len(columns[column]) != meta["rows"]:
+                raise BadInput(f"{self.path / name}/{column}.npy has not {meta['rows']} rows")
+        return Split(name, meta["rows"], meta["tokens"], columns)
+
+    def _map(self, file: str, meta: dict[str, Any]) -> np.ndarray:
+        path = self.path / file
+        if not path.is_file():
+            raise BadInput(f"{path} is missing: the store is incomplete")
+        size, expected = path.stat().st_size, meta["files"][file]["bytes"]
+        if size != expected:
+            raise BadInput(f"{path} is {size} bytes, not {expected}: the store is damaged")
+        try:
+            if size == HEADER:  # no values: an empty file cannot be mapped
+                return np.load(path, allow_pickle=False)
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise BadInput(f"{path} is not a .npy file: {error}") from None
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a store without reading its columns.
+
+    Raises BadInput if it is absent, of another format version, or a file's size or header is off.
+    """
+    path = Path(path)
+    if not (path / "store.json").is_file():
+        raise BadInput(f"{path} is not a store (no store.json); make one with preprocess.py")
+    meta = read_json(path / "store.json")
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise BadInput(f"{path} is not a store of format {FORMAT}; make it anew with preprocess.py")
+    try:
+        return Store(path, meta)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path / 'store.json'} is damaged: {error!r}") from None
+
+
+def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    splits = meta["splits"].values()
+    return [(name, file["sha256"]) for split in splits for name, file in split["files"].items()]
+
+
+# ---------------------------------------------------------------------------------- writing
+
+
+class NpyWriter:
+    """A one-dimensional .npy file written piece by piece; memory does not grow with it."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype, self.length = path, dtype, 0
+        self.file: BinaryIO = path.open("wb")
+        self.file.write(b"\0" * HEADER)
+
+    def append(self, values: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(values, self.dtype).data)
+        self.length += len(values)
+
+    def close(self) -> None:
+        """Write the header that the final length calls for."""
+        descr = np.lib.format.dtype_to_descr(self.dtype)
+        head = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': ({self.length},), }}"
+        magic = np.lib.format.magic(1, 0) + (HEADER - 10).to_bytes(2, "little")
+        self.file.seek(0)
+        self.file.write(magic + head.ljust(HEADER - 11).encode() + b"\n")
+        self.file.close()
+
+
+class SplitWriter:
+    """Appends rows to one split: a ragged column takes (values, lengths), a plain one values."""
+
+    def __init__(self, directory: Path, columns: dict[str, np.dtype], ragged: Sequence[str]):
+        directory.mkdir()
+        self.directory = directory
+        self.writers = {c: NpyWriter(directory / f"{c}.npy", t) for c, t in columns.items()}
+        int64 = np.dtype(np.int64)
+        self.offsets = {c: NpyWriter(directory / f"{c}.offsets.npy", int64) for c in ragged}
+        for writer in self.offsets.values():
+            writer.append(np.zeros(1, np.int64))
+
+    def append(self, column: str, values: np.ndarray) -> None:
+        """Rows of a plain column."""
+        self.writers[column].append(values)
+
+    def append_ragged(self, column: str, values: np.ndarray, lengths: np.ndarray) -> None:
+        """Rows of a ragged column: `values` end to end, and each row's length."""
+        ends = self.writers[column].length + np.cumsum(lengths, dtype=np.int64)
+        self.writers[column].append(values)
+        self.offsets[column].append(ends)
+
+    def close(self) -> None:
+        for writer in [*self.writers.values(), *self.offsets.values()]:
+            writer.close()
+
+    def describe(self) -> dict[str, Any]:
+        lengths = {c: w.length - 1 for c, w in self.offsets.items()}
+        lengths |= {c: w.length for c, w in self.writers.items() if c not in self.offsets}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"columns of different lengths: {lengths}")
+        files = {}
+        for path in sorted(self.directory.glob("*.npy")):
+            name = f"{self.directory.name}/{path.name}"
+            files[name] = {"bytes": path.stat().st_size, "sha256": block_checksums(path)}
+        tokens = sum(self.writers[c].length for c in self.offsets)
+        return {"rows": next(iter(lengths.values())), "tokens": tokens, "files": files}
+
+
+class StoreWriter:
+    """Writes the splits of a store; use through `create_store`."""
+
+    def __init__(self, directory: Path, tokenizer: tokenizers.Tokenizer, columns: dict[str, str],
+                 ragged: Sequence[str]):  # fmt: skip
+        small = len(tokenizer) <= 2**16
+        ids = np.dtype(np.uint16 if small else np.uint32)
+        self.directory, self.tokenizer, self.ragged = directory, tokenizer, ragged
+        self.columns = {c: ids if c in ragged else np.dtype(t) for c, t in columns.items()}
+        self.splits: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def split(self, name: str) -> Iterator[SplitWriter]:
+        """Open a new split for appending; raises BadInput if it ends without a row."""
+        writer = SplitWriter(self.directory / name, self.columns, self.ragged)
+        try:
+            yield writer
+        finally:
+            writer.close()
+        self.splits[name] = writer.describe()
+        if self.splits[name]["rows"] == 0:
+            raise BadInput(f"the split {name!r} would be empty: its input holds no example")
+
+    def finish(self, kind: str, labels: Sequence[str], metric: str | None,
+               origin: dict[str, Any]) -> None:  # fmt: skip
+        """Write the tokenizer and `store.json`, last. `origin`: command, sources, choices."""
+        self.tokenizer.save(self.directory)
+        meta = {
+            "format": FORMAT,
+            "kind": kind,
+            "metric": metric,
+            "labels": list(labels),
+            "tokenizer": {
+                "kind": self.tokenizer.kind,
+                "vocab_size": len(self.tokenizer),
+                "fingerprint": self.tokenizer.fingerprint,
+            },
+            "columns": {
+                c: {"dtype": str(t), "ragged": c in self.ragged} for c, t in self.columns.items()
+            },
+            "splits": self.splits,
+            "origin": origin,
+        }
+        write_json(self.directory / "store.json", meta)
+
+
+@contextmanager
+def create_store(path: Path, tokenizer: tokenizers.Tokenizer, columns: dict[str, str],
+                 ragged: Sequence[str] = ("tokens",), overwrite: bool = False,
+                 ) -> Iterator[StoreWriter]:  # fmt: skip
+    """A new store that appears whole at `path` when the block ends, or not at all.
+
+    `columns` maps each column to its dtype (ignored for the ragged ones, which hold ids). Raises
+    BadInput if `path` exists, unless `overwrite`, and then only if it is a store.
+    """
+    if overwrite and path.exists() and not (path / "store.json").is_file():
+        raise BadInput(f"{path} exists and is not a store: it is not overwritten")
+    directory: AbstractContextManager[Path] = atomic_directory(path, overwrite)
+    with directory as temporary:
+        yield StoreWriter(temporary, tokenizer, columns, ragged)
