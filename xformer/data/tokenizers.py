@@ -219,7 +219,8 @@ def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = Tr
     """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
 
     `kind` is wordpiece, bpe, unigram or symbols (the characters seen; `vocab_size` bounds them).
-    `lowercase` concerns WordPiece alone. Raises BadInput where the texts cannot give that many.
+    `lowercase` concerns WordPiece alone. WordPiece and BPE give fewer where the texts hold no more;
+    otherwise raises BadInput where they cannot give that many.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(f"a vocabulary of {vocab_size} leaves nothing beside the 5 special tokens")
@@ -246,7 +247,7 @@ def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = Tr
                 vocab_size=vocab_size, special_tokens=special, show_progress=False
             ),
         )
-        return wordpiece(_ids(rules), lowercase)
+        return wordpiece(_ids(rules, vocab_size), lowercase)
     if kind != "bpe":
         raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
     rules = Fast(models.BPE())
@@ -263,12 +264,17 @@ def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = Tr
         ),
     )
     merges = [tuple(m) for m in json.loads(rules.to_str())["model"]["merges"]]
-    return byte_bpe(_ids(rules), merges)
+    return byte_bpe(_ids(rules, vocab_size), merges)
 
 
-def _ids(model: Any) -> dict[str, int]:
+def _ids(model: Any, vocab_size: int) -> dict[str, int]:
     """A trained model's vocabulary, its ids made gapless in order."""
     vocabulary = model.get_vocab(with_added_tokens=True)
+    if len(vocabulary) > vocab_size:  # the trainers keep every character, whatever was asked
+        raise BadInput(
+            f"--vocab-size {vocab_size} is too small: characters and special tokens alone make "
+            f"{len(vocabulary)}"
+        )
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     return {piece: i for i, piece in enumerate(ordered)}
 

@@ -1,0 +1,1 @@
+from xformer.surgery.operations import apply as apply

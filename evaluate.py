@@ -1,0 +1,15 @@
+"""Score a checkpoint, fill masks, or predict raw rows.
+
+    python evaluate.py runs/cola data=stores/cola split=test out=scores.json
+    python evaluate.py runs/cola data=stores/cola split=valid predictions=rows.tsv
+    python evaluate.py runs/english text='The [MASK] sat on the mat.' top=10
+    python evaluate.py runs/cola input=sentences.tsv out=predictions.tsv
+
+CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
+"""
+
+from xformer.data.errors import run
+from xformer.evaluate import main
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,23 @@
+r"""Pre-train or fine-tune: one loop, told what to do by a recipe.
+
+    # one process
+    python train.py recipes/pretrain/mini.toml data=stores/english run=runs/english
+    # two processes on this machine
+    torchrun --standalone --nproc-per-node 2 train.py recipes/pretrain/mini.toml \
+        data=stores/english run=runs/english
+    # two machines; on the second --node-rank 1
+    torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 train.py ...
+    # fine-tune what came out, and its from-scratch twin
+    python train.py recipes/finetune/classify.toml data=stores/cola init=runs/english run=runs/cola
+    python train.py recipes/finetune/classify.toml data=stores/cola init=runs/english \
+        surgery='[{op="clean"}]' run=runs/cola-scratch
+
+The same command again continues a stopped run exactly where it was. A value is parsed as TOML, else
+taken as a bare string; data=STORE is short for data.store=STORE.
+"""
+
+from xformer.data.errors import run
+from xformer.train import main
+
+if __name__ == "__main__":
+    run(main)

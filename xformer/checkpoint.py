@@ -1,0 +1,247 @@
+"""The Checkpoint: one value that every tool takes and returns, and how it lies on disk.
+
+CHECKPOINT/model.safetensors    the weights, under the bare model's names
+CHECKPOINT/config.json          the model's shape, its head, the history of operations
+CHECKPOINT/tokenizer_meta.json  and the tokenizer's own files
+CHECKPOINT/input/               only with a mapping: the tokenizer of the raw input, mapping.npy
+CHECKPOINT/manifest.json        SHA-256 of every file, written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import atomic_directory, file_checksum, read_json, write_json
+from xformer.data.tokenizers import Tokenizer
+from xformer.model.encoder import ModelConfig
+from xformer.model.heads import HeadKind, Model
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a checkpoint was trained to predict, and how its input was read.
+
+    `labels` are the class names, `columns` the names of the raw columns, `mapping` and
+    `max_tokens` the run's; `pair`: the input is two texts.
+    """
+
+    kind: HeadKind
+    labels: tuple[str, ...] = ()
+    metric: str | None = None
+    mapping: str = "none"
+    max_tokens: int = 512
+    pair: bool = False
+    columns: dict[str, Any] | None = None
+
+    @property
+    def outputs(self) -> int:
+        return {"mlm": 0, "classify": len(self.labels), "regress": 1}[self.kind]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights with all that is needed to use them.
+
+    `source` and `mapping` are set where the raw input has a tokenizer of its own whose ids are
+    mapped to the model's (see xformer.data.mapping).
+    """
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+    head: Head | None = None
+    history: tuple[dict[str, Any], ...] = ()
+    source: Tokenizer | None = None
+    mapping: np.ndarray | None = None
+
+    def model(self) -> Model:
+        """The model with these weights (copied), on the CPU in evaluation mode.
+
+        Raises BadInput if a weight is missing, left over or of another shape.
+        """
+        check_weights(self.weights, self._empty_model().state_dict(), "the checkpoint")
+        with torch.device("meta"):
+            model = self._empty_model()
+        model.load_state_dict({k: v.clone() for k, v in self.weights.items()}, assign=True)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return model.eval()
+
+    def _empty_model(self) -> Model:
+        with torch.device("meta"):
+            kind, outputs = (self.head.kind, self.head.outputs) if self.head else (None, 0)
+            return Model(self.config, kind, outputs, pooler="pooler.weight" in self.weights)
+
+    def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
+        """This checkpoint with another head: what fits is kept, the rest is fresh or dropped.
+
+        Returns the checkpoint, the names of the fresh weights and those of the dropped ones.
+        """
+        same_task = self.head is not None and self.head.labels == head.labels
+        kept = {k: v for k, v in self.weights.items() if same_task or not k.startswith("task_head")}
+        if head.kind == "mlm":
+            kept = {k: v for k, v in kept.items() if not k.startswith("pooler")}
+        with torch.device("meta"):
+            wanted = Model(self.config, head.kind, head.outputs).state_dict()
+        kept = {k: v for k, v in kept.items() if k in wanted}
+        fresh = [name for name in wanted if name not in kept]
+        dropped = [name for name in self.weights if name not in kept]
+        weights = {
+            name: kept[name] if name in kept else initialise(name, shape.shape, self.config, seed)
+            for name, shape in wanted.items()
+        }
+        return replace(self, weights=weights, head=head), fresh, dropped
+
+
+def check_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
+    """Raise BadInput naming the first weight that is missing, left over or of another shape."""
+    for name, tensor in wanted.items():
+        if name not in found:
+            raise BadInput(f"{where} lacks the weight {name}, {tuple(tensor.shape)}")
+        if found[name].shape != tensor.shape:
+            has, needs = tuple(found[name].shape), tuple(tensor.shape)
+            raise BadInput(f"{where}: the weight {name} is {has} where its config wants {needs}")
+    left = sorted(set(found) - set(wanted))
+    if left:
+        raise BadInput(f"{where} has weights that its config does not know: {', '.join(left[:4])}")
+
+
+def initialise(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+    """Fresh values of one weight: LayerNorm 1, biases 0, all else N(0, initializer_range^2).
+
+    Each weight has a generator of its own, seeded by (seed, name), so that its values do not
+    depend on what else is initialised (K appendix A; Devlin et al. 2019 truncate at 2 sigma).
+    """
+    *_, owner, kind = ("", *name.split("."))
+    if owner.endswith("norm"):
+        return torch.ones(shape) if kind == "weight" else torch.zeros(shape)
+    if kind == "bias":
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)
+
+
+def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
+    """An encoder from scratch. Raises BadInput if the vocabulary does not fit its embeddings."""
+    if config.vocab_size == 0:
+        config = config.model_copy(update={"vocab_size": len(tokenizer)})
+    if config.vocab_size < len(tokenizer):
+        needs = len(tokenizer)
+        raise BadInput(f"model.vocab_size={config.vocab_size} is below the tokenizer's {needs}")
+    with torch.device("meta"):
+        shapes = {name: w.shape for name, w in Model(config, None).state_dict().items()}
+    weights = {name: initialise(name, shape, config, seed) for name, shape in shapes.items()}
+    return Checkpoint(config, weights, tokenizer, history=({"op": "fresh", "seed": seed},))
+
+
+# ---------------------------------------------------------------------------------- on disk
+
+
+def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
+         optimizer: dict[str, Tensor] | None = None, state: dict[str, Any] | None = None,
+         ) -> None:  # fmt: skip
+    """Write a checkpoint as a directory that is whole or absent; `optimizer` and `state` are what
+    a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`."""
+    with atomic_directory(path, overwrite) as directory:
+        weights = {name: w.detach().cpu().contiguous() for name, w in checkpoint.weights.items()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        checkpoint.tokenizer.save(directory)
+        if checkpoint.source is not None and checkpoint.mapping is not None:
+            (directory / "input").mkdir()
+            checkpoint.source.save(directory / "input")
+            np.save(directory / "input/mapping.npy", checkpoint.mapping)
+        if optimizer is not None:
+            save_file(optimizer, directory / "optimizer.safetensors")
+        if state is not None:
+            write_json(directory / "state.json", state)
+        config = {
+            "format": FORMAT,
+            "model": checkpoint.config.model_dump(),
+            "head": asdict(checkpoint.head) if checkpoint.head else None,
+            "history": list(checkpoint.history),
+        }
+        write_json(directory / "config.json", config)
+        files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
+        sums = {str(file.relative_to(directory)): file_checksum(file) for file in files}
+        write_json(directory / "manifest.json", {"sha256": sums})
+
+
+def resolve(path: str | Path) -> Path:
+    """The checkpoint a path means: itself, or the one a finished run selected."""
+    path = Path(path)
+    if (path / "manifest.json").is_file():
+        return path
+    if (path / "result.json").is_file():
+        return path / read_json(path / "result.json")["selected"]
+    if (path / "checkpoints").is_dir():
+        steps = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step_*")))
+        raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")
+    if not path.is_dir():
+        raise BadInput(f"the checkpoint {path} does not exist")
+    hint = (
+        "; import it with python -m xformer.convert from-hf"
+        if (path / "config.json").is_file()
+        else ""
+    )
+    raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
+
+
+def verify(path: Path) -> None:
+    """Raise BadInput naming the first file of a checkpoint that is not as it was written."""
+    sums = read_json(path / "manifest.json").get("sha256", {})
+    for name, expected in sums.items():
+        if not (path / name).is_file():
+            raise BadInput(f"{path / name} is missing: the checkpoint is incomplete")
+        if file_checksum(path / name) != expected:
+            raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
+
+
+def load(path: str | Path) -> Checkpoint:
+    """The checkpoint in a directory, or the one a finished run selected.
+
+    Raises BadInput if it is absent, incomplete, damaged, or its config contradicts its weights.
+    """
+    path = resolve(path)
+    verify(path)
+    meta = read_json(path / "config.json")
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise BadInput(f"{path / 'config.json'} is not of format {FORMAT}")
+    try:
+        config = ModelConfig(**meta["model"])
+        head = Head(**meta["head"]) if meta["head"] else None
+        history = tuple(meta["history"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise BadInput(f"{path / 'config.json'} is damaged: {error!r}") from None
+    if head is not None:
+        head = replace(head, labels=tuple(head.labels))
+    source = mapping = None
+    if (path / "input").is_dir():
+        source = tokenizers.load(path / "input")
+        mapping = np.load(path / "input/mapping.npy", allow_pickle=False)
+    weights = load_tensors(path / "model.safetensors")
+    return Checkpoint(config, weights, tokenizers.load(path), head, history, source, mapping)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises BadInput if it is absent or damaged."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist") from None
+    except safetensors.SafetensorError as error:
+        raise BadInput(f"{path} is not a whole safetensors file: {error}") from None

@@ -1,0 +1,104 @@
+"""Ranks and devices: what torchrun set up, and the few collectives the loop needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+
+from xformer.config import Settings
+from xformer.data.errors import BadInput, Failure
+
+
+class SystemConfig(Settings):
+    """How a run is executed; none of it belongs to the run's identity."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights."""
+    threads: int = Field(0, ge=0)
+    """CPU threads a process; 0 shares the machine's cores among its processes."""
+    deterministic: bool = False
+    """On CUDA, use only kernels that repeat bit for bit; the CPU always does."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all: `rank` of `world_size`, on `device`."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def autocast(self, precision: str) -> torch.autocast:
+        """The autocast context of a precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor summed over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def on_rank_zero(self, work: Callable[[], Any]) -> Any:
+        """Do `work` on rank 0 alone; every rank returns its (JSON) result or raises its error."""
+        error: BadInput | Failure | OSError | None = None
+        answer: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                answer = {"result": work()}
+            except (BadInput, Failure, OSError) as caught:
+                error, answer = caught, {"error": str(caught)}
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return answer["result"]
+        text = json.dumps(answer).encode()
+        length = torch.tensor([len(text)], device=self.device)
+        dist.broadcast(length, 0)
+        content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(content, 0)
+        answer = json.loads(bytes(content.cpu().numpy()))
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise BadInput(answer["error"])
+        return answer["result"]
+
+
+def start(config: SystemConfig) -> Ranks:
+    """Join the ranks torchrun started (or be the only one) and take a device each."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    torch.set_num_threads(config.threads or max(1, cores // local_world_size))
+    if world_size > 1 and not dist.is_initialized():
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    return Ranks(rank, world_size, device)
+
+
+def stop() -> None:
+    """Leave the group of ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,225 @@
+"""Scores of a model on a split, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from xformer import checkpoint as checkpoints
+from xformer import distributed, metrics, predict
+from xformer.checkpoint import Checkpoint, Head
+from xformer.config import Settings, help_text, parse_overrides, validate
+from xformer.data import mapping
+from xformer.data.batch import Assembler, chunks
+from xformer.data.errors import BadInput
+from xformer.data.store import Split, Store, open_store
+from xformer.distributed import Ranks, SystemConfig
+from xformer.model.encoder import to_device
+from xformer.model.heads import Model
+
+MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
+
+
+class EvaluateConfig(Settings):
+    """What to evaluate; give data, text or input."""
+
+    data: str | None = None
+    """A store to score the checkpoint on."""
+    split: str = "test"
+    """Which split of it."""
+    out: str | None = None
+    """Write the scores as JSON to this file; with `input` the predictions."""
+    predictions: str | None = None
+    """Write a tab-separated line for each row of the split to this file."""
+    text: str | None = None
+    """A text with mask tokens, such as 'The [MASK] sat.': print the likeliest fillings."""
+    top: int = Field(5, ge=1)
+    """How many fillings to print."""
+    input: str | None = None
+    """A tab-separated file of raw rows to predict."""
+    mapping: str | None = None
+    """What the store's ids mean to the model; absent: as in training."""
+    masking_probability: float = Field(0.15, gt=0, lt=1)
+    """Share of the tokens to predict when an MLM head is scored."""
+    system: SystemConfig = SystemConfig()
+    """Execution."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`metrics` by name; `outputs` (N, K) logits or scores by row, none for MLM."""
+
+    metrics: dict[str, float]
+    outputs: np.ndarray | None
+
+
+@torch.no_grad()
+def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precision: str,
+          probability: float = 0.15) -> Scores:  # fmt: skip
+    """Metrics of a model on a split. Every rank takes its share and gets the whole result.
+
+    Rows are cut into the same chunks on any number of ranks, and the sums run over chunks in
+    order. Labels of -1 or NaN are not scored. Raises BadInput where no row has a label.
+    """
+    was_training = model.training
+    model.eval()
+    rows = assembler.split.rows
+    all_chunks = list(chunks(assembler, rows))
+    sums = torch.zeros(len(all_chunks), 3, dtype=torch.float64, device=ranks.device)
+    outputs = torch.zeros(rows, max(head.outputs, 1), device=ranks.device)
+    for i, part in enumerate(all_chunks):
+        if i % ranks.world_size != ranks.rank:
+            continue
+        if head.kind == "mlm":
+            zeros = np.zeros_like(part)
+            batch = assembler.masked_batch(part, zeros, MASKING_SEED, probability)
+        else:
+            batch = assembler.batch(part)
+        with ranks.autocast(precision):
+            if head.kind == "mlm":
+                loss, _ = model.loss(to_device(batch, ranks.device))
+                sums[i] = torch.stack([loss.total, loss.total.new_tensor(loss.count), loss.correct])
+            else:
+                logits = model.logits(to_device(batch, ranks.device)).float()
+                outputs[torch.from_numpy(batch.rows).to(ranks.device)] = logits
+    model.train(was_training)
+    if head.kind == "mlm":
+        total, count, correct = ranks.sum(sums).sum(0).tolist()
+        if count == 0:
+            raise BadInput(f"the split {assembler.split.name!r} has no token to mask")
+        loss_value = total / count
+        perplexity = math.exp(min(loss_value, 700))
+        return Scores(
+            {"loss": loss_value, "accuracy": correct / count, "perplexity": perplexity}, None
+        )
+    return _task_scores(ranks.sum(outputs).cpu().numpy(), assembler.split, head)
+
+
+def _task_scores(outputs: np.ndarray, split: Split, head: Head) -> Scores:
+    labels = np.asarray(split.columns["label"])
+    known = ~np.isnan(labels) if head.kind == "regress" else labels >= 0
+    if not known.any():
+        raise BadInput(f"the split {split.name!r} has no labels to score against")
+    some, labels = outputs[known].astype(np.float64), labels[known]
+    if head.kind == "regress":
+        loss = float(((some[:, 0] - labels) ** 2).mean())
+        return Scores({"loss": loss, **metrics.regression(some[:, 0], labels)}, outputs)
+    logits = some - some.max(1, keepdims=True)
+    log_probability = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    seen = labels < some.shape[1]  # a class unseen in training is wrong and has no loss
+    loss = float(-log_probability[np.flatnonzero(seen), labels[seen]].mean()) if seen.any() else 0.0
+    return Scores({"loss": loss, **metrics.classification(some.argmax(1), labels)}, outputs)
+
+
+def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:
+    """The assembler that feeds a store's split to a trained checkpoint.
+
+    `spec` overrides the mapping the checkpoint was trained with. Raises BadInput where the store
+    does not fit the checkpoint's head or tokenizer.
+    """
+    head = checkpoint.head
+    if head is None:
+        raise BadInput("this checkpoint has no head to score: fine-tune it with train.py first")
+    check_task(store, head)
+    array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer)
+    return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
+
+
+def check_task(store: Store, head: Head) -> None:
+    """Raise BadInput unless the store holds what the head predicts."""
+    kinds = {"mlm": ("text", "class", "score"), "classify": ("class",), "regress": ("score",)}
+    if store.kind not in kinds[head.kind]:
+        wants = " or ".join(kinds[head.kind])
+        raise BadInput(
+            f"head={head.kind} needs a store of kind {wants}; {store.path} is {store.kind}"
+        )
+    if head.kind == "classify" and tuple(store.labels) != head.labels:
+        unknown = sorted(set(store.labels) - set(head.labels))
+        what = f"labels outside the checkpoint's classes: {', '.join(unknown)}" if unknown else (
+            f"other classes than the checkpoint's: {', '.join(store.labels)}"
+        )  # fmt: skip
+        raise BadInput(f"{store.path} has {what}; the checkpoint knows {', '.join(head.labels)}")
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+def main() -> None:
+    """`python evaluate.py CHECKPOINT key=value ...`"""
+    arguments = sys.argv[1:]
+    if any(a in ("-h", "--help") for a in arguments):
+        print(help_text(EvaluateConfig))
+        return
+    if not arguments or "=" in arguments[0]:
+        raise BadInput(
+            "the first argument must be a checkpoint or a run: evaluate.py CHECKPOINT .."
+        )
+    values = parse_overrides(arguments[1:])
+    data = values.get("data")
+    if isinstance(data, dict):  # a path here, with no group of keys below it
+        values["data"] = data.get("store")
+    config = validate(EvaluateConfig, values)
+    if sum(x is not None for x in (config.data, config.text, config.input)) != 1:
+        raise BadInput("give one of data=STORE, text='...' and input=FILE.tsv")
+    for output in (config.out, config.predictions):
+        if output and not Path(output).absolute().parent.is_dir():
+            raise BadInput(f"{output} cannot be written: {Path(output).parent} is no directory")
+    checkpoint = checkpoints.load(arguments[0])
+    ranks = distributed.start(config.system)
+    if config.text is not None:
+        for i, filling in enumerate(predict.fill_mask(checkpoint, config.text, config.top), 1):
+            print(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
+    elif config.input is not None:
+        _predict_file(checkpoint, config)
+    else:
+        _score_split(checkpoint, config, arguments[0], ranks)
+    distributed.stop()
+
+
+def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:
+    store = open_store(str(config.data))
+    assembler = assembler_for(checkpoint, store, config.split, config.mapping)
+    head = checkpoint.head
+    assert head is not None
+    if config.predictions and head.kind == "mlm":
+        raise BadInput("predictions= is for class and score tasks, not for an MLM head")
+    model = checkpoint.model().to(ranks.device)
+    precision, probability = config.system.precision, config.masking_probability
+    scores = score(model, assembler, head, ranks, precision, probability)
+    if ranks.rank != 0:
+        return
+    for metric, value in scores.metrics.items():
+        print(f"{config.split} {metric} {value:.4f}")
+    if config.out:
+        result = {
+            "checkpoint": name,
+            "data": config.data,
+            "split": config.split,
+            "rows": assembler.split.rows,
+            "metrics": scores.metrics,
+        }
+        Path(config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if config.predictions and scores.outputs is not None:
+        outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
+        rows = [[str(row)] for row in range(len(outputs))]
+        lines = predict.as_lines(head, outputs, rows)
+        Path(config.predictions).write_text(lines, encoding="utf-8")
+
+
+def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig) -> None:
+    head = checkpoint.head
+    if head is None or head.kind == "mlm":
+        raise BadInput("input= needs a checkpoint with a class or score head")
+    texts = predict.read_rows(Path(str(config.input)), head)
+    lines = predict.as_lines(head, predict.predict_rows(checkpoint, texts), texts)
+    if config.out:
+        Path(config.out).write_text(lines, encoding="utf-8")
+    else:
+        print(lines, end="")

@@ -1,0 +1,222 @@
+"""The transformer encoder of the BERT family, on packed tokens.
+
+T tokens in the batch, N sequences, C hidden size, H heads, D = C / H, F inner size of the MLP,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from xformer.config import Settings
+from xformer.data.batch import Batch
+from xformer.model.attention import Backend, Layout, attention, explicit_attention, layout
+
+
+class ModelConfig(Settings):
+    """Shape and behaviour of an encoder."""
+
+    vocab_size: int = Field(0, ge=0)
+    """Pieces in the embedding table; 0 takes the tokenizer's."""
+    layers: int = Field(12, ge=1)
+    """Number of transformer layers."""
+    hidden: int = Field(768, ge=1)
+    """Width of the hidden states."""
+    heads: int = Field(12, ge=1)
+    """Attention heads a layer; must divide `hidden`."""
+    intermediate: int = Field(3072, ge=1)
+    """Inner width of the feed-forward part."""
+    max_positions: int = Field(512, ge=1)
+    """Longest row in tokens, special ones included."""
+    token_types: int = Field(2, ge=0)
+    """Segment embeddings: 2 tells the texts of a pair apart, 0 has none."""
+    norm: Literal["post", "pre"] = "post"
+    """LayerNorm after each residual sum (BERT) or before each part (pre-LN)."""
+    layer_norm_eps: float = Field(1e-12, gt=0)
+    """Epsilon of every LayerNorm."""
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    """Activation of the feed-forward part and of the MLM head."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Dropout on embeddings, on the output of each part, and before a task head."""
+    attention_dropout: float = Field(0.1, ge=0, lt=1)
+    """Dropout on attention probabilities."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of fresh weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"model.hidden={self.hidden} is no multiple of model.heads={self.heads}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed batch as tensors on a device; see xformer.data.batch.Batch."""
+
+    tokens: Tensor  # (T,)
+    positions: Tensor  # (T,)
+    segments: Tensor  # (T,)
+    layout: Layout
+    labels: Tensor | None = None  # (N,)
+    places: Tensor | None = None  # (M,)
+    targets: Tensor | None = None  # (M,)
+
+    @property
+    def first(self) -> Tensor:
+        """Where each sequence begins, (N,)."""
+        return self.layout.cu_seqlens[:-1]
+
+
+def to_device(batch: Batch, device: torch.device) -> Packed:
+    """Move a batch to a device, on CUDA from pinned memory without waiting."""
+
+    def move(array) -> Tensor | None:  # type: ignore[no-untyped-def]
+        if array is None:
+            return None
+        tensor = torch.from_numpy(array)
+        return (
+            tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        )
+
+    tokens, positions, segments = (move(a) for a in (batch.tokens, batch.positions, batch.segments))
+    assert tokens is not None
+    assert positions is not None
+    assert segments is not None
+    return Packed(
+        tokens, positions, segments, layout(batch.cu_seqlens, device),
+        move(batch.labels), move(batch.places), move(batch.targets),
+    )  # fmt: skip
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    """The activation a config names."""
+    if name == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment vectors, summed and normalised (post-LN) or summed alone."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.hidden)
+        self.position = nn.Embedding(config.max_positions, config.hidden)
+        self.segment = (
+            nn.Embedding(config.token_types, config.hidden) if config.token_types else None
+        )
+        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.dropout = config.dropout
+
+    def forward(self, batch: Packed) -> Tensor:
+        x = self.word(batch.tokens) + self.position(batch.positions)  # (T, C)
+        if self.segment is not None:
+            x = x + self.segment(batch.segments)
+        return F.dropout(self.norm(x), self.dropout, self.training)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with one product for queries, keys and values."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
+        self.out = nn.Linear(config.hidden, config.hidden)
+        self.heads = config.heads
+        self.dropout = config.attention_dropout
+
+    def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
+        """x (T, C) -> (T, C), and with the back end "explicit" the maps, else none."""
+        T, C = x.size()
+        q, k, v = self.qkv(x).view(T, 3, self.heads, C // self.heads).unbind(1)  # (T, H, D)
+        dropout = self.dropout if self.training else 0.0
+        maps: list[Tensor] = []
+        if backend == "explicit":
+            y, maps = explicit_attention(q, k, v, layout, dropout)
+        else:
+            y = attention(q, k, v, layout, dropout, backend)
+        return self.out(y.reshape(T, C)), maps
+
+
+class MLP(nn.Module):
+    """The position-wise feed-forward part."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden, config.intermediate)
+        self.down = nn.Linear(config.intermediate, config.hidden)
+        self.activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(activate(self.up(x), self.activation))
+
+
+class Layer(nn.Module):
+    """Attention and MLP with their residuals; post-LN (BERT) or pre-LN (Xiong et al. 2020)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention = SelfAttention(config)
+        self.attention_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.mlp = MLP(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.pre_norm = config.norm == "pre"
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
+        if self.pre_norm:
+            y, maps = self.attention(self.attention_norm(x), layout, backend)
+            x = x + F.dropout(y, self.dropout, self.training)
+            return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training), maps
+        y, maps = self.attention(x, layout, backend)
+        x = self.attention_norm(x + F.dropout(y, self.dropout, self.training))
+        return self.mlp_norm(x + F.dropout(self.mlp(x), self.dropout, self.training)), maps
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What an encoder computed on the way: `hidden[0]` the embeddings, then one a layer, (T, C);
+    `maps[layer][sequence]` is (H, L, L)."""
+
+    hidden: list[Tensor]
+    maps: list[list[Tensor]]
+
+
+class Encoder(nn.Module):
+    """The encoder of BERT (Devlin et al. 2019, section 3)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        pre_norm = config.norm == "pre"
+        self.final_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps) if pre_norm else None
+
+    def forward(self, batch: Packed, backend: Backend = "auto") -> Tensor:
+        """The last hidden states, (T, C)."""
+        x = self.embeddings(batch)
+        for layer in self.layers:
+            x, _ = layer(x, batch.layout, backend)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def inside(self, batch: Packed, backend: Backend = "auto") -> Inside:
+        """Every hidden state, and with the back end "explicit" every attention map."""
+        x = self.embeddings(batch)
+        hidden, all_maps = [x], []
+        for layer in self.layers:
+            x, maps = layer(x, batch.layout, backend)
+            hidden.append(x)
+            all_maps.append(maps)
+        if self.final_norm is not None:
+            hidden[-1] = self.final_norm(x)
+        return Inside(hidden, all_maps)

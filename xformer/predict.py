@@ -1,0 +1,127 @@
+"""Predictions without a store: fill the masks of a text, predict raw rows of a file."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from xformer.checkpoint import Checkpoint, Head
+from xformer.data.batch import Assembler, Batch, chunks
+from xformer.data.errors import BadInput
+from xformer.data.store import Ragged, Split
+from xformer.model.encoder import to_device
+
+
+def fill_mask(checkpoint: Checkpoint, text: str, top: int) -> list[list[tuple[float, str]]]:
+    """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
+
+    Raises BadInput without an MLM head or a mask token, or if the text is too long.
+    """
+    head, tokenizer = checkpoint.head, checkpoint.tokenizer
+    if head is None or head.kind != "mlm":
+        raise BadInput("this checkpoint has no MLM head, so it cannot fill a mask")
+    mask_token = tokenizer.pieces[tokenizer.special["mask"]]
+    parts = text.split(mask_token)
+    if len(parts) == 1:
+        raise BadInput(f"the text has no mask token: put {mask_token} where a word is wanted")
+    ids = [tokenizer.special["cls"]]
+    for i, encoded in enumerate(tokenizer.encode_batch(parts)):
+        ids += ([tokenizer.special["mask"]] if i else []) + encoded.tolist()
+    ids.append(tokenizer.special["sep"])
+    if len(ids) > checkpoint.config.max_positions:
+        raise BadInput(
+            f"the text is {len(ids)} tokens; the model takes {checkpoint.config.max_positions}"
+        )
+    tokens = np.array(ids, np.int64)
+    places = np.flatnonzero(tokens == tokenizer.special["mask"])
+    length = np.array([0, len(ids)], np.int32)
+    row = np.zeros(1, np.int64)
+    batch = Batch(tokens, np.arange(len(ids)), np.zeros_like(tokens), length, row, places=places)
+    with torch.no_grad():
+        logits = checkpoint.model().logits(to_device(batch, torch.device("cpu")))
+    best = torch.softmax(logits.float(), 1).topk(min(top, logits.size(1)))
+    return [
+        [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
+        for pair in zip(best.values, best.indices, strict=True)
+    ]
+
+
+def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
+    """Outputs (N, K) for raw rows of one or two texts each: probabilities, or (N, 1) scores."""
+    head = checkpoint.head
+    assert head is not None
+    source = checkpoint.source or checkpoint.tokenizer
+    columns: dict[str, Ragged | np.ndarray] = {}
+    for name, column in zip(("tokens", "tokens_b"), zip(*texts, strict=True), strict=False):
+        encoded = source.encode_batch(column)
+        offsets = np.concatenate([[0], np.cumsum([len(e) for e in encoded])])
+        columns[name] = Ragged(np.concatenate(encoded), offsets)
+    split = Split("input", len(texts), 0, columns)
+    assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
+    model = checkpoint.model()
+    outputs = np.zeros((len(texts), head.outputs), np.float32)
+    with torch.no_grad():
+        for part in chunks(assembler, len(texts)):
+            batch = assembler.batch(part)
+            logits = model.logits(to_device(batch, torch.device("cpu")))
+            outputs[batch.rows] = logits.numpy()
+    return probabilities(outputs) if head.kind == "classify" else outputs
+
+
+def read_rows(path: Path, head: Head) -> list[list[str]]:
+    """The raw texts of a tab-separated file, one or two a row.
+
+    The columns are those the task was made from where a header names them; else the file must
+    have exactly as many columns as there are texts. Raises BadInput naming file and line.
+    """
+    wanted = 2 if head.pair else 1
+    columns = head.columns or {}
+    names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise BadInput(f"{path} is a directory; give a file of rows") from None
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise BadInput(f"{path}:{line} is not UTF-8") from None
+    if not rows:
+        raise BadInput(f"{path} is empty")
+    where = [rows[0].index(n) for n in names] if set(names) <= set(rows[0]) else None
+    if where is None and len(rows[0]) != wanted:
+        raise BadInput(
+            f"{path}:1: its header lacks the column {' or '.join(names)}; without a header each "
+            f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(rows[0])}"
+        )
+    first, where = (1, where) if where is not None else (0, list(range(wanted)))
+    texts = []
+    for number, row in enumerate(rows[first:], first + 1):
+        if len(row) <= max(where):
+            raise BadInput(f"{path}:{number} has {len(row)} columns; {max(where) + 1} are needed")
+        texts.append([row[i] for i in where])
+    if not texts:
+        raise BadInput(f"{path} has a header and no row")
+    return texts
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """softmax over the last axis, (N, K)."""
+    exponent = np.exp(logits - logits.max(1, keepdims=True))
+    return exponent / exponent.sum(1, keepdims=True)
+
+
+def as_lines(head: Head, outputs: np.ndarray, inputs: list[list[str]]) -> str:
+    """A tab-separated table: the label and its probability, or the score, and the input."""
+    title = "label\tprobability\tinput" if head.kind == "classify" else "score\tinput"
+    lines = [title]
+    for output, texts in zip(outputs, inputs, strict=True):
+        shown = [f"{output[0]:.4f}"]
+        if head.kind == "classify":
+            shown = [head.labels[int(output.argmax())], f"{output.max():.4f}"]
+        lines.append("\t".join([*shown, *texts]))
+    return "\n".join(lines) + "\n"

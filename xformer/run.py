@@ -1,0 +1,127 @@
+"""The run directory: who may write it, what it continues from, which checkpoints it keeps.
+
+RUN/config.json   the resolved recipe, the keys of store and initial checkpoint, versions
+RUN/log.jsonl     every event      RUN/tensorboard/   drawn from it
+RUN/checkpoints/step_N/            the newest two and the best
+RUN/result.json   scores, and the checkpoint that train.select chose
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+from typing import Any, TextIO
+
+from xformer import checkpoint as checkpoints
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json, write_json
+
+INTERVALS = ("validate_every", "checkpoint_every", "log_every")
+KEEP = 2  # newest checkpoints, beside the best
+
+
+class Run:
+    """An opened run directory, locked against a second process until this one ends."""
+
+    def __init__(self, path: Path, lock: TextIO):
+        self.path = path
+        self._lock = lock
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step}"
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint; a damaged one is set aside by name and the next is tried."""
+        for path in sorted(self._checkpoints(), key=_step, reverse=True):
+            try:
+                checkpoints.verify(path)
+            except BadInput:
+                path.rename(path.with_name(f"damaged_{path.name}"))
+                continue
+            return path
+        return None
+
+    def prune(self, best_step: int) -> None:
+        """Delete all checkpoints but the newest two and the best."""
+        paths = sorted(self._checkpoints(), key=_step)
+        for path in paths[:-KEEP]:
+            if _step(path) != best_step:
+                shutil.rmtree(path)
+
+    def _checkpoints(self) -> list[Path]:
+        return [p for p in (self.path / "checkpoints").glob("step_*") if p.is_dir()]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
+    """Create a run directory, or open one to continue.
+
+    Raises BadInput if another process has it, if it is no run, or if it was made with other
+    settings, which it names. `overwrite` empties an existing run first.
+    """
+    if path.exists() and not path.is_dir():
+        raise BadInput(f"run={path} is a file; give a directory")
+    known = path / "config.json"
+    strangers = [] if known.exists() or not path.is_dir() else [
+        p.name for p in path.iterdir() if p.name != ".lock"
+    ]  # fmt: skip
+    if strangers:
+        raise BadInput(
+            f"run={path} exists and is not a run (it holds {strangers[0]}); give another"
+        )
+    if known.exists() and not overwrite:
+        _refuse_other_settings(path, read_json(known), config)
+    path.mkdir(parents=True, exist_ok=True)
+    lock = (path / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise BadInput(f"run={path} is in use by another process") from None
+    if overwrite:
+        for child in path.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+            elif child.name != ".lock":
+                child.unlink()
+    (path / "checkpoints").mkdir(exist_ok=True)
+    write_json(known, config)
+    return Run(path, lock)
+
+
+def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    differences = [
+        f"{name}={_show(a)} is now {_show(b)}"
+        for name, (a, b) in _differences(old.get("identity", {}), new["identity"]).items()
+        if not _allowed(name, a, b)
+    ]
+    if differences:
+        raise BadInput(
+            f"run={path} was made with other settings: {'; '.join(differences)}; "
+            "give another run=, or overwrite=true to start anew"
+        )
+
+
+def _show(value: Any) -> str:
+    return str(value)[:80]
+
+
+def _allowed(name: str, old: Any, new: Any) -> bool:
+    if name in ("train.steps", "train.epochs"):
+        return bool(old) and new >= old
+    return name.removeprefix("train.") in INTERVALS
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: (old value, new value)} where the two differ."""
+    found: dict[str, Any] = {}
+    for name in [*old, *(n for n in new if n not in old)]:
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= _differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            found[f"{prefix}{name}"] = (a, b)
+    return found
