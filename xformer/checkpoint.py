@@ -203,7 +203,10 @@ def resolve(path: str | Path) -> Path:
 
 def verify(path: Path) -> None:
     """Raise BadInput naming the first file of a checkpoint that is not as it was written."""
-    sums = read_json(path / "manifest.json").get("sha256", {})
+    manifest = read_json(path / "manifest.json")
+    sums = manifest.get("sha256") if isinstance(manifest, dict) else None
+    if not isinstance(sums, dict) or not {"model.safetensors", "config.json"} <= set(sums):
+        raise BadInput(f"{path / 'manifest.json'} is damaged: it lists no checksums")
     for name, expected in sums.items():
         if not (path / name).is_file():
             raise BadInput(f"{path / name} is missing: the checkpoint is incomplete")

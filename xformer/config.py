@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import difflib
 import sys
+import textwrap
 import tomllib
+from inspect import getdoc
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xformer.data.errors import BadInput
+
+WIDTH = 100  # columns of help
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
@@ -22,7 +27,9 @@ SettingsType = TypeVar("SettingsType", bound="Settings")
 class Settings(BaseModel):
     """Base of every group of settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) -> SettingsType:
@@ -41,7 +48,7 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
                 "the first argument must be a recipe, such as recipes/pretrain/mini.toml"
             )
         values, arguments = read_recipe(Path(arguments[0])), arguments[1:]
-    return validate(schema, merge(schema, values, parse_overrides(arguments)))
+    return validate(schema, merge(values, parse_overrides(schema, arguments)))
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise BadInput(f"{path}: its chain of `base` recipes is a circle")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")])
         raise BadInput(f"the recipe {path} does not exist{near}") from None
     except IsADirectoryError:
@@ -60,42 +67,44 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    parent = read_recipe(path.parent / base, (*seen, path.resolve()))
-    return merge(None, parent, values)
+    if not isinstance(base, str):
+        raise BadInput(f"{path}: base={base!r} is not the path of a recipe")
+    return merge(read_recipe(path.parent / base, (*seen, path.resolve())), values)
 
 
-def parse_overrides(arguments: list[str]) -> dict[str, Any]:
-    """{"optim": {"lr": 1e-4}} of ["optim.lr=1e-4"]: values are TOML, else bare strings."""
+def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, Any]:
+    """{"optim": {"lr": 1e-4}} of ["optim.lr=1e-4"].
+
+    Values are TOML, else bare strings; where a string is wanted, `run=2026` is one too.
+    """
+    wanted = all_keys(schema)
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
-        if not equals or not key:
+        if not equals or not all(key.split(".")):
             raise BadInput(f"{argument!r} is not of the form key=value")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):
             value = text
+        is_text = wanted.get(key, wanted.get(f"{key}.store")) in (str, str | None)
+        if is_text and not isinstance(value, str | dict):
+            value = text
         for part in reversed(key.split(".")):
             value = {part: value}
-        values = merge(None, values, value)
+        values = merge(values, value)
     return values
 
 
-def merge(
-    schema: type[Settings] | None, low: dict[str, Any], high: dict[str, Any]
-) -> dict[str, Any]:
-    """`high` over `low`, group by group."""
-    merged = dict(low)
-    for key, value in high.items():
-        old = merged.get(key)
-        if key == "data":  # `data=STORE` is short for `data.store=STORE`
-            old = {"store": old} if isinstance(old, str) else old
-            value = {"store": value} if isinstance(value, str) else value
-        if isinstance(old, dict) and isinstance(value, dict):
-            value = merge(None, old, value)
-        merged[key] = value
-    if schema is not None and isinstance(merged.get("data"), str):
-        merged["data"] = {"store": merged["data"]}
+def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    """`high` over `low`, group by group; `data = STORE` is short for `data.store = STORE`."""
+    merged: dict[str, Any] = {}
+    for key in [*low, *(key for key in high if key not in low)]:
+        given = [values[key] for values in (low, high) if key in values]
+        if key == "data":
+            given = [{"store": v} if isinstance(v, str) else v for v in given]
+        both_groups = len(given) == 2 and all(isinstance(value, dict) for value in given)
+        merged[key] = merge(*given) if both_groups else given[-1]
     return merged
 
 
@@ -105,17 +114,19 @@ def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType
         return schema.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        location = [str(part) for part in first["loc"]]
-        name = ".".join(location)
-        if first["type"] == "extra_forbidden":
-            keys = all_keys(schema)
-            raise BadInput(f"unknown key {name}{nearest(name, keys)}") from None
-        if first["type"] == "missing":
-            raise BadInput(f"{name} must be given: {name}=...") from None
-        message = first["msg"].removeprefix("Value error, ")
-        message = message[:1].lower() + message[1:]
-        where = f"{name}={first['input']!r}: " if name else ""
-        raise BadInput(f"{where}{message}") from None
+    name, kind = ".".join(str(part) for part in first["loc"]), first["type"]
+    if kind == "extra_forbidden":
+        raise BadInput(f"unknown key {name}{nearest(name, list(all_keys(schema)))}")
+    if kind == "missing":
+        raise BadInput(f"{name} must be given: {name}=...")
+    value = repr(first["input"])
+    value = value if len(value) <= 80 else f"{value[:77]}..."
+    if kind == "model_type":
+        raise BadInput(f"{name}={value}: this is a group of keys; give {name}.KEY=VALUE")
+    message = first["msg"].removeprefix("Value error, ")
+    if kind == "value_error":  # our own words, which name the keys
+        raise BadInput(message)
+    raise BadInput(f"{name}={value}: {message[:1].lower()}{message[1:]}")
 
 
 def nearest(name: str, choices: list[str]) -> str:
@@ -130,62 +141,89 @@ def nearest(name: str, choices: list[str]) -> str:
     return f"; did you mean {full}?"
 
 
-def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a settings class."""
-    keys = []
+def all_keys(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a settings class, with its type."""
+    keys: dict[str, Any] = {}
     for name, field in schema.model_fields.items():
-        group = _group(field.annotation)
-        keys += all_keys(group, f"{prefix}{name}.") if group else [f"{prefix}{name}"]
+        if _is_group(field.annotation):
+            keys |= all_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys[f"{prefix}{name}"] = field.annotation
     return keys
 
 
-def _group(annotation: Any) -> type[BaseModel] | None:
-    is_group = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_group else None
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def help_text(schema: type[BaseModel], prefix: str = "") -> str:
-    """One line a key: name, type, default, and the sentence written beside the field."""
-    lines = [] if prefix else [(sys.modules["__main__"].__doc__ or "").strip(), "", "Keys:"]
+# ---------------------------------------------------------------------------------- --help
+
+
+def help_text(schema: type[BaseModel]) -> str:
+    """The command's docstring, then for each key its type, default, and sentence."""
+    title = (sys.modules["__main__"].__doc__ or "").strip()
+    return "\n".join([title, "", "Keys:", *_help_lines(schema, "")])
+
+
+def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
+    """The keys of a group, then the groups in it."""
+    lines: list[str] = []
+    groups = {n: f for n, f in schema.model_fields.items() if _is_group(f.annotation)}
     for name, field in schema.model_fields.items():
-        group = _group(field.annotation)
-        if group:
-            lines += ["", f"  {prefix}{name}.*  {field.description or ''}".rstrip()]
-            lines.append(help_text(group, f"{prefix}{name}."))
+        if name in groups:
             continue
-        default = (
-            ""
-            if field.is_required()
-            else f" = {_show(field.get_default(call_default_factory=True))}"
-        )
-        lines.append(f"    {prefix}{name}: {_type_name(field.annotation)}{default}")
-        if field.description:
-            lines.append(f"        {field.description}")
-    return "\n".join(lines)
+        default = " (required)"
+        if not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            default = " (optional)" if value is None else f" = {_show(value)}"
+        lines.append(f"  {prefix}{name}: {_type_name(field.annotation)}{default}")
+        lines += _wrapped(field.description, 6)
+        for choice in _choices(field.annotation):
+            own = {n: f for n, f in choice.model_fields.items() if n != "op"}
+            inside = [f"op = {_show(choice.model_fields['op'].default)}"]
+            inside += [f"{n} = {_type_name(f.annotation)}" for n, f in own.items()]
+            lines += _wrapped(f"{{{', '.join(inside)}}}", 8)
+            lines += _wrapped(" ".join([getdoc(choice) or "", *(
+                f"{n}: {f.description}" for n, f in own.items())]), 12)  # fmt: skip
+    for name, field in groups.items():
+        assert field.annotation is not None
+        lines += ["", *_wrapped(f"{prefix}{name}.*: {getdoc(field.annotation) or ''}", 0)]
+        lines += _help_lines(field.annotation, f"{prefix}{name}.")
+    return lines
+
+
+def _wrapped(text: str | None, indent: int) -> list[str]:
+    margin = " " * indent
+    words = " ".join((text or "").split())
+    return textwrap.wrap(words, WIDTH, initial_indent=margin, subsequent_indent=margin)
+
+
+def _choices(annotation: Any) -> list[type[BaseModel]]:
+    """The classes that the elements of a list may be of, where `op` tells them apart."""
+    arguments = get_args(annotation)
+    if _is_group(annotation):
+        return [annotation] if "op" in annotation.model_fields else []
+    return [choice for argument in arguments for choice in _choices(argument)]
 
 
 def _show(value: Any) -> str:
-    return (
-        f'"{value}"'
-        if isinstance(value, str)
-        else str(value).lower()
-        if value in (True, False)
-        else str(value)
-    )
+    """A value as TOML."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _type_name(annotation: Any) -> str:
+    """ "int", "[float, float]", "list of operations", '"a" | "b"' as help shows them."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is None:
-        return (
-            "nothing"
-            if annotation is type(None)
-            else getattr(annotation, "__name__", str(annotation))
-        )
-    if str(origin).endswith("Literal"):
-        return " | ".join(_show(a) for a in arguments)
-    if origin is Union or str(origin).endswith("UnionType"):
-        return " | ".join(_type_name(a) for a in arguments)
-    if str(origin).endswith("Annotated"):
-        return _type_name(arguments[0])
-    return f"{origin.__name__} of {' | '.join(_type_name(a) for a in arguments if a is not ...)}"
+    if origin is Literal:
+        return " | ".join(map(_show, arguments))
+    if origin is tuple:
+        one_type = arguments[-1] is Ellipsis
+        of = "operations" if _choices(annotation) else _type_name(arguments[0])
+        return f"list of {of}" if one_type else f"[{', '.join(map(_type_name, arguments))}]"
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(a) for a in arguments if a is not NoneType)
+    return "true | false" if annotation is bool else annotation.__name__

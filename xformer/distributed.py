@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,6 +19,8 @@ from torch import Tensor
 
 from xformer.config import Settings
 from xformer.data.errors import BadInput, Failure
+
+GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why
 
 
 class SystemConfig(Settings):
@@ -77,6 +82,8 @@ class Ranks:
 
 def start(config: SystemConfig) -> Ranks:
     """Join the ranks torchrun started (or be the only one) and take a device each."""
+    # oneDNN keeps a compiled product for every shape it meets; packed batches have many
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
@@ -98,7 +105,21 @@ def start(config: SystemConfig) -> Ranks:
     return Ranks(rank, world_size, device)
 
 
-def stop() -> None:
-    """Leave the group of ranks."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+@contextmanager
+def group() -> Iterator[None]:
+    """Leave the group of ranks at the end of the block, whether it succeeds or not.
+
+    torchrun ends every rank when the first one exits, and rank 0 alone says what is wrong. So the
+    others wait for it with an error that all may have, and speak only if nobody ends them.
+    """
+    rank = os.environ.get("RANK", "0")
+    try:
+        yield
+    except (BadInput, Failure) as error:
+        if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(GRACE)
+            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

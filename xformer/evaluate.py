@@ -157,30 +157,36 @@ def main() -> None:
     if any(a in ("-h", "--help") for a in arguments):
         print(help_text(EvaluateConfig))
         return
+    with distributed.group():
+        config = _config(arguments)
+        checkpoint = checkpoints.load(arguments[0])
+        ranks = distributed.start(config.system)
+        if config.data is not None:
+            _score_split(checkpoint, config, arguments[0], ranks)
+        elif ranks.rank == 0:
+            _fill_masks(checkpoint, config) if config.text else _predict_file(checkpoint, config)
+
+
+def _config(arguments: list[str]) -> EvaluateConfig:
     if not arguments or "=" in arguments[0]:
-        raise BadInput(
-            "the first argument must be a checkpoint or a run: evaluate.py CHECKPOINT .."
-        )
-    values = parse_overrides(arguments[1:])
-    data = values.get("data")
-    if isinstance(data, dict):  # a path here, with no group of keys below it
-        values["data"] = data.get("store")
+        raise BadInput("the first argument must be a checkpoint or a run, such as runs/english")
+    values = parse_overrides(EvaluateConfig, arguments[1:])
+    if isinstance(values.get("data"), dict):  # a path here, with no group of keys below it
+        values["data"] = values["data"].get("store")
     config = validate(EvaluateConfig, values)
     if sum(x is not None for x in (config.data, config.text, config.input)) != 1:
         raise BadInput("give one of data=STORE, text='...' and input=FILE.tsv")
     for output in (config.out, config.predictions):
         if output and not Path(output).absolute().parent.is_dir():
             raise BadInput(f"{output} cannot be written: {Path(output).parent} is no directory")
-    checkpoint = checkpoints.load(arguments[0])
-    ranks = distributed.start(config.system)
-    if config.text is not None:
-        for i, filling in enumerate(predict.fill_mask(checkpoint, config.text, config.top), 1):
-            print(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
-    elif config.input is not None:
-        _predict_file(checkpoint, config)
-    else:
-        _score_split(checkpoint, config, arguments[0], ranks)
-    distributed.stop()
+        if output and Path(output).is_dir():
+            raise BadInput(f"{output} cannot be written: it is a directory")
+    return config
+
+
+def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig) -> None:
+    for i, filling in enumerate(predict.fill_mask(checkpoint, str(config.text), config.top), 1):
+        print(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
 
 
 def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:

@@ -67,12 +67,11 @@ class FlatOptimizer:
         decayed = [(n, p) for n, p in named if p.ndim > 1]
         plain = [(n, p) for n, p in named if p.ndim <= 1]
         self.places: dict[str, tuple[int, torch.Size]] = {}
-        offset, split = 0, 0
+        offset = 0
         for name, parameter in [*decayed, *plain]:
-            if parameter.ndim <= 1 and split == 0:
-                split = offset
             self.places[name] = (offset, parameter.shape)
             offset += -(-parameter.numel() // ALIGN) * ALIGN
+        split = self.places[plain[0][0]][0] if plain else offset
         device = named[0][1].device
         self.flat = torch.zeros(offset, device=device)
         self.gradient = torch.zeros(offset + self.COUNTS, device=device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,11 +37,20 @@ class Run:
         for path in sorted(self._checkpoints(), key=_step, reverse=True):
             try:
                 checkpoints.verify(path)
-            except BadInput:
-                path.rename(path.with_name(f"damaged_{path.name}"))
+            except BadInput as error:
+                aside = path.with_name(f"damaged_{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+                path.rename(aside)
+                print(f"{error}; {path.name} is set aside as {aside.name}", file=sys.stderr)
                 continue
             return path
         return None
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Note what the run is made with; from here to its end it has no result."""
+        write_json(self.path / "config.json", config)
+        (self.path / "result.json").unlink(missing_ok=True)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
 
     def prune(self, best_step: int) -> None:
         """Delete all checkpoints but the newest two and the best."""
@@ -58,17 +68,18 @@ def _step(path: Path) -> int:
 
 
 def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
-    """Create a run directory, or open one to continue.
+    """Create a run directory, or open one to continue; its first step is to `begin` it.
 
     Raises BadInput if another process has it, if it is no run, or if it was made with other
     settings, which it names. `overwrite` empties an existing run first.
     """
-    if path.exists() and not path.is_dir():
-        raise BadInput(f"run={path} is a file; give a directory")
+    for parent in (path, *path.parents):
+        if parent.exists() and not parent.is_dir():
+            raise BadInput(f"run={path}: {parent} is a file; give a directory")
     known = path / "config.json"
-    strangers = [] if known.exists() or not path.is_dir() else [
-        p.name for p in path.iterdir() if p.name != ".lock"
-    ]  # fmt: skip
+    strangers = [] if known.exists() or not path.is_dir() else sorted(
+        p.name for p in path.iterdir() if not p.name.startswith(".")
+    )  # fmt: skip
     if strangers:
         raise BadInput(
             f"run={path} exists and is not a run (it holds {strangers[0]}); give another"
@@ -76,19 +87,17 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     if known.exists() and not overwrite:
         _refuse_other_settings(path, read_json(known), config)
     path.mkdir(parents=True, exist_ok=True)
-    lock = (path / ".lock").open("w")
+    lock = (path / ".lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise BadInput(f"run={path} is in use by another process") from None
-    if overwrite:
-        for child in path.iterdir():
+    if overwrite:  # the checkpoints first, and last what makes it a run, lest this is cut short
+        for child in sorted(path.iterdir(), key=lambda p: (p == known, p.name)):
             if child.is_dir():
                 shutil.rmtree(child)
             elif child.name != ".lock":
                 child.unlink()
-    (path / "checkpoints").mkdir(exist_ok=True)
-    write_json(known, config)
     return Run(path, lock)
 
 

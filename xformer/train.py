@@ -125,13 +125,10 @@ class Recipe(Settings):
 
 def main() -> None:
     """`torchrun train.py RECIPE key=value ...`"""
-    recipe = load(Recipe, sys.argv[1:])
-    mapping.parse(recipe.mapping)
-    ranks = distributed.start(recipe.system)
-    try:
-        train(recipe, ranks)
-    finally:
-        distributed.stop()
+    with distributed.group():
+        recipe = load(Recipe, sys.argv[1:])
+        mapping.parse(recipe.mapping)
+        train(recipe, distributed.start(recipe.system))
 
 
 # ------------------------------------------------------------------------------ preparation
@@ -144,7 +141,8 @@ class State:
     step: int = 0
     position: int = 0  # samples consumed
     best_step: int = 0
-    best_score: float | None = None
+    best_scores: dict[str, float] = field(default_factory=dict)
+    last_scores: dict[str, float] = field(default_factory=dict)
     worse: int = 0  # validations since the best one
     seconds: float = 0.0
     real_tokens: int = 0
@@ -297,20 +295,21 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
     written, Failure if the store turns out damaged.
     """
     job = prepare(recipe, ranks)
-    run = _open(job)
+    run, config = _open(job)
     found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     state = State(**read_json(Path(found) / "state.json")) if found else State()
     if _done(job, state) and (run.path / "result.json").is_file():
         if ranks.rank == 0:
             print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
         return
+    ranks.on_rank_zero(lambda: run.begin(config))
     start = checkpoints.load(found) if found else job.start
     model = start.model().to(ranks.device).train()
     optimizer = FlatOptimizer(model, recipe.optim)
     if found:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
     if ranks.rank == 0:
-        cut_log(run.path, state.step)
+        cut_log(run.path, state.step if found else -1)
     by_steps = bool(recipe.train.steps)
     total = recipe.train.steps if by_steps else job.end
     with Monitor(run.path, ranks.rank == 0, total, "step" if by_steps else "sample") as monitor:
@@ -328,14 +327,11 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Stat
          monitor: Monitor, signals: list[int]) -> None:  # fmt: skip
     """Step until the end: rate, micro-batches, reduce, clip, step, log, validate, checkpoint."""
     recipe, ranks, feed = job.recipe, job.ranks, Feed(job)
-    damage: list[str] = []
-    if ranks.rank == 0:
-        job.store.verify_in_background(damage.append)
     warmup = _warmup_share(job)
     carried = [state.since_log[name] for name in SINCE_LOG[:3]]
     sums = torch.tensor(carried, dtype=torch.float64, device=ranks.device)
     mark = time.perf_counter()
-    with ThreadPoolExecutor(1) as pool:
+    with _store_checked(job) as damage, ThreadPoolExecutor(1) as pool:
         if not _done(job, state):
             ahead: Future[Any] = pool.submit(feed.take, state.position)
         while not _done(job, state):
@@ -369,6 +365,8 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Stat
             done = _done(job, state)
             if state.step % recipe.train.log_every == 0 or done:
                 mark = _log(job, state, sums, norm, lr, monitor, mark)
+            if damage:
+                raise Failure(damage[0])
             every = recipe.train.validate_every
             due = state.step % every == 0 if every else crossed
             best = False
@@ -384,16 +382,14 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Stat
                 state.since_log |= dict(zip(SINCE_LOG, sums.tolist(), strict=False))
                 ranks.on_rank_zero(lambda: _save(job, run, model, optimizer, state))
                 mark = time.perf_counter()
-            if damage:
-                raise Failure(damage[0])
             if stopped and not done:
                 number = signals[0] if signals else signal.SIGTERM
                 message = f"stopped at step {state.step}; the same command continues {run.path}"
                 raise Interrupted(number, message)
 
 
-def _open(job: Job) -> Run:
-    """Rank 0 opens the run directory; the others follow."""
+def _open(job: Job) -> tuple[Run, dict[str, Any]]:
+    """The run, which rank 0 opens and the others follow, and the content of its config.json."""
     config = job.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = {**config["data"], "store": job.store.key}
@@ -410,7 +406,7 @@ def _open(job: Job) -> Run:
     path = Path(job.recipe.run)
     opened: list[Run] = []
     job.ranks.on_rank_zero(lambda: opened.append(open_run(path, content, job.recipe.overwrite)))
-    return opened[0] if opened else Run(path, sys.stdin)
+    return opened[0] if opened else Run(path, sys.stdin), content
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
@@ -420,6 +416,30 @@ def _announce(job: Job, model: Model, monitor: Monitor) -> None:
     split = job.train.split
     monitor.event("start", 0, parameters=parameters, rows=job.samples.per_epoch,
                   tokens=split.tokens, ranks=job.ranks.world_size)  # fmt: skip
+
+
+@contextmanager
+def _store_checked(job: Job) -> Iterator[list[str]]:
+    """The first damage that rank 0 finds in the store's blocks, checking them in the background.
+
+    Raises Failure with it where the block ends before the check, or crashes: that may be why.
+    """
+    damage: list[str] = []
+    check = job.store.verify_in_background(damage.append) if job.ranks.rank == 0 else None
+    try:
+        yield damage
+    except (BadInput, Failure, Interrupted, OSError):
+        raise
+    except Exception as error:
+        if check is not None:
+            check.join()
+        if damage:
+            raise Failure(damage[0]) from error
+        raise
+    if check is not None:
+        check.join()
+    if damage:
+        raise Failure(damage[0])
 
 
 def _ends(job: Job, step: int, position: int) -> bool:
@@ -494,11 +514,12 @@ def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: flo
 def _validate(job: Job, model: Model, state: State, monitor: Monitor) -> bool:
     """Score the split 'valid', note it, and say whether it is the best so far."""
     scores = _score(job, model, "valid")
-    value = scores[job.metric]
     sign = -1 if job.metric in LOWER_IS_BETTER else 1
-    best = state.best_score is None or sign * value > sign * state.best_score
+    before = state.best_scores.get(job.metric, -math.inf * sign)
+    best = sign * scores[job.metric] > sign * before
+    state.last_scores = scores
     if best:
-        state.best_step, state.best_score, state.worse = state.step, value, 0
+        state.best_step, state.best_scores, state.worse = state.step, scores, 0
     else:
         state.worse += 1
     monitor.event("validation", state.step, **scores)
@@ -529,10 +550,11 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
     chosen = run.checkpoint_path(state.best_step if best else state.step)
     if best and state.best_step != state.step:
         model.load_state_dict(checkpoints.load(chosen).weights)
-    metrics = {}
-    for split in ("valid", "test"):
-        if split in job.store.splits and _has_labels(job, split):
-            metrics[split] = _score(job, model, split)
+    metrics = {"valid": state.best_scores if best else state.last_scores}
+    if not metrics["valid"]:
+        del metrics["valid"]
+    if "test" in job.store.splits and _has_labels(job, "test"):
+        metrics["test"] = _score(job, model, "test")
     for split, scores in metrics.items():
         monitor.event("end", state.step, split=split, **scores)
     if job.ranks.rank == 0:

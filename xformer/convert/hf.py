@@ -5,8 +5,9 @@ Where three sources stand for one weight they are joined row by row (query, key,
 
 from __future__ import annotations
 
-import pickle
 import re
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,11 @@ def from_hf(directory: Path) -> Imported:
         raise BadInput(f"{directory} is not a directory; give one with config.json and weights")
     config, meta = _config(directory)
     file, source = _tensors(directory)
-    source = {_modern(name): tensor for name, tensor in source.items()}
+    names = [_modern(name) for name in source]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BadInput(f"{file} holds {twice} twice, under an old name and a new one")
+    source = dict(zip(names, source.values(), strict=True))
     tied = [copy for copy in TIED if copy in source]
     for copy in tied:
         if TIED[copy] not in source or not torch.equal(source[copy], source[TIED[copy]]):
@@ -134,10 +139,11 @@ def _config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
             attention_dropout=meta.get("attention_probs_dropout_prob", 0.1),
             initializer_range=meta.get("initializer_range", 0.02),
         )
-    except (KeyError, ValidationError) as error:
-        reason = (
-            str(error).splitlines()[-1] if isinstance(error, ValidationError) else f"no {error}"
-        )
+    except KeyError as error:
+        raise BadInput(f"{directory / 'config.json'} is not a BERT's: no {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = " ".join(map(str, (*first["loc"], first["msg"])))
         raise BadInput(f"{directory / 'config.json'} is not a BERT's: {reason}") from None
     return config, meta
 
@@ -150,12 +156,17 @@ def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     if not file.is_file():
         raise BadInput(f"{directory} has neither model.safetensors nor pytorch_model.bin")
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+        with warnings.catch_warnings(action="ignore"):
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # a damaged file fails anywhere: struct.error, IndexError, AssertionError ..
         raise BadInput(f"{file} is refused: it is damaged, or holds more than tensors") from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise BadInput(f"{file} is not a table of tensors")
-    return file, tensors
+    if isinstance(tensors, dict) and all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()
+    ):
+        return file, tensors
+    raise BadInput(f"{file} is not a table of tensors")
 
 
 def _modern(name: str) -> str:
@@ -216,30 +227,31 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
                 raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
             if not torch.isfinite(tensor).all():
                 raise BadInput(f"{file}: {name} holds NaN or infinity")
-            parts.append(tensor.float())
+            parts.append(tensor.detach().float())
             used.add(name)
-        try:
-            weights[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-        except RuntimeError:
-            shapes = [tuple(p.shape) for p in parts]
-            raise BadInput(f"{file}: {theirs[0]} and its fellows do not fit: {shapes}") from None
+        shapes = [tuple(part.shape) for part in parts]
+        if len(set(shapes)) > 1 or not shapes[0]:
+            raise BadInput(f"{file}: {theirs[0]} and its fellows do not fit: {shapes}")
+        weights[ours] = torch.cat(parts)
     return weights, used
 
 
 def _tokenizer(directory: Path) -> Tokenizer:
     """BERT's tokenizer from tokenizer.json, else from vocab.txt and tokenizer_config.json."""
-    if (directory / "tokenizer.json").is_file():
-        fast = read_json(directory / "tokenizer.json")
-        model, rules = fast.get("model", {}), fast.get("normalizer") or {}
-        if model.get("type", "WordPiece") != "WordPiece" or rules.get("type") != "BertNormalizer":
-            raise BadInput(f"{directory / 'tokenizer.json'} is not BERT's WordPiece")
-        chinese = rules.get("handle_chinese_chars", True)
-        return tokenizers.wordpiece(
-            model["vocab"], rules.get("lowercase", True), rules.get("strip_accents"), chinese
-        )
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        fast = read_json(path)
+        with suppress(KeyError, TypeError, AttributeError):
+            model, rules = fast["model"], fast["normalizer"]
+            if (model.get("type", "WordPiece"), rules["type"]) == ("WordPiece", "BertNormalizer"):
+                lowercase, accents = rules.get("lowercase", True), rules.get("strip_accents")
+                chinese = rules.get("handle_chinese_chars", True)
+                return tokenizers.wordpiece(model["vocab"], lowercase, accents, chinese)
+        raise BadInput(f"{path} is not BERT's WordPiece")
     path = directory / "vocab.txt"
     try:
-        pieces = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): a piece may be U+2028 and the like
+        pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except FileNotFoundError:
         raise BadInput(f"{directory} has neither tokenizer.json nor vocab.txt") from None
     except UnicodeDecodeError:

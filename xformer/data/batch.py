@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from xformer.data import masking
+from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
 from xformer.data.tokenizers import Tokenizer
 
@@ -64,6 +65,11 @@ class Assembler:
     ordinary: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.max_tokens < self.extra:
+            raise BadInput(
+                f"batch.max_tokens={self.max_tokens} has no room for the {self.extra} special "
+                "tokens of a row"
+            )
         special = np.zeros(len(self.tokenizer), bool)
         special[list(self.tokenizer.special.values())] = True
         object.__setattr__(self, "special", special)

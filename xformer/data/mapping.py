@@ -70,7 +70,7 @@ def _check_ids(store: Store, model: Tokenizer) -> None:
     if store.vocab_size > len(model):
         for name in store.splits:
             for column, values in store.split(name).columns.items():
-                largest = int(values.values.max()) if isinstance(values, Ragged) else 0
+                largest = int(values.values.max(initial=0)) if isinstance(values, Ragged) else 0
                 if largest >= len(model):
                     raise BadInput(
                         f"mapping=ids: the id {largest} in {store.path}/{name}/{column}.npy does "

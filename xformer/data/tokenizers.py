@@ -112,8 +112,9 @@ class Tokenizer:
 
     def _encode_symbols(self, text: str) -> np.ndarray:
         if self.meta["separated"]:
-            unknown = self.special["unk"]
-            return np.asarray([self.ids.get(word, unknown) for word in text.split()], np.int32)
+            unknown, special = self.special["unk"], set(self.meta["special"].values())
+            words = ("" if word in special else word for word in text.split())
+            return np.asarray([self.ids.get(word, unknown) for word in words], np.int32)
         codes = np.frombuffer("".join(text.split()).encode("utf-32-le"), np.uint32)
         table = self._symbol_table
         return table[np.minimum(codes, len(table) - 1)]  # the last entry is the unknown symbol
@@ -215,12 +216,14 @@ def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
     return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])
 
 
-def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = True) -> Tokenizer:
+def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = True,
+          characters: Iterable[str] | None = None) -> Tokenizer:  # fmt: skip
     """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
 
     `kind` is wordpiece, bpe, unigram or symbols (the characters seen; `vocab_size` bounds them).
     `lowercase` concerns WordPiece alone. WordPiece and BPE give fewer where the texts hold no more;
-    otherwise raises BadInput where they cannot give that many.
+    otherwise raises BadInput where they cannot give that many. `characters` are all that the texts
+    hold: with them WordPiece learns the same pieces every time; without, ties fall at random.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(f"a vocabulary of {vocab_size} leaves nothing beside the 5 special tokens")
@@ -240,7 +243,9 @@ def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = Tr
     if kind == "wordpiece":
         # the library's own trainer, run on this module's normalisation
         rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
-        special = list(BERT_SPECIAL.values())
+        # the trainer numbers pieces as it meets them in a hash map, and ties go by number: those
+        # inside of words get their numbers here, as "special" ones come first and in order
+        special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
         rules.train_from_iterator(
             texts,
             trainers.WordPieceTrainer(
@@ -265,6 +270,16 @@ def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = Tr
     )
     merges = [tuple(m) for m in json.loads(rules.to_str())["model"]["merges"]]
     return byte_bpe(_ids(rules, vocab_size), merges)
+
+
+def _continuations(rules: Any, characters: Iterable[str]) -> list[str]:
+    """The pieces of one character that can stand inside of a word, as BERT's rules leave them."""
+    found: set[str] = set()
+    for character in characters:
+        for normal in rules.normalizer.normalize_str(character):
+            if len(rules.pre_tokenizer.pre_tokenize_str(f"a{normal}a")) == 1:
+                found.add(f"##{normal}")
+    return sorted(found)
 
 
 def _ids(model: Any, vocab_size: int) -> dict[str, int]:

@@ -4,8 +4,8 @@ T tokens in the batch, N sequences, H heads, D size of a head, L length of a seq
 
     varlen    torch's fused variable-length kernel: CUDA, 16 bit, no dropout
     triton    our own kernel (xformer/model/kernels.py): CUDA, also fp32 and dropout
-    sdpa      scaled_dot_product_attention on runs of equal length: the CPU without dropout
-    explicit  softmax written out: the CPU with dropout, attention maps, second derivatives
+    sdpa      scaled_dot_product_attention on runs of equal length: the CPU, no dropout
+    explicit  softmax written out: the CPU otherwise, attention maps, second derivatives
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def choose_backend(q: Tensor, dropout: float) -> Backend:
     if q.is_cuda:
         half = q.dtype in (torch.bfloat16, torch.float16)
         return "varlen" if half and dropout == 0.0 else "triton"
-    return "sdpa" if dropout == 0.0 else "explicit"
+    # the CPU's fused kernel has no dropout, and its 16-bit backward is 3 to 5 times slower than
+    # written-out products (docs/log.md, 2026-11-21)
+    fused = dropout == 0.0 and (q.dtype == torch.float32 or not q.requires_grad)
+    return "sdpa" if fused else "explicit"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 0.0,

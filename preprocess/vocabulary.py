@@ -1,0 +1,86 @@
+"""`tokenizer`: learn a vocabulary from raw text and write it to a directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from preprocess.progress import Progress, progress
+from preprocess.text import TextOptions, read_documents
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import atomic_directory
+
+
+def learn(kind: str, paths: list[Path], vocab_size: int, lowercase: bool) -> tokenizers.Tokenizer:
+    """A vocabulary of `vocab_size` pieces from the files' documents, read as a stream.
+
+    Raises BadInput for bytes that are not UTF-8, for files without text, and where the text cannot
+    give that many pieces.
+    """
+    total = sum(path.stat().st_size for path in paths)
+    characters: set[str] = set()
+    if kind == "wordpiece":  # without them its trainer's choice among equals is random
+        with progress("looking for characters", total, "B") as shown:
+            for text, _ in read_documents(paths, TextOptions(), shown.add):
+                characters.update(text)
+    with progress("reading", total, "B") as shown:
+        return _Training(kind, paths, vocab_size, lowercase, characters, shown).result()
+
+
+class _Training(threading.Thread):
+    """Trains in a thread, so that Ctrl-C ends it at once: the libraries do not listen meanwhile."""
+
+    def __init__(
+        self, kind: str, paths: list[Path], vocab_size: int, lowercase: bool,
+        characters: set[str], shown: Progress,
+    ):  # fmt: skip
+        super().__init__(daemon=True)
+        self.paths, self.shown = paths, shown
+        self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
+        self.problems: list[Exception] = []  # in the order they arose: the first is the cause
+        self.learned: tokenizers.Tokenizer | None = None
+        self.stopped, self.parked = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.learned = tokenizers.train(*self.arguments)
+        except Exception as error:
+            self.problems.append(error)
+
+    def _texts(self) -> Iterator[str]:
+        """The files' texts; what goes wrong is kept, as the libraries that read them reword it."""
+        found = False
+        try:
+            for text, _ in read_documents(self.paths, TextOptions(), self.shown.add):
+                if self.stopped.is_set():
+                    self.parked.set()
+                    threading.Event().wait()  # for the end of the process
+                if text and not text.isspace():
+                    found = True
+                    yield text
+        except (BadInput, OSError) as error:
+            self.problems.append(error)
+        if not found:
+            names = ", ".join(map(str, self.paths))
+            self.problems.append(BadInput(f"{names}: there is no text in it"))
+
+    def result(self) -> tokenizers.Tokenizer:
+        self.start()
+        try:
+            while self.is_alive():
+                self.join(0.1)
+        except BaseException:
+            self.stopped.set()
+            self.parked.wait(0.5)  # a native thread that meets a dying interpreter aborts it
+            raise
+        if self.problems or self.learned is None:
+            raise self.problems[0]
+        return self.learned
+
+
+def save(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None:
+    """Write the tokenizer's directory, whole or not at all."""
+    with atomic_directory(output, overwrite) as directory:
+        tokenizer.save(directory)
