@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from preprocess.progress import progress
 from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
 
@@ -80,18 +81,25 @@ def _uniform(text: str) -> float:
 
 def docstrings(library: Path) -> Iterator[tuple[str, str]]:
     """(dotted name, docstring) of every definition in the source files below a directory."""
-    for path in sorted(library.rglob("*.py")):
-        parts = path.relative_to(library).parts
-        if any(part in SKIPPED or part.startswith("config-") for part in parts):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old escapes in other people's strings
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue
-        module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
-        yield from _definitions(tree, module)
+    paths = [
+        path
+        for path in sorted(library.rglob("*.py"))
+        if not any(
+            part in SKIPPED or part.startswith("config-")
+            for part in path.relative_to(library).parts
+        )
+    ]
+    with progress("reading the standard library", len(paths), "files") as shown:
+        for path in paths:
+            shown.add(1)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # old escapes in other people's strings
+                    tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):
+                continue
+            name = ".".join(path.relative_to(library).parts)
+            yield from _definitions(tree, name.removesuffix(".py").removesuffix(".__init__"))
 
 
 def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:

@@ -49,3 +49,11 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> toys.Toys:
     """Toy stores."""
     return toys.make(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture(scope="session")
+def learned(
+    forks: Forks, data: toys.Toys, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """A finished run on each toy store, by the store's name."""
+    return toys.train_all(forks, data, tmp_path_factory.mktemp("learned"))

@@ -35,8 +35,9 @@ FORMAT = 1
 class Head:
     """What a checkpoint was trained to predict, and how its input was read.
 
-    `labels` are the class names, `columns` the names of the raw columns, `mapping` and
-    `max_tokens` the run's; `pair`: the input is two texts.
+    `labels` are the class names, `columns` the names of the raw columns; `mapping`, `max_tokens`
+    and `masking` (the share of tokens an MLM head is asked for) the run's; `pair`: the input is
+    two texts.
     """
 
     kind: HeadKind
@@ -44,6 +45,7 @@ class Head:
     metric: str | None = None
     mapping: str = "none"
     max_tokens: int = 512
+    masking: float = 0.15
     pair: bool = False
     columns: dict[str, Any] | None = None
 
@@ -124,7 +126,8 @@ def initialise(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> 
     """Fresh values of one weight: LayerNorm 1, biases 0, all else N(0, initializer_range^2).
 
     Each weight has a generator of its own, seeded by (seed, name), so that its values do not
-    depend on what else is initialised (K appendix A; Devlin et al. 2019 truncate at 2 sigma).
+    depend on what else is initialised (Kao & Lee 2021, appendix A;
+    Devlin et al. 2019 truncate at 2 sigma).
     """
     *_, owner, kind = ("", *name.split("."))
     if owner.endswith("norm"):

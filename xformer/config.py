@@ -11,11 +11,13 @@ import sys
 import textwrap
 import tomllib
 from inspect import getdoc
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from xformer.data.errors import BadInput
 
@@ -113,20 +115,34 @@ def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-    name, kind = ".".join(str(part) for part in first["loc"]), first["type"]
+        raise BadInput(_complaint(schema, error.errors()[0])) from None
+
+
+def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
+    """pydantic's error in our words: the key, the value, and what would be right."""
+    kind, value = error["type"], repr(error["input"])
+    # what follows a number is the kind of an operation, which is no key
+    pairs = pairwise([None, *error["loc"]])
+    place = [part for before, part in pairs if not isinstance(before, int)]
+    message = error["msg"].replace("tuple", "list").replace("Tuple", "list")
+    if kind == "missing" and isinstance(place[-1], int):
+        kind, message = "too_short", f"this list needs {place.pop() + 1} values at least"
+    name = ".".join(map(str, place))
     if kind == "extra_forbidden":
-        raise BadInput(f"unknown key {name}{nearest(name, list(all_keys(schema)))}")
+        in_list = any(isinstance(part, int) for part in place)
+        return f"unknown key {name}{'' if in_list else nearest(name, list(all_keys(schema)))}"
     if kind == "missing":
-        raise BadInput(f"{name} must be given: {name}=...")
-    value = repr(first["input"])
-    value = value if len(value) <= 80 else f"{value[:77]}..."
-    if kind == "model_type":
-        raise BadInput(f"{name}={value}: this is a group of keys; give {name}.KEY=VALUE")
-    message = first["msg"].removeprefix("Value error, ")
+        return f"{name} must be given: {name}=..."
     if kind == "value_error":  # our own words, which name the keys
-        raise BadInput(message)
-    raise BadInput(f"{name}={value}: {message[:1].lower()}{message[1:]}")
+        return message.removeprefix("Value error, ")
+    if kind == "model_type":
+        message = f"this is a group of keys; give {name}.KEY=VALUE"
+    elif kind == "union_tag_invalid":
+        message = f"its op must be one of {error['ctx']['expected_tags']}"
+    elif kind in ("union_tag_not_found", "model_attributes_type"):
+        message = 'an operation is written like {op = "clean"}'
+    value = value if len(value) <= 80 else f"{value[:77]}..."
+    return f"{name}={value}: {message[:1].lower()}{message[1:]}"
 
 
 def nearest(name: str, choices: list[str]) -> str:

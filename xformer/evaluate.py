@@ -46,8 +46,6 @@ class EvaluateConfig(Settings):
     """A tab-separated file of raw rows to predict."""
     mapping: str | None = None
     """What the store's ids mean to the model; absent: as in training."""
-    masking_probability: float = Field(0.15, gt=0, lt=1)
-    """Share of the tokens to predict when an MLM head is scored."""
     system: SystemConfig = SystemConfig()
     """Execution."""
 
@@ -62,7 +60,7 @@ class Scores:
 
 @torch.no_grad()
 def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precision: str,
-          probability: float = 0.15) -> Scores:  # fmt: skip
+          ) -> Scores:  # fmt: skip
     """Metrics of a model on a split. Every rank takes its share and gets the whole result.
 
     Rows are cut into the same chunks on any number of ranks, and the sums run over chunks in
@@ -79,7 +77,7 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             continue
         if head.kind == "mlm":
             zeros = np.zeros_like(part)
-            batch = assembler.masked_batch(part, zeros, MASKING_SEED, probability)
+            batch = assembler.masked_batch(part, zeros, MASKING_SEED, head.masking)
         else:
             batch = assembler.batch(part)
         with ranks.autocast(precision):
@@ -197,8 +195,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     if config.predictions and head.kind == "mlm":
         raise BadInput("predictions= is for class and score tasks, not for an MLM head")
     model = checkpoint.model().to(ranks.device)
-    precision, probability = config.system.precision, config.masking_probability
-    scores = score(model, assembler, head, ranks, precision, probability)
+    scores = score(model, assembler, head, ranks, config.system.precision)
     if ranks.rank != 0:
         return
     for metric, value in scores.metrics.items():

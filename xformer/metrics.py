@@ -1,4 +1,4 @@
-"""The metrics of SYSTEMS.md T1-T5, by scikit-learn and scipy."""
+"""Metrics of class and score tasks, by scikit-learn and scipy."""
 
 from __future__ import annotations
 

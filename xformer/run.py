@@ -23,9 +23,9 @@ KEEP = 2  # newest checkpoints, beside the best
 
 
 class Run:
-    """An opened run directory, locked against a second process until this one ends."""
+    """An opened run directory, locked on rank 0 until this process ends."""
 
-    def __init__(self, path: Path, lock: TextIO):
+    def __init__(self, path: Path, lock: TextIO | None):
         self.path = path
         self._lock = lock
 

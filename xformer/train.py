@@ -191,6 +191,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         metric=store.metric,
         mapping=recipe.mapping,
         max_tokens=recipe.batch.max_tokens,
+        masking=recipe.masking.probability,
         pair="tokens_b" in split.columns,
         columns=store.meta["origin"].get("columns"),
     )
@@ -238,7 +239,7 @@ def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
 
 
 def _parts(names: list[str]) -> list[str]:
-    return sorted({name.rpartition(".")[0] or name for name in names})
+    return sorted({name.split(".")[0] for name in names})
 
 
 def _metric(recipe: Recipe, store: Store) -> str:
@@ -406,7 +407,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     path = Path(job.recipe.run)
     opened: list[Run] = []
     job.ranks.on_rank_zero(lambda: opened.append(open_run(path, content, job.recipe.overwrite)))
-    return opened[0] if opened else Run(path, sys.stdin), content
+    return opened[0] if opened else Run(path, None), content
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
@@ -529,9 +530,8 @@ def _validate(job: Job, model: Model, state: State, monitor: Monitor) -> bool:
 def _score(job: Job, model: Model, split: str) -> dict[str, float]:
     recipe, head = job.recipe, job.start.head
     assert head is not None
-    probability, precision = recipe.masking.probability, recipe.system.precision
-    scores = score(model, job.assembler(split), head, job.ranks, precision, probability)
-    return scores.metrics
+    precision = recipe.system.precision
+    return score(model, job.assembler(split), head, job.ranks, precision).metrics
 
 
 def _save(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: State) -> None:
@@ -540,7 +540,13 @@ def _save(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Sta
               "seed": job.recipe.seed, "mapping": job.recipe.mapping}  # fmt: skip
     made = replace(job.start, weights=weights, history=(*job.start.history, record))
     path = run.checkpoint_path(state.step)
-    checkpoints.save(made, path, True, optimizer.state(), asdict(state))
+    try:
+        checkpoints.save(made, path, True, optimizer.state(), asdict(state))
+    except Exception as error:
+        # safetensors and tokenizers report a full disk by exceptions of their own
+        if not (isinstance(error, OSError) or "os error" in str(error)):
+            raise
+        raise Failure(f"{path} could not be written: {error}; older checkpoints are kept") from None
     run.prune(state.best_step)
 
 

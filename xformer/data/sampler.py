@@ -21,9 +21,10 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
     """The images of `positions` under the keyed permutation of range(n), O(1) each.
 
     A Feistel network over the smallest power of two that holds n; an image beyond n is sent
-    through again until it falls inside (cycle walking), at most twice on average.
+    through again until it falls inside (cycle walking), at most twice on average. From 64 on: of
+    halves below 3 bits, so few rounds make some orders likelier than others.
     """
-    bits = max(2, int(n - 1).bit_length())
+    bits = max(6, int(n - 1).bit_length())
     low_bits = np.uint64(bits // 2)
     high = np.uint64(2 ** (bits - bits // 2) - 1)
     low = np.uint64(2 ** (bits // 2) - 1)
@@ -45,7 +46,7 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
 class Samples:
     """The endless stream of samples over `rows` rows; `fraction` keeps that share of them.
 
-    Which rows a fraction keeps depends on the seed alone (K section 4.1: 1 % of the data).
+    Which rows a fraction keeps depends on the seed alone (Kao & Lee 2021, section 4.1).
     """
 
     rows: int

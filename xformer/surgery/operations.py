@@ -12,7 +12,7 @@ from xformer.config import Settings
 
 
 class Clean(Settings):
-    """Re-initialise every weight: the from-scratch twin (SYSTEMS.md W2)."""
+    """Re-initialise every weight: the from-scratch twin (Zhang et al. 2021, 4)."""
 
     op: Literal["clean"] = "clean"
     seed: int | None = None
@@ -20,7 +20,7 @@ class Clean(Settings):
 
 
 class CleanEmbeddings(Settings):
-    """Re-initialise the word embeddings alone (SYSTEMS.md W3; K's re-emb)."""
+    """Re-initialise the word embeddings alone (Kao & Lee 2021, 3.2: re-emb)."""
 
     op: Literal["clean_embeddings"] = "clean_embeddings"
     seed: int | None = None
@@ -31,7 +31,8 @@ Operation = Annotated[Clean | CleanEmbeddings, Field(discriminator="op")]
 
 
 def clean(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """Every weight as `initialise` gives it (Z section 4, K section 3.2)."""
+    """Every weight as `initialise` gives it (Zhang et al. 2021, section 4; Kao & Lee 2021,
+    section 3.2)."""
     weights = {
         name: initialise(name, weight.shape, checkpoint.config, seed)
         for name, weight in checkpoint.weights.items()
@@ -40,7 +41,8 @@ def clean(checkpoint: Checkpoint, seed: int) -> Checkpoint:
 
 
 def clean_embeddings(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """The word embeddings as `initialise` gives them, all else untouched (K section 3.2)."""
+    """The word embeddings as `initialise` gives them, all else untouched (Kao & Lee 2021, section
+    3.2)."""
     name = "encoder.embeddings.word.weight"
     word = initialise(name, checkpoint.weights[name].shape, checkpoint.config, seed)
     return replace(checkpoint, weights={**checkpoint.weights, name: word})

@@ -1,0 +1,209 @@
+"""Commands for tests: as a user types them, and as forks of a process that has imported all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # tests share two cores
+PATIENCE = 240  # seconds until a command that hangs is ended
+
+SMOKE, CLASSIFY, REGRESS = (
+    f"recipes/{name}.toml" for name in ("pretrain/smoke", "finetune/classify", "finetune/regress")
+)
+TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.intermediate=64",
+        "model.max_positions=64", "batch.rows=8", "batch.max_tokens=20", "system.threads=1",
+        "optim.lr=1e-3"]  # fmt: skip
+NO_DROPOUT = ["model.dropout=0", "model.attention_dropout=0"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended: its exit status (-9 after SIGKILL), and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def training(recipe: str, data: Path, run: Path, *overrides: str) -> list[str]:
+    """The arguments of a training command with a tiny model."""
+    return ["train.py", recipe, f"data={data}", f"run={run}", *TINY, *overrides]
+
+
+def good(done: Done) -> Done:
+    """The same, after asserting that the command succeeded."""
+    assert done.status == 0, done.err
+    return done
+
+
+def refused(done: Done, *words: str, status: int = 2) -> None:
+    """Assert that a command ended with one line, which holds `words`."""
+    lines = done.err.splitlines()
+    assert (done.status, len(lines)) == (status, 1), done
+    assert lines[0].startswith("error: "), done
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+def command(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> Done:
+    """`python ARGUMENTS` as a user types it, or with `ranks` above 1 `torchrun ARGUMENTS`."""
+    ended = start(*arguments, ranks=ranks, cwd=cwd)
+    out, err = ended.communicate(timeout=PATIENCE)
+    return Done(ended.returncode, out, err)
+
+
+def start(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    """`command` without waiting for its end."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    line = [sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        line, cwd=cwd, env={**os.environ, **QUIET}, text=True, stdout=pipe, stderr=pipe
+    )
+
+
+class Forks:
+    """Starts commands as forks of one process, so that each costs no import.
+
+    A fork runs the same main as the command; `ranks` of them get the environment that torchrun
+    would give. Use as a context manager.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory, self.started = directory, 0
+
+    def __enter__(self) -> Forks:
+        line = [sys.executable, __file__]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
+        self.server = subprocess.Popen(
+            line, cwd=ROOT, env=environment, text=True, stdin=pipe, stdout=pipe
+        )
+        assert self._ask(None) == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.kill()
+        self.server.communicate()
+
+    def start(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Fork:
+        """Start `train.py ...` or `evaluate.py ...`; `before` is Python that it runs first."""
+        port = _free_port()
+        pids, files = [], []
+        for rank in range(ranks):
+            self.started += 1
+            outputs = [str(self.directory / f"{self.started}.{kind}") for kind in ("out", "err")]
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            request = {
+                "arguments": [str(a) for a in arguments],
+                "outputs": outputs,
+                "environment": environment if ranks > 1 else {},
+                "before": before,
+            }
+            pids.append(self._ask(request))
+            files.append(outputs)
+        return Fork(self, pids, files)
+
+    def run(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Done:
+        """Start a command and wait; what rank 0 printed."""
+        return self.start(*arguments, ranks=ranks, before=before).wait()
+
+    def _ask(self, request: Any) -> Any:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        if request is not None:
+            self.server.stdin.write(json.dumps(request) + "\n")
+            self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A running command: one process a rank."""
+
+    forks: Forks
+    pids: list[int]
+    outputs: list[list[str]]
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to every rank."""
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def wait(self) -> Done:
+        """Wait for all ranks; the status is the first that is not 0, the output is rank 0's."""
+        ends = [self.forks._ask({"wait": pid}) for pid in self.pids]
+        out, err = (Path(file).read_text(encoding="utf-8") for file in self.outputs[0])
+        return Done(next((status for status in ends if status), 0), out, err)
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def serve() -> None:
+    """Fork a process for each request line, or wait for one."""
+    from xformer import evaluate, train
+
+    for late in ("scipy.stats", "sklearn.metrics", "torch._dynamo", "torch.utils.tensorboard"):
+        import_module(late)
+    mains = {"train.py": train.main, "evaluate.py": evaluate.main}
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _become(request, mains[request["arguments"][0]])
+        print(json.dumps(answer), flush=True)
+
+
+def _become(request: dict[str, Any], main: Any) -> None:
+    """Be the command that is asked for; never returns."""
+    from xformer.data import errors
+
+    status = 1
+    try:
+        signal.alarm(PATIENCE)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, path in enumerate(request["outputs"], 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        os.environ.update(request["environment"])
+        sys.argv = request["arguments"]
+        exec(request["before"], {})
+        errors.run(main)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,538 @@
+"""From rows to a packed batch: order, masks, mappings and packing, against slow obvious code.
+
+V ids of a vocabulary, T tokens in a batch.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from xformer.convert import hf
+from xformer.data import mapping, masking, tokenizers
+from xformer.data.batch import CHUNK, Assembler, Batch, chunks, ragged_arange, truncate
+from xformer.data.errors import BadInput
+from xformer.data.hashing import key
+from xformer.data.sampler import Samples, permute, take_rows, take_tokens
+from xformer.data.store import Ragged, Split, Store, create_store, open_store
+from xformer.data.tokenizers import Tokenizer
+
+# special tokens stand neither together nor first, so that no range of ids happens to be right
+PIECES = [
+    *("a", "[unused0]", "[CLS]", "b", "c", "[MASK]", "[unused1]", "d", "[SEP]", "e"),
+    *("[UNK]", "f", "g", "[PAD]", "h", "##i", "##j", "k", "[unused2]"),
+]
+V = len(PIECES)
+BERT = tokenizers.wordpiece({piece: i for i, piece in enumerate(PIECES)}, True)
+ROBERTA = tokenizers.byte_bpe(
+    {p: i for i, p in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *"abcdefghijklmn"])}, []
+)
+UNUSED = [1, 6, 18]
+SPECIAL = [2, 5, 8, 10, 13]
+PLAIN = [i for i in range(V) if i not in UNUSED + SPECIAL]
+
+
+def close(count: int, total: int, probability: float) -> bool:
+    """Is a count of `total` trials within 5 standard deviations of what is expected?"""
+    sigma = (total * probability * (1 - probability)) ** 0.5
+    return abs(count - total * probability) <= 5 * sigma
+
+
+def looks_uniform(counts: np.ndarray) -> bool:
+    """Is Pearson's statistic of counts meant to be equal within 5 standard deviations?"""
+    expected, freedom = counts.mean(), counts.size - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return abs(statistic - freedom) <= 5 * (2 * freedom) ** 0.5
+
+
+def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
+    values = np.array([i for row in rows for i in row], np.uint16)
+    return Ragged(values, np.cumsum([0, *map(len, rows)]))
+
+
+def split_of(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]] | None = None) -> Split:
+    """A split in memory; the label of row i is 100 + i."""
+    columns: dict[str, Any] = {"tokens": ragged(a), "label": np.arange(len(a)) + 100}
+    if b is not None:
+        columns["tokens_b"] = ragged(b)
+    return Split("train", len(a), 0, columns)
+
+
+def made_store(path: Path, tokenizer: Tokenizer, rows: list[list[int]]) -> Store:
+    """A store on disk; every row's second text is empty."""
+    columns = {"tokens": "", "tokens_b": ""}
+    with create_store(path, tokenizer, columns, ("tokens", "tokens_b")) as writer:
+        with writer.split("train") as split:
+            split.append_ragged("tokens", ragged(rows).values, np.array([len(r) for r in rows]))
+            split.append_ragged("tokens_b", np.zeros(0), np.zeros(len(rows), np.int64))
+        writer.finish("text", [], None, {})
+    return open_store(path)
+
+
+# -------------------------------------------------------------------------------------- order
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
+@example(1, 0)
+@example(2, 0)
+@example(3, 0)
+@example(4096, 1)
+@example(4097, 1)
+@settings(max_examples=60, deadline=None)
+def test_permute_is_one_to_one(n: int, secret: int) -> None:
+    images = permute(np.arange(n), n, np.uint64(secret))
+    assert np.array_equal(np.sort(images), np.arange(n))
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_an_image_depends_on_its_own_position_alone(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 300))
+    asked = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=50)), np.int64)
+    secret = key(data.draw(st.integers(0, 9)))
+    assert np.array_equal(permute(asked, n, secret), permute(np.arange(n), n, secret)[asked])
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 20])
+def test_every_order_is_as_likely(n: int) -> None:
+    # over many epochs, each position takes each row, and each two positions each pair of rows
+    epochs = 2000
+    orders, _ = Samples(n, seed=1).at(np.arange(n * epochs))
+    orders = orders.reshape(epochs, n)
+    for position in range(n):
+        assert looks_uniform(np.bincount(orders[:, position], minlength=n)), position
+    for i, j in ((0, 1), (n - 1, 0), (n // 2, 0)):
+        if n > 2 and i != j:
+            pairs = np.bincount(orders[:, i] * n + orders[:, j], minlength=n * n)
+            distinct = pairs.reshape(n, n)[~np.eye(n, dtype=bool)]
+            assert pairs.sum() == distinct.sum()
+            assert looks_uniform(distinct), (i, j)
+
+
+def test_one_order_of_many_rows_looks_random() -> None:
+    n = 100_000
+    order = permute(np.arange(n), n, key(5))
+    table = np.bincount(np.arange(n) * 20 // n * 20 + order * 20 // n, minlength=400)
+    assert looks_uniform(table)
+    steps = np.bincount(np.diff(order) % n * 50 // n, minlength=50)
+    assert looks_uniform(steps)
+
+
+@pytest.mark.parametrize("other", [Samples(5000, seed=2), Samples(5000, seed=1 + 2**40)])
+def test_seeds_and_epochs_differ(other: Samples) -> None:
+    samples = Samples(5000, seed=1)
+    first, second = samples.at(np.arange(10_000))[0].reshape(2, 5000)
+    for one, two in ((first, second), (first, other.at(np.arange(5000))[0])):
+        assert (one == two).sum() < 10  # one is expected
+
+
+def test_every_row_exactly_once_an_epoch() -> None:
+    rows, epochs = Samples(997, seed=3).at(np.arange(5 * 997))
+    assert np.array_equal(epochs, np.repeat(np.arange(5), 997))
+    assert all(np.array_equal(np.sort(e), np.arange(997)) for e in rows.reshape(5, 997))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_samples_do_not_depend_on_how_they_are_batched(fraction: float) -> None:
+    samples = Samples(50, seed=4, fraction=fraction)
+    rows, epochs = samples.at(np.arange(131))
+    for cuts in ([1, 2, 3], [17, 49, 50, 51, 100], list(range(131))):
+        parts = [samples.at(part) for part in np.split(np.arange(131), cuts)]
+        assert np.array_equal(np.concatenate([p[0] for p in parts]), rows)
+        assert np.array_equal(np.concatenate([p[1] for p in parts]), epochs)
+    far = samples.at(np.array([samples.per_epoch * 10**9 + 7, 3]))
+    assert far[1].tolist() == [10**9, 0]
+    assert far[0][1] == rows[3]
+
+
+def test_a_fraction_keeps_the_same_rows_each_epoch() -> None:
+    samples = Samples(1000, seed=5, fraction=0.1)
+    assert samples.per_epoch == 100
+    epochs = samples.at(np.arange(300))[0].reshape(3, 100)
+    kept = set(epochs[0].tolist())
+    assert len(kept) == 100
+    assert all(set(epoch.tolist()) == kept for epoch in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+    others = set(Samples(1000, seed=6, fraction=0.1).at(np.arange(100))[0].tolist())
+    assert len(kept & others) < 30  # 10 are expected
+    chosen = [Samples(20, s, 0.25).at(np.arange(5))[0] for s in range(2000)]
+    assert looks_uniform(np.bincount(np.concatenate(chosen), minlength=20))
+
+
+def test_a_tiny_fraction_keeps_one_row() -> None:
+    assert Samples(3, seed=0, fraction=0.01).per_epoch == 1
+
+
+def test_take_rows_stops_at_the_end() -> None:
+    assert take_rows(3, 20, 4).tolist() == [3, 4, 5, 6]
+    assert take_rows(18, 20, 4).tolist() == [18, 19]
+    assert take_rows(20, 20, 4).tolist() == []
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=400), st.integers(1, 900))
+@settings(max_examples=100, deadline=None)
+def test_take_tokens_fills_each_step_and_covers_every_sample_once(
+    lengths: list[int], tokens: int
+) -> None:
+    sizes, position, end = np.array(lengths), 0, len(lengths)
+    while position < end:
+        taken = take_tokens(position, end, tokens, lambda samples: sizes[samples])
+        assert taken.tolist() == list(range(position, position + len(taken)))
+        assert len(taken) == 1 or sizes[taken].sum() <= tokens
+        position += len(taken)
+        # greedy: the next one would not have fitted
+        assert position == end or sizes[taken].sum() + sizes[position] > tokens
+    assert len(take_tokens(end, end, tokens, lambda samples: sizes[samples])) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 5_000, 300_000])
+def test_take_tokens_looks_no_further_than_it_must(tokens: int) -> None:
+    asked: list[np.ndarray] = []
+
+    def lengths(samples: np.ndarray) -> np.ndarray:
+        asked.append(samples)
+        return samples % 7 + 1
+
+    taken = take_tokens(10**12, 2**62, tokens, lengths)
+    assert sum(map(len, asked)) <= 6 * len(taken) + 100
+    assert min(samples[0] for samples in asked) == 10**12
+
+
+# -------------------------------------------------------------------------------------- masks
+
+
+@pytest.fixture(scope="module")
+def million() -> dict[str, np.ndarray]:
+    """A packed batch of a million tokens of all ids alike, its masking at 15 %."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 100, 20_200)
+    tokens = random.integers(0, V, lengths.sum())
+    positions = ragged_arange(np.zeros_like(lengths), lengths)
+    rows = np.arange(len(lengths))
+    row_keys = masking.row_keys(0, rows % 3, rows)
+    assembler = Assembler(split_of([]), BERT, 8)
+    masked, places, targets = masking.mask(
+        tokens, positions, row_keys, lengths, assembler.special, BERT.special["mask"],
+        assembler.ordinary, 0.15,
+    )  # fmt: skip
+    assert len(tokens) > 10**6
+    return {"tokens": tokens, "masked": masked, "places": places, "targets": targets}
+
+
+def test_masking_rates(million: dict[str, np.ndarray]) -> None:
+    tokens, places, targets = million["tokens"], million["places"], million["targets"]
+    ordinary = ~np.isin(tokens, SPECIAL)
+    assert close(len(places), ordinary.sum(), 0.15)
+    assert np.array_equal(targets, tokens[places])
+    now = million["masked"][places]
+    alike = 0.1 / (V - len(SPECIAL))  # a random replacement that happens to be the token itself
+    assert close((now == BERT.special["mask"]).sum(), len(places), 0.8)
+    assert close((now == targets).sum(), len(places), 0.1 + alike)
+    others = np.delete(million["masked"] == tokens, places)
+    assert others.all()
+
+
+def test_special_tokens_are_never_masked(million: dict[str, np.ndarray]) -> None:
+    assert not np.isin(million["targets"], SPECIAL).any()
+    assert set(million["targets"].tolist()) == set(PLAIN + UNUSED)
+
+
+def test_replacements_are_all_ordinary_ids_alike(million: dict[str, np.ndarray]) -> None:
+    now, targets = million["masked"][million["places"]], million["targets"]
+    replaced = now[(now != BERT.special["mask"]) & (now != targets)]
+    counts = np.bincount(replaced, minlength=V)
+    assert np.flatnonzero(counts).tolist() == sorted(PLAIN + UNUSED)
+    assert looks_uniform(counts[counts > 0])
+    # whatever token was replaced: by no fixed shift of it, nor by a neighbour
+    shifts = np.bincount((replaced - targets[(now != 5) & (now != targets)]) % V, minlength=V)
+    assert shifts[0] == 0
+    assert shifts[1:].min() > 0.3 * shifts[1:].mean()
+
+
+def test_masks_of_neighbours_and_epochs_are_independent() -> None:
+    rows, length = 4000, 50
+    lengths, positions = np.full(rows, length), np.tile(np.arange(length), rows)
+    chosen = {}
+    for name, seed, epoch in (("a", 0, 0), ("epoch", 0, 1), ("seed", 1, 0)):
+        row_keys = masking.row_keys(seed, np.full(rows, epoch), np.arange(rows))
+        _, places, _ = masking.mask(
+            np.zeros(rows * length, np.int64), positions, row_keys, lengths, np.zeros(V, bool),
+            BERT.special["mask"], np.array([0]), 0.3,
+        )  # fmt: skip
+        chosen[name] = np.zeros(rows * length, bool)
+        chosen[name][places] = True
+    a, table = chosen["a"], chosen["a"].reshape(rows, length)
+    both = {
+        "another epoch": (a, chosen["epoch"]),
+        "another seed": (a, chosen["seed"]),
+        "the next position": (table[:, 1:], table[:, :-1]),
+        "the next row": (table[1:], table[:-1]),
+        "the next row's next position": (table[1:, :-1], table[:-1, 1:]),
+    }
+    for what, (one, two) in both.items():
+        assert close((one & two).sum(), one.size, 0.09), what
+    assert looks_uniform(table.sum(0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_a_rows_mask_does_not_depend_on_its_batch(wanted: list[tuple[int, int]]) -> None:
+    random = np.random.default_rng(1)
+    texts = [random.choice(PLAIN, n).tolist() for n in (0, 1, 5, 5, 5, 9, 13, 30)]
+    assembler = Assembler(split_of(texts, texts[::-1]), BERT, 24)
+
+    def masked(samples: list[tuple[int, int]]) -> list[tuple[list[int], list[int], list[int]]]:
+        rows, epochs = (np.array(x) for x in zip(*samples, strict=True))
+        batch = assembler.masked_batch(rows, epochs, seed=7, probability=0.4)
+        assert batch.places is not None
+        assert batch.targets is not None
+        found = []
+        for start, end in pairwise(batch.cu_seqlens):
+            here = (batch.places >= start) & (batch.places < end)
+            found.append(
+                (batch.tokens[start:end].tolist(), (batch.places[here] - start).tolist(),
+                 batch.targets[here].tolist())
+            )  # fmt: skip
+        order = np.argsort(assembler.sizes(rows), kind="stable")
+        return [found[i] for i in np.argsort(order)]
+
+    assert masked(wanted) == [masked([sample])[0] for sample in wanted]
+
+
+def test_a_masked_batch_differs_from_the_plain_one_at_its_places_alone() -> None:
+    assembler = Assembler(split_of([PLAIN * 20] * 30), BERT, 200)
+    rows = np.arange(30)
+    plain, masked = assembler.batch(rows), assembler.masked_batch(rows, rows, 0, 0.15)
+    assert masked.places is not None
+    assert masked.targets is not None
+    assert np.array_equal(masked.targets, plain.tokens[masked.places])
+    changed = np.flatnonzero(masked.tokens != plain.tokens)
+    assert set(changed) <= set(masked.places)
+    assert len(changed) > 0.8 * len(masked.places)
+    for name in ("positions", "segments", "cu_seqlens", "rows", "labels"):
+        assert np.array_equal(getattr(masked, name), getattr(plain, name)), name
+
+
+# ----------------------------------------------------------------------------------- mappings
+
+
+def test_mappings_parse() -> None:
+    assert mapping.parse("none") == ("none", 0)
+    assert mapping.parse("ids") == ("ids", 0)
+    assert mapping.parse("shift:1000") == ("shift", 1000)
+    assert mapping.parse("symbols:0") == ("symbols", 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "shift", "shift:", "shift:-1", "shift:1.5", "random:x", "Shift:1", "ids:3",
+              "none:1", "random: 1", "unused:1 ", "shift:1\n"],
+)  # fmt: skip
+def test_a_wrong_mapping_is_told_the_right_forms(wrong: str) -> None:
+    with pytest.raises(BadInput, match="is none of none, ids, shift:K, random:SEED"):
+        mapping.parse(wrong)
+
+
+def test_shift_is_the_formula_of_the_paper(tmp_path: Path, minilm: Path) -> None:
+    # K section 2.1 and its footnote 2: a sentence of SST-2 under T(i) = (i + 1000) mod D
+    tokenizer = hf.from_hf(minilm).checkpoint.tokenizer
+    (ids,) = tokenizer.encode_batch(["his healthy sense of satire is light and fun..."])
+    table = mapping.build("shift:1000", made_store(tmp_path / "s", tokenizer, [[1]]), tokenizer)
+    assert table is not None
+    shown = " ".join(tokenizer.pieces[i] for i in table[ids])
+    assert shown == "canadian franz ##me 1988 ##pia leader watch sports czech at at at"
+    assert table.tolist() == [(i + 1000) % 30522 for i in range(30522)]
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Store:
+    return made_store(tmp_path / "own", BERT, [[0, 3], [4]])
+
+
+def test_random_is_one_to_one_and_leaves_special_and_unused_alone(own_store: Store) -> None:
+    tables = [mapping.build(f"random:{seed}", own_store, BERT) for seed in (0, 0, 1)]
+    for table in tables:
+        assert table is not None
+        assert sorted(table[PLAIN]) == PLAIN
+        assert table[SPECIAL + UNUSED].tolist() == SPECIAL + UNUSED
+    assert np.array_equal(np.array(tables[0]), np.array(tables[1]))
+    assert not np.array_equal(np.array(tables[0]), np.array(tables[2]))
+
+
+def test_random_reaches_every_piece(own_store: Store) -> None:
+    counts = np.zeros(V, np.int64)
+    for seed in range(600):
+        table = mapping.build(f"random:{seed}", own_store, BERT)
+        assert table is not None
+        counts[table[PLAIN[3]]] += 1
+    assert looks_uniform(counts[PLAIN])
+
+
+@pytest.mark.parametrize(("name", "targets"), [("symbols", PLAIN), ("unused", UNUSED)])
+def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list[int]) -> None:
+    letters = tokenizers.symbols("ACG")
+    store = made_store(tmp_path / "dna", letters, [[5, 6, 7]])
+    tables = []
+    for seed in range(40):
+        table = mapping.build(f"{name}:{seed}", store, BERT)
+        assert table is not None
+        assert table.shape == (8,)
+        for role, i in letters.special.items():
+            assert table[i] == BERT.special[role]
+        assert len(set(table[5:].tolist())) == 3
+        assert set(table[5:].tolist()) <= set(targets)
+        tables.append(tuple(table.tolist()))
+    assert len(set(tables)) > 3
+    assert {i for table in tables for i in table[5:]} == set(targets)
+    again = mapping.build(f"{name}:0", store, BERT)
+    assert again is not None
+    assert tuple(again.tolist()) == tables[0]
+
+
+def test_more_symbols_than_pieces_are_refused(tmp_path: Path) -> None:
+    store = made_store(tmp_path / "dna", tokenizers.symbols("ACGT"), [[5]])
+    with pytest.raises(BadInput, match="4 symbols do not fit the vocabulary's 3 unused entries"):
+        mapping.build("unused:0", store, BERT)
+    many = made_store(tmp_path / "many", tokenizers.symbols("ABCDEFGHIJKL"), [[5]])
+    with pytest.raises(BadInput, match="12 symbols do not fit the vocabulary's 11 ordinary pieces"):
+        mapping.build("symbols:0", many, BERT)
+
+
+def test_none_and_ids_change_nothing(own_store: Store) -> None:
+    assert mapping.build("none", own_store, BERT) is None
+    assert mapping.build("ids", own_store, BERT) is None
+
+
+@pytest.mark.parametrize("spec", ["none", "shift:1", "random:0"])
+def test_another_tokenizers_store_is_refused(tmp_path: Path, spec: str) -> None:
+    foreign = made_store(tmp_path / "foreign", ROBERTA, [[5, 6]])
+    with pytest.raises(BadInput, match=r"another tokenizer|the checkpoint's own tokenizer"):
+        mapping.build(spec, foreign, BERT)
+
+
+def test_ids_must_fit_the_model(tmp_path: Path) -> None:
+    wide = tokenizers.symbols("abcdefghijklmnop")  # 21 ids, where the model has 19
+    assert mapping.build("ids", made_store(tmp_path / "low", wide, [[V - 1], [0]]), BERT) is None
+    high = made_store(tmp_path / "high", wide, [[V, 3], [0]])
+    with pytest.raises(BadInput, match=r"the id 19 in .*high/train/tokens\.npy does not fit"):
+        mapping.build("ids", high, BERT)
+
+
+# ------------------------------------------------------------------------------------ batches
+
+
+def slow_batch(
+    rows: Sequence[int], a: list[list[int]], b: list[list[int]] | None, model: Tokenizer,
+    max_tokens: int, table: Sequence[int] | None,
+) -> Batch:  # fmt: skip
+    """What a batch must be, one token at a time."""
+    special, built = model.special, []
+    for row in rows:
+        first, second = list(a[row]), list(b[row]) if b is not None else []
+        between = [special["sep"]] * model.pair_separators if b is not None else []
+        while len(first) + len(second) + len(between) + 2 > max_tokens:
+            # google-research/bert, run_classifier.py, _truncate_seq_pair
+            (first if len(first) > len(second) else second).pop()
+        if table is not None:
+            first, second = [table[i] for i in first], [table[i] for i in second]
+        ids = [special["cls"], *first, *between, *second, special["sep"]]
+        after = len(second) + 1 if b is not None else 0
+        built.append((row, ids, [0] * (len(ids) - after) + [1] * after))
+    built.sort(key=lambda row: len(row[1]))
+    cu_seqlens = np.cumsum([0, *(len(ids) for _, ids, _ in built)])
+    return Batch(
+        tokens=np.array([i for _, ids, _ in built for i in ids]),
+        positions=np.array([p for _, ids, _ in built for p in range(len(ids))]),
+        segments=np.array([s for _, _, segments in built for s in segments]),
+        cu_seqlens=cu_seqlens,
+        rows=np.array([row for row, _, _ in built]),
+        labels=np.array([100 + row for row, _, _ in built]),
+    )
+
+
+texts = st.lists(st.lists(st.integers(0, V - 1), max_size=9), min_size=5, max_size=5)
+
+
+@given(texts, st.none() | texts, st.sampled_from([BERT, ROBERTA]), st.integers(5, 16),
+       st.none() | st.permutations(range(V)), st.lists(st.integers(0, 4), min_size=1, max_size=8),
+       )  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_batches_equal_the_slow_reference(
+    a: list[list[int]], b: list[list[int]] | None, model: Tokenizer, max_tokens: int,
+    table: list[int] | None, rows: list[int],
+) -> None:  # fmt: skip
+    array = None if table is None else np.array(table)
+    assembler = Assembler(split_of(a, b), model, max_tokens, array)
+    found = assembler.batch(np.array(rows))
+    expected = slow_batch(rows, a, b, model, max_tokens, table)
+    for name in ("tokens", "positions", "segments", "cu_seqlens", "rows", "labels"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    assert found.tokens.dtype == found.positions.dtype == found.segments.dtype == np.int64
+    assert found.cu_seqlens.dtype == np.int32
+    sizes = assembler.sizes(np.array(rows))
+    assert sorted(sizes.tolist()) == np.diff(found.cu_seqlens).tolist()
+
+
+def test_truncation_is_that_of_transformers(tmp_path: Path) -> None:
+    # the Python tokenizer, which equals Google's; the Rust one gives the odd token to the second
+    # text where that is not the shorter one
+    legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
+    (tmp_path / "vocab.txt").write_text("\n".join(PIECES) + "\n", encoding="utf-8")
+    bert = legacy.BertTokenizerLegacy(str(tmp_path / "vocab.txt"))
+    first, second, budget = (x.ravel() for x in np.mgrid[0:12, 0:12, 0:14])
+    new_a, new_b = truncate(first, second, budget)
+    for a, b, n, *found in zip(first, second, budget, new_a, new_b, strict=True):
+        kept = bert.truncate_sequences([0] * a, [0] * b, max(0, a + b - n), "longest_first")
+        assert found == [len(kept[0]), len(kept[1])], (a, b, n)
+
+
+def test_a_real_pair_has_berts_template(tmp_path: Path, minilm: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = hf.from_hf(minilm).checkpoint.tokenizer
+    one, two = "A man is eating food.", "The girl's 2 cats, unbelievably, purr!"
+    a, b = tokenizer.encode_batch([one, two])
+    batch = Assembler(split_of([a.tolist()], [b.tolist()]), tokenizer, 128).batch(np.array([0]))
+    expected = transformers.AutoTokenizer.from_pretrained(minilm)(one, two)
+    assert batch.tokens.tolist() == expected["input_ids"]
+    assert batch.segments.tolist() == expected["token_type_ids"]
+
+
+def test_empty_rows_and_empty_batches() -> None:
+    assembler = Assembler(split_of([[], []], [[], []]), BERT, 8)
+    batch = assembler.batch(np.array([1, 0]))
+    cls, sep = BERT.special["cls"], BERT.special["sep"]
+    assert batch.tokens.tolist() == [cls, sep, sep] * 2
+    assert batch.segments.tolist() == [0, 0, 1] * 2
+    assert batch.rows.tolist() == [1, 0]
+    nothing = assembler.batch(np.zeros(0, np.int64))
+    assert nothing.tokens.tolist() == []
+    assert nothing.cu_seqlens.tolist() == [0]
+
+
+def test_rows_too_short_for_the_special_tokens_are_refused() -> None:
+    with pytest.raises(BadInput, match="max_tokens=3 has no room for the 4 special tokens"):
+        Assembler(split_of([[5]], [[6]]), ROBERTA, 3)
+
+
+def test_chunks_hold_every_row_once_in_order_of_length() -> None:
+    lengths = np.random.default_rng(2).integers(0, 200, 1500)
+    assembler = Assembler(split_of([[3] * n for n in lengths]), BERT, 130)
+    found = list(chunks(assembler, 1500))
+    order = np.concatenate(found)
+    assert sorted(order.tolist()) == list(range(1500))
+    sizes = assembler.sizes(order)
+    assert (np.diff(sizes) >= 0).all()
+    fills = [int(assembler.sizes(part).sum()) for part in found]
+    assert max(fills) < CHUNK + 130
+    assert min(fills[:-1]) > CHUNK - 130
+    few = list(chunks(Assembler(split_of([[3]]), BERT, 130), 1))
+    assert [part.tolist() for part in few] == [[0]]
+
+
+def test_ragged_arange() -> None:
+    starts, lengths = np.array([7, 0, 100, 5]), np.array([3, 0, 1, 2])
+    assert ragged_arange(starts, lengths).tolist() == [7, 8, 9, 100, 5, 6]

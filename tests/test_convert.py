@@ -1,0 +1,469 @@
+"""Import of BERT checkpoints: every tensor accounted for, bad ones refused in one line, real
+weights giving what `transformers` gives."""
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Done, command
+from safetensors.torch import load_file, save_file
+from test_model import HIDDEN, PIECES, VOCABULARY, tiny_bert
+from torch import Tensor
+
+from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Head
+from xformer.convert import __main__ as convert
+from xformer.convert import hf
+from xformer.data import errors
+from xformer.data.batch import Assembler
+from xformer.data.files import read_json, write_json
+from xformer.data.store import Ragged, Split
+from xformer.model.encoder import to_device
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with an MLM head, as transformers saves it. Not to be changed."""
+    directory = tmp_path_factory.mktemp("plain")
+    tiny_bert("BertForMaskedLM", directory)
+    return directory
+
+
+@pytest.fixture
+def source(plain: Path, tmp_path: Path) -> Path:
+    """A copy of `plain` to change."""
+    directory = tmp_path / "source"
+    directory.mkdir()
+    for file in plain.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def weights_of(directory: Path) -> Weights:
+    return load_file(directory / "model.safetensors")
+
+
+def put(directory: Path, weights: Weights) -> None:
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def put_bin(directory: Path, weights: Any) -> None:
+    """The same weights as pytorch_model.bin alone."""
+    (directory / "model.safetensors").unlink()
+    torch.save(weights, directory / "pytorch_model.bin")
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    config = {**read_json(directory / "config.json"), **changes}
+    write_json(directory / "config.json", {k: v for k, v in config.items() if v is not ...})
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    one, two = (hf.from_hf(directory).checkpoint for directory in (found, expected))
+    assert one.weights.keys() == two.weights.keys()
+    assert all(torch.equal(w, two.weights[name]) for name, w in one.weights.items())
+    assert one.config == two.config
+    assert one.head == two.head
+
+
+# ------------------------------------------------------------------------------- what is read
+
+
+def test_every_tensor_is_accounted_for(plain: Path) -> None:
+    imported = hf.from_hf(plain)
+    assert imported.checkpoint.head == Head("mlm", max_tokens=17)
+    assert imported.taken == len(weights_of(plain))
+    assert imported.left == []
+    assert imported.lacking == ["pooler"]
+    (record,) = imported.checkpoint.history
+    assert record["op"] == "from-hf"
+    parameters = sum(w.numel() for w in weights_of(plain).values())
+    lines = hf.account(imported).splitlines()
+    assert lines[0] == f"BERT: 2 layers, 39 wide, 3 heads, {parameters:,} parameters, 97 pieces"
+    assert "left over: none" in lines
+    assert "lacking in the source, new when trained: pooler" in lines
+
+
+def rename_old(weights: Weights) -> Weights:
+    """LayerNorm's parameters as TensorFlow named them, and a buffer that is no weight."""
+    renamed = {}
+    for name, weight in weights.items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        renamed[name.replace("LayerNorm.bias", "LayerNorm.beta")] = weight
+    assert len([n for n in renamed if n.endswith(("gamma", "beta"))]) == 12
+    return {**renamed, "bert.embeddings.position_ids": torch.arange(17)[None]}
+
+
+def rename_bare(weights: Weights) -> Weights:
+    """Without the prefix, as a bare BertModel is saved, and with tied copies written out."""
+    bare = {n.removeprefix("bert."): w for n, w in weights.items()}
+    assert len(bare.keys() & weights.keys()) < len(bare)
+    decoder = "cls.predictions.decoder"
+    word, bias = bare["embeddings.word_embeddings.weight"], bare["cls.predictions.bias"]
+    return {**bare, f"{decoder}.weight": word.clone(), f"{decoder}.bias": bias.clone()}
+
+
+@pytest.mark.parametrize("rename", [rename_old, rename_bare])
+def test_names_of_all_times_are_read(
+    plain: Path, source: Path, rename: Callable[[Weights], Weights]
+) -> None:
+    put(source, rename(weights_of(source)))
+    assert_same(source, plain)
+    assert hf.from_hf(source).left == []
+
+
+def test_pytorch_model_bin_is_read(plain: Path, source: Path) -> None:
+    weights = rename_old(weights_of(source))
+    put_bin(source, {n: w.requires_grad_(w.is_floating_point()) for n, w in weights.items()})
+    assert_same(source, plain)
+    assert not any(w.requires_grad for w in hf.from_hf(source).checkpoint.weights.values())
+
+
+def test_half_precision_is_widened(plain: Path, source: Path) -> None:
+    put(source, {n: w.bfloat16() for n, w in weights_of(source).items()})
+    exact, found = (hf.from_hf(d).checkpoint.weights for d in (plain, source))
+    for name, weight in found.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, exact[name].bfloat16().float())
+
+
+def test_what_is_left_over_is_named(source: Path) -> None:
+    extra = {"cls.seq_relationship.weight": torch.ones(2, HIDDEN), "bert.strange": torch.ones(1)}
+    put(source, {**weights_of(source), **extra})
+    imported = hf.from_hf(source)
+    assert imported.left == ["cls.seq_relationship.weight", "strange"]
+    assert "left over: cls.seq_relationship.weight, strange" in hf.account(imported)
+
+
+def test_heads_are_recognised(tmp_path: Path) -> None:
+    names = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}, "num_labels": 2}
+    tiny_bert("BertForSequenceClassification", tmp_path / "class", **names)
+    imported = hf.from_hf(tmp_path / "class")
+    assert imported.checkpoint.head == Head("classify", ("bad", "good"), max_tokens=17)
+    assert imported.lacking == ["MLM head"]
+    tiny_bert("BertForSequenceClassification", tmp_path / "score", num_labels=1)
+    assert hf.from_hf(tmp_path / "score").checkpoint.head == Head("regress", max_tokens=17)
+    tiny_bert("BertModel", tmp_path / "bare")
+    bare = hf.from_hf(tmp_path / "bare")
+    assert bare.checkpoint.head is None
+    assert bare.lacking == ["MLM head"]
+    assert "pooler.weight" in bare.checkpoint.weights
+    tiny_bert("BertForPreTraining", tmp_path / "both")
+    both = hf.from_hf(tmp_path / "both")
+    assert both.checkpoint.head == Head("mlm", max_tokens=17)
+    assert "pooler.weight" in both.checkpoint.weights
+    assert both.left == ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
+    for imported in (bare, both):
+        imported.checkpoint.model()
+
+
+def test_a_vocabulary_may_hold_any_character(source: Path) -> None:
+    pieces = [*VOCABULARY[:6], "\u2028", "\x85", "é", *VOCABULARY[9:]]
+    (source / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    assert hf.from_hf(source).checkpoint.tokenizer.pieces == pieces
+    (source / "vocab.txt").write_bytes("\r\n".join(pieces).encode())
+    assert hf.from_hf(source).checkpoint.tokenizer.pieces == pieces
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_the_vocabulary_is_read_from_either_file(source: Path, cased: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    pieces = [*tuple(VOCABULARY[:5]), *"abcdeABCDE", *(f"##{c}" for c in "abcdeABCDE"), "é", "##é"]
+    (source / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    write_json(source / "tokenizer_config.json", {"do_lower_case": not cased})
+    theirs = transformers.BertTokenizer.from_pretrained(source)
+    text = ["Abé CAB dé [SEP] abc", "é É aE\tb  c\n", "", "xyz a"]
+    from_txt = hf.from_hf(source).checkpoint.tokenizer
+    theirs.save_pretrained(source)
+    (source / "vocab.txt").unlink(missing_ok=True)
+    assert (source / "tokenizer.json").is_file()
+    from_json = hf.from_hf(source).checkpoint.tokenizer
+    assert from_json.fingerprint == from_txt.fingerprint
+    for ids, line in zip(from_json.encode_batch(text), text, strict=True):
+        if "[SEP]" not in line:  # spelt out, it is no special token to us
+            assert ids.tolist() == theirs(line, add_special_tokens=False)["input_ids"]
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+class Evil:
+    """A pickle that creates a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+def evil_zip(source: Path) -> None:
+    put_bin(source, {**weights_of(source), "x": Evil(source.parent / "hacked")})
+
+
+def evil_pickle(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    content = pickle.dumps(Evil(source.parent / "hacked"))
+    (source / "pytorch_model.bin").write_bytes(content)
+
+
+def truncated(name: str, share: float) -> Callable[[Path], None]:
+    def cut(source: Path) -> None:
+        if name == "pytorch_model.bin":
+            put_bin(source, weights_of(source))
+        content = (source / name).read_bytes()
+        (source / name).write_bytes(content[: int(share * len(content))])
+
+    return cut
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
+    """One tensor changed, or with None taken away."""
+
+    def apply(source: Path) -> None:
+        weights = weights_of(source)
+        new = change(weights.pop(name))
+        put(source, weights if new is None else {**weights, name: new.contiguous()})
+
+    return apply
+
+
+def added(**tensors: Tensor) -> Callable[[Path], None]:
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    return lambda source: put(source, {**weights_of(source), **named})
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda source: change_config(source, **changes)
+
+
+def written(name: str, content: str | bytes) -> Callable[[Path], None]:
+    def write(source: Path) -> None:
+        (source / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda source: (source / name).unlink()
+
+
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+WORD = "bert.embeddings.word_embeddings.weight"
+NORM = "bert.encoder.layer.0.output.LayerNorm.bias"
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "malicious pickle": (evil_pickle, "pytorch_model.bin is refused"),
+    "malicious tensor file": (evil_zip, "pytorch_model.bin is refused"),
+    "a list": (lambda s: put_bin(s, [torch.ones(2)]), "is not a table of tensors"),
+    "numbered tensors": (lambda s: put_bin(s, {1: torch.ones(2)}), "is not a table of tensors"),
+    "cut pickle": (truncated("pytorch_model.bin", 0.7), "pytorch_model.bin is refused"),
+    "cut early": (truncated("pytorch_model.bin", 0.01), "pytorch_model.bin is refused"),
+    "empty pickle": (truncated("pytorch_model.bin", 0), "pytorch_model.bin is refused"),
+    "cut safetensors": (truncated("model.safetensors", 0.9), "not a whole safetensors file"),
+    "cut header": (truncated("model.safetensors", 0.001), "not a whole safetensors file"),
+    "empty safetensors": (truncated("model.safetensors", 0), "not a whole safetensors file"),
+    "no weights": (without("model.safetensors"), "has neither model.safetensors nor pytorch"),
+    "a tensor missing": (
+        changed(QUERY, lambda w: None), f"lacks the tensor {QUERY.removeprefix('bert.')}"
+    ),
+    "a head's tensor missing": (
+        changed("cls.predictions.transform.dense.bias", lambda w: None),
+        "lacks the tensor cls.predictions.transform.dense.bias",
+    ),
+    "a tensor too wide": (
+        changed(WORD, lambda w: w[:, 1:]),
+        f"encoder.embeddings.word.weight is ({PIECES}, {HIDDEN - 1}) where its config wants "
+        f"({PIECES}, {HIDDEN})",
+    ),
+    "query unlike key": (changed(QUERY, lambda w: w[1:]), "attention.self.query.weight and its"),
+    "a number alone": (changed(NORM, lambda w: w[0]), "output.LayerNorm.bias and its fellows"),
+    "NaN": (changed(NORM, lambda w: w / 0 * 0), f"{NORM.removeprefix('bert.')} holds NaN"),
+    "infinity": (changed(QUERY, lambda w: w / 0), "query.weight holds NaN or infinity"),
+    "whole numbers": (changed(NORM, lambda w: w.int()), "holds torch.int32, not floating-point"),
+    "one name twice": (
+        added(embeddings__word_embeddings__weight=torch.ones(PIECES, HIDDEN)),
+        "holds embeddings.word_embeddings.weight twice",
+    ),
+    "an untied decoder": (
+        added(cls__predictions__decoder__weight=torch.ones(PIECES, HIDDEN)),
+        "cls.predictions.decoder.weight differs from embeddings.word_embeddings.weight",
+    ),
+    "more pieces than vectors": (
+        written("vocab.txt", "\n".join([*VOCABULARY, "one", "two"])),
+        "the vocabulary has 99 pieces, the embeddings only 97",
+    ),
+    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "holds a piece twice"),
+    "no special tokens": (
+        written("vocab.txt", "a\nb\n[UNK]\n"), "lacks the special tokens [PAD], [CLS], [SEP]"
+    ),
+    "vocabulary not UTF-8": (written("vocab.txt", b"a\n\xff\n"), "vocab.txt is not UTF-8"),
+    "no vocabulary": (without("vocab.txt"), "has neither tokenizer.json nor vocab.txt"),
+    "another tokenizer": (
+        written("tokenizer.json", '{"model": {"type": "BPE"}, "normalizer": null}'),
+        "tokenizer.json is not BERT's WordPiece",
+    ),
+    "no tokenizer": (written("tokenizer.json", "[]"), "tokenizer.json is not BERT's WordPiece"),
+    "no config": (without("config.json"), "config.json does not exist"),
+    "config not JSON": (written("config.json", "{"), "config.json is not valid JSON"),
+    "a list for config": (written("config.json", "[]"), "model_type None is not known; bert is"),
+    "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not known; bert is"),
+    "a decoder": (config(is_decoder=True), "only encoders with absolute positions"),
+    "relative positions": (
+        config(position_embedding_type="relative_key"), "only encoders with absolute positions"
+    ),
+    "another activation": (
+        config(hidden_act="silu"), "hidden_act 'silu' is none of gelu, gelu_new, gelu_pytorch_tanh"
+    ),
+    "heads that do not divide": (
+        config(num_attention_heads=4), "model.hidden=39 is no multiple of model.heads=4"
+    ),
+    "no width": (config(hidden_size=...), "config.json is not a BERT's: no 'hidden_size'"),
+    "a wrong width": (config(intermediate_size="wide"), "intermediate Input should be a valid int"),
+    "more layers than there are": (
+        config(num_hidden_layers=3), "lacks the tensor encoder.layer.2.attention.self.query.weight"
+    ),
+}  # fmt: skip
+
+
+def run_here(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
+    """`python -m xformer.convert ARGUMENTS`, without a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            errors.run(convert.main)
+    assert isinstance(ended.value.code, int)
+    return Done(ended.value.code, *capfd.readouterr())
+
+
+def assert_refused(done: Done, message: str, directory: Path) -> None:
+    """Status 2, one line that holds `message`, and nothing in `directory` but the source."""
+    assert done.status == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert message in done.err
+    assert [path.name for path in directory.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_costs_one_line_and_leaves_nothing(
+    source: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    spoil, message = BAD[case]
+    spoil(source)
+    capfd.readouterr()
+    done = run_here(capfd, "from-hf", source, source.parent / "out")
+    assert_refused(done, message, source.parent)
+
+
+def test_a_malicious_pickle_would_have_done_it(source: Path) -> None:
+    # the two files above are dangerous where they are trusted
+    for spoil in (evil_zip, evil_pickle):
+        put(source, {"x": torch.ones(1)})
+        spoil(source)
+        with (source / "pytorch_model.bin").open("rb") as file:
+            if spoil is evil_pickle:
+                pickle.load(file)
+            else:
+                torch.load(file, weights_only=False)
+        (source.parent / "hacked").unlink()
+
+
+def test_the_command_refuses_a_malicious_pickle(source: Path) -> None:
+    evil_pickle(source)
+    out = source.parent / "out"
+    done = command("-m", "xformer.convert", "from-hf", source, out)
+    assert_refused(done, "is refused: it is damaged, or holds more than tensors", source.parent)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["from-hg", "a", "b"], "unknown command 'from-hg'; did you mean from-hf?"),
+        (["from-hf"], "the following arguments are required: HF_DIR, OUT"),
+        ([], "the following arguments are required: command"),
+        (["from-hf", "nowhere", "out"], "nowhere is not a directory"),
+        (["from-hf", "a", "b", "--overwite"], "unrecognized arguments: --overwite"),
+    ],
+)
+def test_bad_arguments_cost_one_line(
+    capfd: pytest.CaptureFixture[str], arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "source").mkdir()
+    assert_refused(run_here(capfd, *arguments), message, tmp_path)
+
+
+def test_the_command_writes_a_checkpoint_and_keeps_an_old_one(
+    plain: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    done = command("-m", "xformer.convert", "from-hf", plain, out)
+    imported = hf.from_hf(plain)
+    assert (done.status, done.err) == (0, "")
+    assert done.out == hf.account(imported) + "\n"
+    found = checkpoints.load(out)
+    for name, weight in imported.checkpoint.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+    assert found.tokenizer.fingerprint == imported.checkpoint.tokenizer.fingerprint
+
+    manifest = (out / "manifest.json").read_bytes()
+    again = run_here(capfd, "from-hf", plain, out)
+    assert again.status == 2
+    assert again.err == f"error: {out} exists; give another output, or --overwrite to replace it\n"
+    assert (out / "manifest.json").read_bytes() == manifest
+    assert run_here(capfd, "from-hf", plain, out, "--overwrite").status == 0
+
+
+def test_a_failure_leaves_the_old_checkpoint(
+    plain: Path, source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = source.parent / "out"
+    assert run_here(capfd, "from-hf", plain, out).status == 0
+    (source / "vocab.txt").unlink()
+    assert run_here(capfd, "from-hf", source, out, "--overwrite").status == 2
+    checkpoints.load(out).model()
+
+
+# -------------------------------------------------------------------------------- real weights
+
+
+@pytest.fixture(scope="module")
+def sentences(shared: Path) -> list[str]:
+    """100 real sentences: the last column of CoLA's dev set."""
+    lines = (shared / "glue/CoLA/dev.tsv").read_text(encoding="utf-8").splitlines()
+    return [line.split("\t")[3] for line in lines[:100]]
+
+
+def test_real_weights_give_the_hidden_states_of_transformers(
+    minilm: Path, sentences: list[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    imported = hf.from_hf(minilm)
+    assert imported.left == []
+    assert imported.lacking == ["MLM head"]
+    checkpoint = imported.checkpoint
+    bare = checkpoint.tokenizer.encode_batch(sentences)
+    theirs = transformers.AutoTokenizer.from_pretrained(minilm)
+    ids = theirs(sentences, padding=True, return_tensors="pt")
+    assert [b.tolist() for b in bare] == theirs(sentences, add_special_tokens=False)["input_ids"]
+
+    offsets = np.cumsum([0, *map(len, bare)])
+    split = Split("x", 100, int(offsets[-1]), {"tokens": Ragged(np.concatenate(bare), offsets)})
+    batch = Assembler(split, checkpoint.tokenizer, 512).batch(np.arange(100))
+    with torch.inference_mode():
+        packed = to_device(batch, torch.device("cpu"))
+        ours = checkpoint.model().encoder.inside(packed).hidden
+        bert = transformers.BertModel.from_pretrained(minilm).eval()
+        expected = bert(**ids, output_hidden_states=True).hidden_states
+    assert len(ours) == len(expected) == 7
+    order = torch.from_numpy(batch.rows)
+    real = ids["attention_mask"][order].bool()
+    for found, hidden in zip(ours, expected, strict=True):
+        assert torch.allclose(found, hidden[order][real], rtol=0, atol=1e-5)

@@ -1,0 +1,181 @@
+"""The house rules of the design: what may import what, what is never loaded, recipes that build."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+from xformer import config
+from xformer.model.heads import Model
+from xformer.train import Recipe
+
+# A module may import from the floors above its own and from its own floor, never from below.
+FLOORS = (
+    ("xformer.data",),
+    ("xformer.config",),
+    ("xformer.distributed",),
+    ("xformer.model.kernels",),
+    ("xformer.model.attention",),
+    ("xformer.model.encoder",),
+    ("xformer.model.heads",),
+    ("xformer.checkpoint",),
+    ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
+     "xformer.monitor", "xformer.run"),
+    ("xformer.train", "xformer.evaluate", "xformer.predict"),
+    ("xformer.study",),
+)  # fmt: skip
+PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+HOME = re.compile(
+    r"(?<![\w.:~}$-])(?:/(?:home|root|Users|work|mnt|media|scratch|tmp)/\w|[A-Z]:\\\w)"
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of xformer and preprocess by its dotted name."""
+    files = [
+        file for package in ("xformer", "preprocess") for file in (ROOT / package).rglob("*.py")
+    ]
+    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    return {name.removesuffix(".__init__"): file for file, name in names.items()}
+
+
+MODULES = modules()
+TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+DOORS = ("train", "evaluate", "preprocess")
+
+
+def imports(name: str) -> Iterator[str]:
+    """What a module imports, also within functions: modules of ours, names of others' modules."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            source = str(node.module)
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                yield source if source in MODULES and full not in MODULES else full
+
+
+def floor(name: str) -> int | None:
+    """The number of the floor a module of xformer stands on."""
+    for number, packages in enumerate(FLOORS):
+        if any(name == package or name.startswith(f"{package}.") for package in packages):
+            return number
+    return None
+
+
+def is_package(name: str) -> bool:
+    return MODULES[name].name == "__init__.py"
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("xformer.")])
+def test_imports_only_descend(name: str) -> None:
+    own = floor(name)
+    if own is None:
+        assert is_package(name), f"give {name} a floor in {Path(__file__).name}"
+        return
+    for source in imports(name):
+        assert source.split(".")[0] not in DOORS, f"{name} imports the door {source}"
+        if source.startswith("xformer."):
+            below = floor(source)
+            assert below is not None, f"{name} imports {source}, which stands on no floor"
+            assert below <= own, f"{name} imports {source} from below"
+
+
+def test_preprocess_imports_the_data_alone() -> None:
+    for name in MODULES:
+        if name.split(".")[0] == "preprocess":
+            ours = [s for s in imports(name) if s.split(".")[0] == "xformer"]
+            assert all(s.startswith("xformer.data.") for s in ours), (name, ours)
+
+
+def test_there_are_no_circles() -> None:
+    graph = {name: set(imports(name)) & set(MODULES) for name in MODULES}
+    TopologicalSorter(graph).prepare()  # raises CycleError naming the circle
+    assert graph["xformer.train"] > {"xformer.checkpoint", "xformer.data.mapping"}
+
+
+def test_the_data_needs_no_torch() -> None:
+    for name in MODULES:
+        if name.startswith(("xformer.data.", "preprocess.")):
+            roots = {source.split(".")[0] for source in imports(name)}
+            assert not roots & {"torch", "safetensors", "transformers", "triton"}, name
+
+
+def test_preprocessing_never_imports_torch() -> None:
+    wanted = [n for n in MODULES if n.startswith(("xformer.data", "preprocess"))]
+    code = f"import sys, {', '.join(wanted)}; print([m for m in sys.modules if 'torch' in m])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def test_init_files_are_empty() -> None:
+    for name in filter(is_package, MODULES):
+        statements = [ast.unparse(statement) for statement in TREES[name].body]
+        one = ["from xformer.surgery.operations import apply as apply"]
+        assert statements == (one if name == "xformer.surgery" else []), name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_pickle_is_loaded(name: str) -> None:
+    assert not {source.split(".")[0] for source in imports(name)} & PICKLES
+    for call in (node for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)):
+        keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
+        assert keywords.get("allow_pickle", "False") == "False", ast.unparse(call)
+        if ast.unparse(call.func) == "torch.load":
+            assert keywords.get("weights_only") == "True", ast.unparse(call)
+    assert not {"torch.serialization", "torch.load"} & set(imports(name))
+
+
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_parses_and_builds(recipe: str) -> None:
+    settings = config.load(Recipe, [str(ROOT / recipe), "data=some/store", "run=runs/some"])
+    shape = settings.model.model_copy(update={"vocab_size": settings.model.vocab_size or 101})
+    with torch.device("meta"):
+        model = Model(shape, settings.head, outputs=0 if settings.head == "mlm" else 3)
+    assert sum(p.numel() for p in model.parameters()) > 0
+    assert settings.batch.max_tokens <= shape.max_positions
+    assert (ROOT / recipe).read_text(encoding="utf-8").startswith("# "), "a recipe says what it is"
+
+
+def test_the_promised_recipes_are_there() -> None:
+    promised = ("pretrain/smoke", "pretrain/mini", "finetune/classify", "finetune/regress")
+    assert {f"recipes/{name}.toml" for name in promised} <= set(RECIPES)
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """The text files that git keeps or would keep, by name."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    if listing.returncode:
+        pytest.skip("this is no git checkout")
+    for name in filter(None, listing.stdout.split("\0")):
+        try:
+            yield name, (ROOT / name).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue
+
+
+def test_no_file_names_a_place_on_one_machine() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in text_files()
+        for number, line in enumerate(text.splitlines(), 1)
+        if HOME.search(line)
+    ]
+    assert found == []

@@ -1,0 +1,796 @@
+"""Attention, encoder, heads, checkpoints, surgery and optimizer, against `transformers`,
+`torch.optim` and code written out.
+
+T tokens in the batch, N sequences, H heads, D size of a head, L length, C hidden size.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from xformer import checkpoint as checkpoints
+from xformer import surgery
+from xformer.checkpoint import Checkpoint, Head
+from xformer.convert import hf
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import file_checksum, read_json, write_json
+from xformer.model.attention import Backend, attention, explicit_attention, layout
+from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.heads import Model
+from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
+from xformer.surgery.operations import Clean, CleanEmbeddings, Operation
+
+LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST = 2, 3, 39, 53, 97, 17
+VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
+LENGTHS = [1, 5, 5, 2, LONGEST, 3]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The error relative to what is expected, both as vectors."""
+    assert found.shape == expected.shape
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---------------------------------------------------------------------------------- attention
+
+
+def projections(lengths: list[int], size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k and v, (T, H, D) each."""
+    made = torch.randn(3, sum(lengths), HEADS, size, generator=seeded(1), dtype=dtype)
+    return [x.clone().requires_grad_() for x in made]
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]
+                     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Attention the usual way: sequences padded to the longest, padding masked out."""
+    q, k, v = (pad_sequence(x.split(lengths), True).transpose(1, 2) for x in (q, k, v))
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (N, L)
+    scores = torch.einsum("nhid,nhjd->nhij", q, k) / math.sqrt(q.size(3))
+    weights = scores.masked_fill(~real[:, None, None], -torch.inf).softmax(3)
+    maps = [w[:, :length, :length] for w, length in zip(weights, lengths, strict=True)]
+    return (weights @ v).transpose(1, 2)[real], maps
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "explicit", "triton"])
+@pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
+def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    (q, k, v), wanted = projections(lengths, 8), projections(lengths, 8)
+    found = attention(q, k, v, layout(np.cumsum([0, *lengths])), backend=backend)
+    expected, _ = padded_attention(wanted[0], wanted[1], wanted[2], lengths)
+    assert distance(found, expected) <= 1e-6
+    direction = torch.randn(expected.shape, generator=seeded(2))
+    found.backward(direction)
+    expected.backward(direction)
+    for name, x, reference in zip("qkv", (q, k, v), wanted, strict=True):
+        assert x.grad is not None
+        assert reference.grad is not None
+        assert float((x.grad - reference.grad).norm()) <= 1e-6 * float(direction.norm()), name
+
+
+def test_explicit_attention_returns_the_maps() -> None:
+    q, k, v = projections(LENGTHS, 5)
+    _, maps = explicit_attention(q, k, v, layout(np.cumsum([0, *LENGTHS])), dropout=0.5)
+    _, expected = padded_attention(q, k, v, LENGTHS)
+    assert [tuple(m.shape) for m in maps] == [(HEADS, n, n) for n in LENGTHS]
+    for found, wanted in zip(maps, expected, strict=True):
+        assert torch.allclose(found.sum(2), torch.ones(()), atol=1e-6)
+        assert torch.allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_a_back_end_without_dropout_says_so(backend: Backend) -> None:
+    q, k, v = projections([3], 5)
+    with pytest.raises(ValueError, match=f"{backend!r} has no dropout"):
+        attention(q, k, v, layout([0, 3]), 0.1, backend)
+
+
+def test_dropout_falls_on_the_probabilities() -> None:
+    # with the identity for v, an output row is its row of weights
+    length, rate = 60, 0.3
+    q, k, _ = projections([length], length)
+    v = torch.eye(length)[:, None].expand(-1, HEADS, -1)
+    weights, _ = padded_attention(q, k, v, [length])
+    torch.manual_seed(0)
+    kept = attention(q, k, v, layout([0, length]), rate)
+    dropped = kept == 0
+    assert torch.allclose(kept[~dropped], weights[~dropped] / (1 - rate), rtol=1e-4)
+    sigma = math.sqrt(kept.numel() * rate * (1 - rate))
+    assert abs(int(dropped.sum()) - kept.numel() * rate) < 5 * sigma
+
+
+def test_explicit_attention_has_second_derivatives() -> None:
+    lengths = [2, 2, 1, 3]
+    inputs = [x[:, :2, :2].detach().requires_grad_() for x in projections(lengths, 2, torch.double)]
+    packed = layout(np.cumsum([0, *lengths]))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return explicit_attention(q, k, v, packed)[0]
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+# ------------------------------------------------------------------- parity with transformers
+
+
+def tiny_bert(kind: str, directory: Path, **changes: Any) -> Any:
+    """A BERT of transformers in awkward sizes, every weight random, saved with a vocabulary."""
+    transformers = pytest.importorskip("transformers")
+    settings = {
+        "vocab_size": PIECES, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "intermediate_size": INNER, "layer_norm_eps": 1e-2,
+        "max_position_embeddings": LONGEST, "attn_implementation": "eager", "num_labels": 4,
+    }  # fmt: skip
+    model = getattr(transformers, kind)(transformers.BertConfig(**{**settings, **changes})).eval()
+    generator = seeded(3)
+    for name, weight in model.named_parameters():
+        centre = 1.0 if name.endswith("LayerNorm.weight") else 0.0
+        weight.data = centre + 0.3 * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(directory)
+    (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+    return model
+
+
+def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Packed:
+    """A packed batch of random tokens and segments, with labels and a third of it masked."""
+    total, generator = sum(lengths), seeded(seed)
+    tokens = torch.randint(1, PIECES, (total,), generator=generator)  # they have no gradient for 0
+    places = torch.randperm(total, generator=generator)[: total // 3 + 1].sort().values
+    return Packed(
+        tokens=tokens,
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        segments=torch.randint(2, (total,), generator=generator),
+        layout=layout(np.cumsum([0, *lengths])),
+        labels=torch.randint(classes, (len(lengths),), generator=generator),
+        places=places,
+        targets=torch.randint(PIECES, places.shape, generator=generator),
+    )
+
+
+def padded(batch: Packed) -> dict[str, Tensor]:
+    """The batch as transformers takes it."""
+    lengths = list(batch.layout.lengths)
+    return {
+        "input_ids": pad_sequence(batch.tokens.split(lengths), True, 7),
+        "token_type_ids": pad_sequence(batch.segments.split(lengths), True, 1),
+        "attention_mask": pad_sequence([torch.ones(n) for n in lengths], True),
+    }
+
+
+def packed(x: Tensor, batch: Packed) -> Tensor:
+    """(N, L, ...) of transformers -> (T, ...), padding left out."""
+    return torch.cat([row[:n] for row, n in zip(x, batch.layout.lengths, strict=True)])
+
+
+def in_our_names(theirs: dict[str, Tensor], table: dict[str, list[str]]) -> dict[str, Tensor]:
+    """Tensors of transformers' parameters under our names, query, key and value joined."""
+    modern = {hf._modern(name): tensor for name, tensor in theirs.items()}
+    names = hf._expand(table, LAYERS)
+    return {ours: torch.cat([modern[name] for name in names[ours]]) for ours in names}
+
+
+def assert_gradients_equal(model: Model, theirs: Any, table: dict[str, list[str]], tolerance: float
+                           ) -> None:  # fmt: skip
+    parameters = theirs.named_parameters(remove_duplicate=False)
+    expected = in_our_names({name: p.grad for name, p in parameters if p.grad is not None}, table)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(found) == set(expected) == set(dict(model.named_parameters()))
+    for name, gradient in expected.items():
+        assert distance(found[name], gradient) <= tolerance, name
+
+
+PRECISIONS = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)]
+)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+def test_mlm_equals_transformers(
+    tmp_path: Path, activation: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    theirs = tiny_bert("BertForMaskedLM", tmp_path, hidden_act=activation).to(dtype)
+    ours = hf.from_hf(tmp_path).checkpoint.model().to(dtype)
+    batch = random_batch()
+    assert batch.places is not None
+    assert batch.targets is not None
+    labels = torch.full(batch.tokens.shape, -100).index_put((batch.places,), batch.targets)
+    labels = pad_sequence(labels.split(list(batch.layout.lengths)), True, -100)
+    expected = theirs(
+        **padded(batch), labels=labels, output_hidden_states=True, output_attentions=True
+    )
+
+    logits = ours.logits(batch)
+    assert distance(logits, packed(expected.logits, batch)[batch.places]) <= tolerance
+    loss = F.cross_entropy(logits, batch.targets)
+    assert distance(loss, expected.loss) <= tolerance
+    for backend in ("explicit", "sdpa"):
+        inside = ours.encoder.inside(batch, backend)
+        for found, hidden in zip(inside.hidden, expected.hidden_states, strict=True):
+            assert distance(found, packed(hidden, batch)) <= tolerance
+        assert torch.equal(inside.hidden[-1], ours.encoder(batch, backend))
+    for maps, theirs_of_layer in zip(
+        ours.encoder.inside(batch, "explicit").maps, expected.attentions, strict=True
+    ):
+        for n, found, wanted in zip(batch.layout.lengths, maps, theirs_of_layer, strict=True):
+            assert distance(found, wanted[:, :n, :n]) <= tolerance
+    loss.backward()
+    expected.loss.backward()
+    assert_gradients_equal(ours, theirs, hf.ENCODER | hf.MLM, tolerance)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("lengths", [[1], [LONGEST], LENGTHS, list(range(1, LONGEST + 1))])
+def test_classification_equals_transformers(
+    tmp_path: Path, lengths: list[int], dtype: torch.dtype, tolerance: float
+) -> None:
+    theirs = tiny_bert("BertForSequenceClassification", tmp_path).to(dtype)
+    ours = hf.from_hf(tmp_path).checkpoint.model().to(dtype)
+    batch = random_batch(lengths)
+    assert batch.labels is not None
+    expected = theirs(**padded(batch), labels=batch.labels)
+    logits = ours.logits(batch)
+    assert distance(logits, expected.logits) <= tolerance
+    F.cross_entropy(logits, batch.labels).backward()
+    expected.loss.backward()
+    assert_gradients_equal(ours, theirs, hf.ENCODER | hf.POOLER | hf.CLASSIFIER, tolerance)
+
+
+def test_losses_are_sums_with_counts(tmp_path: Path) -> None:
+    theirs = tiny_bert("BertForSequenceClassification", tmp_path / "classes")
+    ours = hf.from_hf(tmp_path / "classes").checkpoint.model()
+    batch = random_batch()
+    assert batch.labels is not None
+    expected = theirs(**padded(batch), labels=batch.labels)
+    loss, logits = ours.loss(batch)
+    assert loss.count == len(LENGTHS)
+    assert distance(loss.total / loss.count, expected.loss) <= 1e-5
+    assert float(loss.correct) == float((expected.logits.argmax(1) == batch.labels).sum())
+    assert distance(logits, expected.logits) <= 1e-5
+
+    theirs = tiny_bert("BertForSequenceClassification", tmp_path / "score", num_labels=1)
+    ours = hf.from_hf(tmp_path / "score").checkpoint.model()
+    assert ours.kind == "regress"
+    batch = replace(batch, labels=torch.randn(len(LENGTHS), generator=seeded(5)))
+    expected = theirs(**padded(batch), labels=batch.labels)
+    loss, _ = ours.loss(batch)
+    assert distance(loss.total / loss.count, expected.loss) <= 1e-5
+
+    theirs = tiny_bert("BertForMaskedLM", tmp_path / "mlm")
+    ours = hf.from_hf(tmp_path / "mlm").checkpoint.model()
+    assert batch.places is not None
+    assert batch.targets is not None
+    likeliest = packed(theirs(**padded(batch)).logits, batch)[batch.places].argmax(1)
+    half = torch.where(torch.arange(len(likeliest)) % 2 == 0, likeliest, batch.targets)
+    loss, _ = ours.loss(replace(batch, targets=half))
+    assert loss.count == len(half)
+    assert float(loss.correct) == float((likeliest == half).sum())
+
+
+def test_dropout_falls_where_transformers_drops(tmp_path: Path) -> None:
+    # one sequence: the same random numbers are drawn in the same order
+    rates = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
+    theirs = tiny_bert("BertForSequenceClassification", tmp_path, **rates).train()
+    ours = hf.from_hf(tmp_path).checkpoint.model().train()
+    batch = random_batch([LONGEST])
+    outputs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        expected = theirs(**padded(batch)).logits
+        torch.manual_seed(seed)
+        outputs.append(ours.logits(batch))
+        assert distance(outputs[-1], expected) <= 1e-5
+    assert distance(outputs[0], outputs[1]) > 0.1
+    ours.eval()
+    assert torch.equal(ours.logits(batch), ours.logits(batch))
+
+
+def test_fine_tuning_takes_the_path_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    theirs = tiny_bert("BertForSequenceClassification", tmp_path, **off).train()
+    ours = hf.from_hf(tmp_path).checkpoint.model().train()
+    config = OptimConfig(lr=1e-3, weight_decay=0.1, clip=8.0)
+    plain = [p for n, p in theirs.named_parameters() if n.endswith("bias") or "LayerNorm" in n]
+    decayed = [p for p in theirs.parameters() if not any(p is q for q in plain)]
+    groups: list[Any] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.1)
+    schedule = transformers.get_linear_schedule_with_warmup(adamw, 0, 5)
+    flat = FlatOptimizer(ours, config)
+    norms = []
+    for step in range(5):
+        batch = random_batch([5, 17, 17, 1 + step, 9], seed=step)
+        flat.zero()
+        loss, _ = ours.loss(batch)
+        loss.total.backward()
+        flat.step(
+            torch.tensor(float(loss.count)), learning_rate(config, step / 5, (step + 1) / 5, 0.0)
+        )
+        adamw.zero_grad()
+        expected = theirs(**padded(batch), labels=batch.labels).loss
+        expected.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), config.clip)))
+        adamw.step()
+        schedule.step()
+        assert distance(loss.total / loss.count, expected) <= 1e-5, step
+    assert min(norms) < config.clip < max(norms), norms
+    end = in_our_names(dict(theirs.named_parameters()), hf.ENCODER | hf.POOLER | hf.CLASSIFIER)
+    start = hf.from_hf(tmp_path).checkpoint.weights
+    for name, weight in ours.named_parameters():
+        if name.endswith("qkv.bias"):
+            # the key's part has the gradient 0 but for rounding, which Adam magnifies
+            weight.data[HIDDEN : 2 * HIDDEN] = end[name][HIDDEN : 2 * HIDDEN]
+        assert distance(weight, end[name]) <= 1e-5, name
+        assert distance(weight, start[name]) > 1e-3, name
+
+
+def test_pre_ln_equals_the_block_written_out() -> None:
+    # Xiong et al. 2020, figure 1 (b): x + f(LN(x)), and a last LayerNorm
+    config = ModelConfig(
+        vocab_size=PIECES, layers=2, hidden=HIDDEN, heads=HEADS, intermediate=INNER, norm="pre",
+        max_positions=LONGEST, layer_norm_eps=1e-2,
+    )  # fmt: skip
+    model = Model(config, None).eval()
+    for i, weight in enumerate(model.parameters()):
+        weight.data = torch.randn(weight.shape, generator=seeded(i)) * 0.3
+    w = dict(model.state_dict())
+    batch = random_batch([4, 1])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        x = x - x.mean(1, keepdim=True)
+        x = x / (x.pow(2).mean(1, keepdim=True) + 1e-2).sqrt()
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    parts = []
+    e = "encoder.embeddings"
+    for tokens, segments in zip(
+        batch.tokens.split([4, 1]), batch.segments.split([4, 1]), strict=True
+    ):
+        x = w[f"{e}.word.weight"][tokens] + w[f"{e}.position.weight"][: len(tokens)]
+        x = norm(x + w[f"{e}.segment.weight"][segments], f"{e}.norm")
+        states = [x]
+        for i in range(2):
+            layer = f"encoder.layers.{i}"
+            qkv = linear(norm(x, f"{layer}.attention_norm"), f"{layer}.attention.qkv")
+            q, k, v = (y.view(-1, HEADS, HIDDEN // HEADS).transpose(0, 1) for y in qkv.chunk(3, 1))
+            weights = (q @ k.transpose(1, 2) / math.sqrt(HIDDEN // HEADS)).softmax(2)
+            attended = (weights @ v).transpose(0, 1).reshape(-1, HIDDEN)
+            x = x + linear(attended, f"{layer}.attention.out")
+            inner = linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.up")
+            inner = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
+            x = x + linear(inner, f"{layer}.mlp.down")
+            states.append(x)
+        states[-1] = norm(x, "encoder.final_norm")
+        parts.append(states)
+    inside = model.encoder.inside(batch)
+    for found, *expected in zip(inside.hidden, *parts, strict=True):
+        assert distance(found, torch.cat(expected)) <= 1e-5
+    assert torch.equal(inside.hidden[-1], model.encoder(batch))
+
+
+# -------------------------------------------------------------------------------- checkpoints
+
+LETTERS = tokenizers.symbols("ACGT")
+SMALL = ModelConfig(layers=2, hidden=12, heads=3, intermediate=10, max_positions=9)
+CLASSES = Head("classify", ("EI", "IE", "N"), "accuracy", max_tokens=9, columns={"text": "dna"})
+
+
+@pytest.fixture
+def trained() -> Checkpoint:
+    """A checkpoint with everything a checkpoint can have."""
+    made, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=1).with_head(CLASSES, seed=2)
+    source = tokenizers.symbols("xyz")
+    mapping = np.array([0, 1, 2, 3, 4, 7, 5, 8])
+    return replace(made, source=source, mapping=mapping, history=({"op": "fresh", "seed": 1},))
+
+
+@pytest.fixture
+def saved(trained: Checkpoint, tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    optimizer = {"exp_avg.x": torch.ones(3), "step": torch.tensor(4.0)}
+    checkpoints.save(trained, path, optimizer=optimizer, state={"step": 4})
+    return path
+
+
+def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
+    """The same names, and bit for bit the same values."""
+    names = set(one.weights)
+    equal = (torch.equal(one.weights[n], two.weights[n]) for n in names & set(two.weights))
+    return names == set(two.weights) and all(equal)
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(trained: Checkpoint, saved: Path) -> None:
+    found = checkpoints.load(saved)
+    assert same_weights(found, trained)
+    assert found.config == trained.config
+    assert found.head == CLASSES
+    assert found.history == trained.history
+    assert found.tokenizer.fingerprint == LETTERS.fingerprint
+    assert found.source is not None
+    assert trained.source is not None
+    assert found.source.fingerprint == trained.source.fingerprint
+    assert np.array_equal(np.array(found.mapping), np.array(trained.mapping))
+    optimizer = checkpoints.load_tensors(saved / "optimizer.safetensors")
+    assert float(optimizer["step"]) == 4
+    assert read_json(saved / "state.json") == {"step": 4}
+    assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+
+
+def test_a_model_is_a_copy_of_its_checkpoint(trained: Checkpoint) -> None:
+    model = trained.model()
+    assert not model.training
+    assert all(torch.equal(w, trained.weights[n]) for n, w in model.state_dict().items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.requires_grad
+            parameter.zero_()
+    assert float(trained.weights["task_head.weight"].abs().sum()) > 0
+
+
+def test_one_damaged_byte_is_found_and_named(saved: Path) -> None:
+    files = [f for f in saved.rglob("*") if f.is_file() and f.name != "manifest.json"]
+    assert len(files) == 7
+    for file in files:
+        content = file.read_bytes()
+        for place in (0, len(content) // 2, len(content) - 1):
+            damaged = bytearray(content)
+            damaged[place] ^= 1
+            file.write_bytes(damaged)
+            with pytest.raises(BadInput, match=f"{file} is damaged"):
+                checkpoints.load(saved)
+        file.write_bytes(content)
+    checkpoints.load(saved)
+    manifest = saved / "manifest.json"
+    content = manifest.read_bytes()
+    for place in range(0, len(content), 23):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        manifest.write_bytes(damaged)
+        with pytest.raises(BadInput, match=str(saved)):
+            checkpoints.load(saved)
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    for file in [f for f in saved.rglob("*") if f.is_file() and f.name != "manifest.json"]:
+        away = file.rename(saved.parent / "away")
+        with pytest.raises(BadInput, match=f"{file} is missing"):
+            checkpoints.load(saved)
+        away.rename(file)
+    (saved / "manifest.json").unlink()
+    with pytest.raises(BadInput, match=f"{saved} is not a checkpoint"):
+        checkpoints.load(saved)
+    with pytest.raises(BadInput, match="nowhere does not exist"):
+        checkpoints.load(saved.parent / "nowhere")
+
+
+def test_an_existing_checkpoint_is_kept_unless_told_otherwise(
+    trained: Checkpoint, saved: Path
+) -> None:
+    before = file_checksum(saved / "manifest.json")
+    with pytest.raises(BadInput, match="exists"):
+        checkpoints.save(trained, saved)
+    assert file_checksum(saved / "manifest.json") == before
+    other = surgery.apply(trained, [Clean(seed=9)])
+    checkpoints.save(other, saved, overwrite=True)
+    assert same_weights(checkpoints.load(saved), other)
+    assert not (saved / "state.json").exists()
+    assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+
+
+def test_a_finished_run_means_the_checkpoint_it_selected(saved: Path, trained: Checkpoint) -> None:
+    run = saved.parent / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    saved.rename(run / "checkpoints/step_4")
+    with pytest.raises(BadInput, match="is not finished; name one of its checkpoints: step_4"):
+        checkpoints.load(run)
+    write_json(run / "result.json", {"selected": "checkpoints/step_4"})
+    assert same_weights(checkpoints.load(run), trained)
+
+
+def test_weights_that_contradict_the_config_are_named(trained: Checkpoint) -> None:
+    weights = trained.weights
+    name = "encoder.layers.1.mlp.up.weight"
+    lacking = {n: w for n, w in weights.items() if n != name}
+    with pytest.raises(BadInput, match=f"lacks the weight {name}, \\(10, 12\\)"):
+        replace(trained, weights=lacking).model()
+    with pytest.raises(
+        BadInput, match=f"{name} is \\(9, 12\\) where its config wants \\(10, 12\\)"
+    ):
+        replace(trained, weights={**weights, name: weights[name][1:]}).model()
+    with pytest.raises(BadInput, match="its config does not know: extra"):
+        replace(trained, weights={**weights, "extra": torch.ones(1)}).model()
+
+
+POOLER = {"pooler.weight", "pooler.bias"}
+TASK = {"task_head.weight", "task_head.bias"}
+MLM = {"mlm_head.dense.weight", "mlm_head.dense.bias", "mlm_head.norm.weight",
+       "mlm_head.norm.bias", "mlm_head.bias"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fresh", "dropped"),
+    [
+        (None, CLASSES, POOLER | TASK, set()),
+        (None, Head("mlm"), MLM, set()),
+        (Head("mlm"), CLASSES, POOLER | TASK, MLM),
+        (Head("mlm"), Head("regress"), POOLER | TASK, MLM),
+        (CLASSES, replace(CLASSES, max_tokens=5, mapping="ids"), set(), set()),
+        (CLASSES, replace(CLASSES, labels=("N", "EI", "IE")), TASK, TASK),
+        (CLASSES, replace(CLASSES, labels=("a", "b")), TASK, TASK),
+        (CLASSES, Head("regress"), TASK, TASK),
+        (CLASSES, Head("mlm"), MLM, POOLER | TASK),
+        (Head("regress"), Head("regress"), set(), set()),
+        (Head("mlm"), Head("mlm"), set(), set()),
+    ],
+)
+def test_another_head_keeps_what_fits(
+    old: Head | None, new: Head, fresh: set[str], dropped: set[str]
+) -> None:
+    before = checkpoints.fresh(SMALL, LETTERS, seed=1)
+    if old is not None:
+        before, _, _ = before.with_head(old, seed=2)
+    after, found_fresh, found_dropped = before.with_head(new, seed=3)
+    assert after.head == new
+    assert set(found_fresh) == fresh
+    assert set(found_dropped) == dropped
+    assert set(after.weights) == set(before.weights) - dropped | fresh
+    after.model()
+    for name, weight in after.weights.items():
+        wanted = checkpoints.initialise(name, weight.shape, SMALL, 3)
+        assert torch.equal(weight, wanted if name in fresh else before.weights[name]), name
+
+
+def test_fresh_weights_do_not_depend_on_their_neighbours() -> None:
+    small = checkpoints.fresh(SMALL, LETTERS, seed=1)
+    deep = checkpoints.fresh(SMALL.model_copy(update={"layers": 5}), LETTERS, seed=1)
+    assert set(small.weights) < set(deep.weights)
+    assert all(torch.equal(w, deep.weights[name]) for name, w in small.weights.items())
+    for name, weight in reversed(small.weights.items()):
+        assert torch.equal(weight, checkpoints.initialise(name, weight.shape, SMALL, 1)), name
+
+
+def test_fresh_weights_are_as_published() -> None:
+    # N(0, initializer_range^2), LayerNorm 1, biases 0 (Devlin et al. 2019; K section 3.2)
+    config = ModelConfig(
+        layers=1, hidden=120, heads=2, intermediate=300, max_positions=200, initializer_range=0.05
+    )
+    made, _, _ = checkpoints.fresh(config, LETTERS, seed=1).with_head(Head("mlm"), seed=1)
+    matrices = []
+    for name, weight in made.weights.items():
+        if name.endswith("norm.weight"):
+            assert (weight == 1).all(), name
+        elif name.endswith("bias"):
+            assert (weight == 0).all(), name
+        else:
+            matrices.append(weight.flatten())
+    values = torch.cat(matrices) / 0.05
+    assert abs(float(values.mean())) < 5 / math.sqrt(len(values))
+    assert abs(float(values.std()) - 1) < 5 / math.sqrt(2 * len(values))
+    beyond = float((values.abs() > 2).float().mean())
+    assert abs(beyond - 0.0455) < 5 * math.sqrt(0.0455 / len(values))
+    qkv, up = "encoder.layers.0.attention.qkv.weight", "encoder.layers.0.mlp.up.weight"
+    pair = torch.stack([made.weights[qkv][:300].flatten(), made.weights[up].flatten()])
+    assert abs(float(pair.corrcoef()[0, 1])) < 5 / math.sqrt(pair.size(1))
+    other = checkpoints.fresh(config, LETTERS, seed=2)
+    assert not torch.equal(other.weights[qkv], made.weights[qkv])
+
+
+def test_a_vocabulary_must_fit_its_embeddings() -> None:
+    made = checkpoints.fresh(SMALL, LETTERS, seed=1)
+    assert made.config.vocab_size == 9
+    wide = checkpoints.fresh(SMALL.model_copy(update={"vocab_size": 20}), LETTERS, seed=1)
+    assert wide.weights["encoder.embeddings.word.weight"].shape == (20, 12)
+    with pytest.raises(BadInput, match=r"model\.vocab_size=8 is below the tokenizer's 9"):
+        checkpoints.fresh(SMALL.model_copy(update={"vocab_size": 8}), LETTERS, seed=1)
+
+
+# ------------------------------------------------------------------------------------ surgery
+
+
+def altered(checkpoint: Checkpoint) -> Checkpoint:
+    """As after training: no weight is as it was."""
+    return replace(checkpoint, weights={n: w + 0.5 for n, w in checkpoint.weights.items()})
+
+
+def test_the_clean_twin_is_the_same_but_for_its_weights(trained: Checkpoint) -> None:
+    before = altered(trained)
+    twin = surgery.apply(before, [Clean()], seed=6)
+    assert twin.config == before.config
+    assert twin.head == before.head
+    shapes = {n: w.shape for n, w in before.weights.items()}
+    assert {n: w.shape for n, w in twin.weights.items()} == shapes
+    assert twin.history == (*before.history, {"op": "clean", "seed": 6})
+    scratch, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=6).with_head(CLASSES, seed=6)
+    assert same_weights(twin, scratch)
+    assert same_weights(before, altered(trained))  # the original is untouched
+
+
+def test_clean_embeddings_touches_the_word_embeddings_alone(trained: Checkpoint) -> None:
+    word = "encoder.embeddings.word.weight"
+    before = altered(trained)
+    after = surgery.apply(before, [CleanEmbeddings(seed=8)])
+    assert after.history[-1] == {"op": "clean_embeddings", "seed": 8}
+    assert torch.equal(after.weights[word], checkpoints.fresh(SMALL, LETTERS, 8).weights[word])
+    restored = replace(after, weights={**after.weights, word: before.weights[word]})
+    assert same_weights(restored, before)
+
+
+def test_operations_are_applied_in_order(trained: Checkpoint) -> None:
+    both: list[Operation] = [Clean(), CleanEmbeddings(seed=3)]
+    one = surgery.apply(trained, both, seed=7)
+    assert [record["op"] for record in one.history[1:]] == ["clean", "clean_embeddings"]
+    assert [record["seed"] for record in one.history[1:]] == [7, 3]
+    word = "encoder.embeddings.word.weight"
+    seven, three = (surgery.apply(trained, [Clean(seed=s)]) for s in (7, 3))
+    assert torch.equal(one.weights[word], three.weights[word])
+    assert same_weights(replace(one, weights={**one.weights, word: seven.weights[word]}), seven)
+    other_way = surgery.apply(trained, both[::-1], seed=7)
+    assert same_weights(other_way, seven)
+    assert surgery.apply(trained, []) is trained
+
+
+# ---------------------------------------------------------------------------------- optimizer
+
+
+class Little(nn.Module):
+    """Matrices, an embedding, biases and a LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.word = nn.Embedding(11, 7)
+        self.up = nn.Linear(7, 13)
+        self.down = nn.Linear(13, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(self.word(x)))))
+
+
+class Bare(nn.Module):
+    """A matrix alone, or two vectors alone: no group for weight decay, or no other."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(shape) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(w * float(x.sum())).sin().sum() for w in self.weights]).sum()[None]
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """A summed loss over 5 examples."""
+    x = torch.randint(11, (5,), generator=seeded(step))
+    return model(x).pow(2).sum() * 40
+
+
+def flat_steps(optimizer: FlatOptimizer, model: nn.Module, steps: range) -> list[float]:
+    """Steps of a run, each at its own rate; the norms."""
+    norms = []
+    for step in steps:
+        optimizer.zero()
+        loss_of(model, step).backward()
+        norms.append(float(optimizer.step(torch.tensor(5.0), 0.01 * (step + 1))))
+    return norms
+
+
+@pytest.mark.parametrize("clip", [0.0, 2.0])
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize(
+    "make", [Little, lambda: Bare((70,), (3,), (2,)), lambda: Bare((5, 4), (3, 2))]
+)
+def test_the_flat_optimizer_equals_torch(
+    make: Callable[[], nn.Module], name: Any, clip: float
+) -> None:
+    torch.manual_seed(0)
+    ours = make()
+    theirs = copy.deepcopy(ours)
+    config = OptimConfig(name=name, weight_decay=0.3, clip=clip, betas=(0.8, 0.95), eps=1e-7)
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
+    groups = [
+        {"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in theirs.parameters()
+    ]
+    reference = kind(groups, betas=(0.8, 0.95), eps=1e-7)
+    norms = []
+    for step in range(6):
+        reference.zero_grad()
+        (loss_of(theirs, step) / 5).backward()
+        largest = clip or math.inf
+        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), largest)))
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        reference.step()
+    found = flat_steps(FlatOptimizer(ours, config), ours, range(6))
+    assert found == pytest.approx(norms, rel=1e-5)
+    assert not clip or max(norms) > clip
+    for (parameter, weight), expected in zip(
+        ours.named_parameters(), theirs.parameters(), strict=True
+    ):
+        assert distance(weight, expected) <= 1e-6, parameter
+
+
+def test_an_optimizer_continues_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    config = OptimConfig(weight_decay=0.1, clip=0.5)
+    whole, stopped = Little(), Little()
+    stopped.load_state_dict(whole.state_dict())
+    flat_steps(FlatOptimizer(whole, config), whole, range(6))
+    optimizer = FlatOptimizer(stopped, config)
+    flat_steps(optimizer, stopped, range(3))
+    state = optimizer.state()
+    assert set(state) == {"step"} | {
+        f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in whole.state_dict()
+    }
+    assert all(state[f"exp_avg.{n}"].shape == w.shape for n, w in whole.state_dict().items())
+
+    resumed = Little()
+    resumed.load_state_dict(stopped.state_dict())
+    optimizer = FlatOptimizer(resumed, config)
+    optimizer.load_state(state)
+    flat_steps(optimizer, resumed, range(3, 6))
+    for name, weight in resumed.named_parameters():
+        assert torch.equal(weight, whole.state_dict()[name]), name
+
+
+def test_another_models_optimizer_state_is_refused() -> None:
+    config, model = OptimConfig(), Little()
+    optimizer = FlatOptimizer(model, config)
+    flat_steps(optimizer, model, range(1))
+    other = FlatOptimizer(Bare((2, 2)), config)
+    with pytest.raises(BadInput, match="belongs to another model"):
+        other.load_state(optimizer.state())
+
+
+def test_counts_travel_with_the_gradient() -> None:
+    model = Little()
+    optimizer = FlatOptimizer(model, OptimConfig(clip=0.0))
+    optimizer.zero()
+    loss_of(model, 0).backward()
+    optimizer.counts[1] = 5
+    expected = float(optimizer.gradient[:-4].norm()) / 5
+    assert float(optimizer.step(optimizer.counts[1], 0.1)) == pytest.approx(expected, rel=1e-5)
+    optimizer.zero()
+    assert not optimizer.gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("cosine", [0.5, 1, *((1 + math.cos(math.pi * i / 8)) / 2 for i in range(8))]),
+    ],
+)
+def test_schedules_after_a_warm_up_of_a_fifth(schedule: Any, expected: list[float]) -> None:
+    config = OptimConfig(lr=0.02, schedule=schedule)
+    rates = [learning_rate(config, i / 10, (i + 1) / 10, 0.2) for i in range(10)]
+    assert rates == pytest.approx([0.02 * e for e in expected], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_schedules_without_a_warm_up_and_beyond_the_end(schedule: Any) -> None:
+    config = OptimConfig(lr=0.02, schedule=schedule)
+    assert learning_rate(config, 0.0, 0.1, 0.0) == 0.02
+    assert learning_rate(config, 1.0, 1.1, 0.0) == 0.0
+    assert learning_rate(config, 1.3, 1.4, 0.0) == 0.0
+    assert learning_rate(config, 0.9, 1.0, 1.0) == pytest.approx(0.02)  # all of it warm-up

@@ -1,0 +1,801 @@
+"""`preprocess.py` as a user runs it: each command's result, its bounds, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from preprocess import cli, pydocs, stats, synthetic, text, tsv
+from preprocess.text import TextOptions, read_documents
+from preprocess.words import Encoder
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput, Failure, Interrupted
+from xformer.data.store import Ragged, Store, open_store
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared/data"
+real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data in ../shared is not there")
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.",
+    "Words, words, words: they repeat, don't they?",
+    "In 1900 nobody counted 37,000 tokens a second.",
+    "A row never crosses the end of its document.",
+]
+
+
+def run(*arguments: object, status: int = 0, folder: Path = ROOT) -> str:
+    """What the command prints (on standard output, or as its error)."""
+    command = [sys.executable, str(ROOT / "preprocess.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    if status == 0:
+        return done.stdout
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """The same within this process, for what is about a message and not about a process."""
+    monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    cli.main()
+
+
+def rows(store: Store, split: str, column: str = "tokens") -> list[list[int]]:
+    values = store.split(split).columns[column]
+    assert isinstance(values, Ragged)
+    return [values[i].tolist() for i in range(len(values))]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, a WordPiece, a BPE and an ACGT tokenizer, a store of the corpus, and
+    small labelled files."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "corpus.txt").write_text("\n\n".join(SENTENCES * 5) + "\n", encoding="utf-8")
+    corpus = folder / "corpus.txt"
+    for kind, size in (("wordpiece", 150), ("bpe", 330)):
+        out = folder / kind
+        run("tokenizer", "--kind", kind, "--input", corpus, "--vocab-size", size, "--output", out)
+    run("tokenizer", "--kind", "symbols", "--alphabet", "ACGT", "--output", folder / "acgt")
+    run(
+        "text", "--input", corpus, "--tokenizer", folder / "wordpiece", "--output", folder / "store"
+    )
+    lines = [f"{SENTENCES[i % 4]} {i}\t{'ab'[i % 2]}\t{i / 10}" for i in range(200)]
+    (folder / "t.tsv").write_text("text\tlabel\tscore\n" + "\n".join(lines) + "\n")
+    (folder / "empty.txt").write_text("")
+    (folder / "blank.txt").write_text("\n \n\n")
+    (folder / "bad.txt").write_bytes(b"fine\nalso fine\nnot \xff fine\n")
+    return folder
+
+
+# ------------------------------------------------------------------------------ tokenizer
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "symbols"])
+def test_tokenizer(base, tmp_path, kind):
+    size = 60 if kind == "unigram" else 330
+    arguments = ["tokenizer", "--kind", kind, "--input", base / "corpus.txt", "--vocab-size", size]
+    said = run(*arguments, "--output", tmp_path / "a")
+    run(*arguments, "--output", tmp_path / "b")
+    found = tokenizers.load(tmp_path / "a")
+    assert f"{len(found):,} pieces" in said
+    assert len(found) <= size
+    assert found.fingerprint == tokenizers.load(tmp_path / "b").fingerprint
+    ids = found.encode_batch([SENTENCES[0]])[0]
+    assert len(ids) > 5
+    assert found.special["unk"] not in ids
+    cased = found.decode(ids)
+    assert ("T" in cased) == (kind != "wordpiece")
+
+
+def test_tokenizer_options(base, tmp_path):
+    arguments = ["--input", base / "corpus.txt", "--vocab-size", 150, "--cased"]
+    run("tokenizer", "--kind", "wordpiece", *arguments, "--output", tmp_path / "t")
+    found = tokenizers.load(tmp_path / "t")
+    assert found.special["unk"] not in found.encode_batch(["The A In"])[0]
+    assert "T" in found.pieces
+    assert tokenizers.load(base / "acgt").pieces[5:] == list("ACGT")
+
+
+# ------------------------------------------------------------------------------ text
+
+
+def expected(
+    content: str, options: TextOptions, most: int, tokenizer: tokenizers.Tokenizer
+) -> list[list[int]]:
+    """The rows of a text by the plainest means."""
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
+    lines = [line for line in lines if not (options.skip and options.skip.search(line))]
+    documents = lines
+    if not options.by_line:
+        documents, held = [], []
+        for line in [*lines, ""]:
+            if line.strip():
+                held.append(line)
+            elif held:
+                documents.append("\n".join(held))
+                held = []
+    found = []
+    for ids in tokenizer.encode_batch(documents):
+        found += [ids[i : i + most].tolist() for i in range(0, len(ids), most)]
+    return found
+
+
+CONTENT = (
+    "One short document.\n\nA second one,\nof two lines\r\n and three.\n \t\n\n\n[1] a footnote\n"
+    "\n[2] a footnote\nwith a document behind it, much longer than one row can be, I hope.\n\n last"
+)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+@pytest.mark.parametrize("options", [[], ["--lines"], ["--skip-lines", r"^\[\d+\]"]])
+def test_text_falls_into_documents_and_rows(base, tmp_path, kind, options):
+    (tmp_path / "t.txt").write_bytes(CONTENT.encode("utf-8-sig"))
+    arguments = ["--tokenizer", base / kind, "--output", tmp_path / "s", "--max-tokens", 7]
+    said = run("text", "--input", tmp_path / "t.txt", "--valid", tmp_path / "t.txt",
+               *arguments, *options, "--workers", 1)  # fmt: skip
+    found = open_store(tmp_path / "s")
+    skip = re.compile(options[1]) if options[:1] == ["--skip-lines"] else None
+    wanted = expected(CONTENT, TextOptions("--lines" in options, skip), 7, found.tokenizer())
+    assert rows(found, "train") == rows(found, "valid") == wanted
+    assert max(map(len, wanted)) == 7
+    assert min(map(len, wanted)) < 7
+    assert f"train {len(wanted)} rows, {sum(map(len, wanted))} tokens" in said
+    origin = found.meta["origin"]
+    assert origin["command"][:2] == ["preprocess.py", "text"]
+    assert [source["file"] for source in origin["sources"]] == ["t.txt", "t.txt"]
+    assert origin["sources"][0]["bytes"] == len(CONTENT.encode("utf-8-sig"))
+
+
+def test_several_files_are_several_documents(base, tmp_path):
+    for name, content in (("a", "one"), ("b", "two"), ("c", "three\n")):
+        (tmp_path / name).write_text(content)
+    run("text", "--input", tmp_path / "a", tmp_path / "b", tmp_path / "c", "--tokenizer",
+        base / "bpe", "--output", tmp_path / "s")  # fmt: skip
+    found = open_store(tmp_path / "s")
+    wanted = [ids.tolist() for ids in found.tokenizer().encode_batch(["one", "two", "three"])]
+    assert rows(found, "train") == wanted
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkeypatch, kind):
+    """With tiny buffers, so that every document and line is read, cut and encoded in pieces."""
+    if kind == "unigram":
+        tokenizer = tokenizers.train("unigram", SENTENCES * 5, 60)
+    else:
+        tokenizer = tokenizers.load(base / kind)
+    generator = np.random.default_rng(0)
+    words = ["a", "the", "Über", "naïve", "don't", "x,", "12", "(so)", "end.", "éé", "中文"]
+    gaps = [" "] * 12 + ["\n", "\r\n", "\n\n", "  ", "\n  ", "\t", " \n \n"]
+    parts = [str(generator.choice(words)) + str(generator.choice(gaps)) for _ in range(3000)]
+    content = "".join(parts)
+    (tmp_path / "t.txt").write_bytes(content.encode())
+    for by_line in (False, True):
+        options = TextOptions(by_line)
+        wanted = expected(content, options, 10**9, tokenizer)
+        for read, segment in ((7, 48), (64, 48), (1000, 100)):
+            monkeypatch.setattr(text, "READ", read)
+            monkeypatch.setattr(text, "SEGMENT", segment)
+            seen: list[int] = []
+            segments = read_documents([tmp_path / "t.txt"], options, seen.append)
+            encoder, found, new = Encoder(tokenizer), [], True
+            for piece, ends in segments:
+                assert len(piece) <= 5 * segment
+                values = encoder.encode([piece])[0].tolist()
+                if new:
+                    found.append(values)
+                else:
+                    found[-1] += values
+                new = ends
+            assert [ids for ids in found if ids] == wanted
+            assert sum(seen) == len(content.encode())
+
+
+def test_memory_does_not_grow_with_one_huge_line(base, tmp_path):
+    line = (" ".join(SENTENCES) + " ") * 40_000  # 7 MB
+    (tmp_path / "t.txt").write_text(line)
+    script = (
+        "import resource, sys; from preprocess.cli import main; main();"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for name in (base / "corpus.txt", tmp_path / "t.txt"):
+        arguments = ["text", "--input", name, "--tokenizer", base / "wordpiece", "--output",
+                     tmp_path / name.stem]  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)],
+                              capture_output=True, text=True, cwd=ROOT, check=True)  # fmt: skip
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 100  # MB; the words of 7 MB of text as a list take 120
+    found = open_store(tmp_path / "t").split("train")
+    once = len(tokenizers.load(base / "wordpiece").encode_batch([" ".join(SENTENCES)])[0])
+    assert found.tokens == 40_000 * once
+    assert found.rows == -(-found.tokens // 510)
+
+
+# ------------------------------------------------------------------------------ task tsv
+
+
+def test_task_from_one_file_is_split_without_duplicates(base, tmp_path):
+    lines = (base / "t.tsv").read_text().splitlines()
+    (tmp_path / "t.tsv").write_text("\n".join([*lines, *lines[1:101]]) + "\n")
+    arguments = ["task", "tsv", "--input", tmp_path / "t.tsv", "--tokenizer", base / "bpe",
+                 "--text", "text", "--label", "label", "--output"]  # fmt: skip
+    run(*arguments, tmp_path / "s")
+    found = open_store(tmp_path / "s")
+    assert (found.kind, found.metric, found.labels) == ("class", "accuracy", ["a", "b"])
+    texts = {split: [tuple(row) for row in rows(found, split)] for split in found.splits}
+    assert {split: len(found) for split, found in texts.items()} == pytest.approx(
+        {"train": 270, "valid": 15, "test": 15}, abs=2
+    )
+    sets = [set(texts[split]) for split in texts]
+    assert not sets[0] & sets[1] | sets[0] & sets[2] | sets[1] & sets[2]
+    assert Counter(row for split in texts.values() for row in split) == Counter(
+        tuple(ids.tolist())
+        for line in [*lines[1:], *lines[1:101]]
+        for ids in found.tokenizer().encode_batch([line.split("\t")[0]])
+    )
+    for split in found.splits:  # every row keeps its own label
+        labels = found.split(split).columns["label"]
+        assert labels.dtype == np.int64
+        for row, label in zip(rows(found, split), labels, strict=True):
+            number = int(found.tokenizer().decode(row).split()[-1])
+            assert label == number % 2
+    run(*arguments, tmp_path / "again")
+    run(*arguments, tmp_path / "other", "--seed", 1)
+    again, other = open_store(tmp_path / "again"), open_store(tmp_path / "other")
+    assert rows(again, "test") == rows(found, "test") != rows(other, "test")
+    assert other.meta["origin"]["seed"] == 1
+
+
+def test_task_from_a_directory(base, tmp_path):
+    """A byte-order mark, raw quotes, a pair, a test file without labels, dev for valid."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    head = "Quality\tone\ttwo"
+    train = '1\tHe said "yes\tno quote" there\n0\tb\tc\n'
+    (raw / "train.tsv").write_bytes(f"\ufeff{head}\r\n{train}".replace("\n", "\r\n").encode())
+    (raw / "dev.tsv").write_text(f"{head}\n0\tx\ty\n")
+    (raw / "test.tsv").write_text("one\ttwo\nu\tv\nw\t\n")
+    (raw / "dev_ids.tsv").write_text("something else\n")
+    run("task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--text", "one", "--text-b",
+        "two", "--label", "Quality", "--metric", "f1", "--output", tmp_path / "s")  # fmt: skip
+    found = open_store(tmp_path / "s")
+    assert found.splits == ["train", "valid", "test"]
+    assert (found.metric, found.labels) == ("f1", ["0", "1"])
+    decode = found.tokenizer().decode
+    pairs = zip(rows(found, "train"), rows(found, "train", "tokens_b"), strict=True)
+    assert [(decode(one), decode(two)) for one, two in pairs] == [
+        ('He said "yes', 'no quote" there'),
+        ("b", "c"),
+    ]
+    assert found.split("train").columns["label"].tolist() == [1, 0]
+    assert found.split("test").columns["label"].tolist() == [-1, -1]
+    columns = {"text": "one", "text_b": "two", "label": "Quality"}
+    assert found.meta["origin"]["columns"] == columns
+
+
+def test_task_with_scores_in_a_quoted_csv(base, tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "train.csv").write_text('5,"a, ""b""\nsecond line",1.5\n6,c,-2\n')
+    (raw / "valid.csv").write_text("7,d,3e-1\n")
+    (raw / "test.csv").write_text("8,d\n")
+    run("task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--no-header", "--text", 2,
+        "--label", 3, "--kind", "score", "--output", tmp_path / "s")  # fmt: skip
+    found = open_store(tmp_path / "s")
+    assert (found.kind, found.metric, found.labels) == ("score", "spearman", [])
+    assert found.tokenizer().decode(rows(found, "train")[0]) == 'a, "b"\nsecond line'
+    assert found.split("train").columns["label"].dtype == np.float32
+    assert found.split("train").columns["label"].tolist() == [1.5, -2.0]
+    assert np.isnan(found.split("test").columns["label"]).all()
+
+
+def test_task_options(base, tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "train.txt").write_text("'it''s; quoted';b\nplain;a\n")
+    run("task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--no-header", "--text", 1,
+        "--label", 2, "--delimiter", "semicolon", "--quoting", "'", "--labels", "b,c,a",
+        "--metric", "mcc", "--output", tmp_path / "s")  # fmt: skip
+    found = open_store(tmp_path / "s")
+    assert found.tokenizer().decode(rows(found, "train")[0]) == "it's; quoted"
+    assert found.labels == ["b", "c", "a"]
+    assert found.split("train").columns["label"].tolist() == [0, 2]
+
+
+# ------------------------------------------------------------------------------ task dna/splice
+
+
+def test_splice(tmp_path):
+    generator = np.random.default_rng(0)
+    lines = []
+    for i in range(100):
+        sequence = "".join(generator.choice(list("ACGTDNRS"), 60))
+        lines.append(f"{('EI', 'IE', 'N')[i % 3]},   NAME-{i},     {sequence}")
+    (tmp_path / "splice.data").write_text("\n".join(lines) + "\n\n")
+    run("task", "dna/splice", "--input", tmp_path, "--output", tmp_path / "s")
+    found = open_store(tmp_path / "s")
+    assert found.labels == ["EI", "IE", "N"]
+    assert found.tokenizer().pieces[5:] == list("ACGTDNRS")
+    assert [found.split(split).rows for split in found.splits] == [90, 5, 5]
+    assert found.meta["origin"]["columns"]["text"] == "sequence"
+    known = {line.split(",")[2].strip(): line.split(",")[0] for line in lines}
+    decode = found.tokenizer().decode
+    for row, label in zip(rows(found, "test"), found.split("test").columns["label"], strict=True):
+        assert known[decode(row)] == found.labels[label]
+
+
+@real
+def test_splice_as_it_is_published(tmp_path):
+    run("task", "dna/splice", "--input", SHARED / "dna/uci_splice", "--output", tmp_path / "s")
+    found = open_store(tmp_path / "s")
+    counts: Counter[str] = Counter()
+    sequences = {}
+    for split in found.splits:
+        counts.update(found.labels[i] for i in found.split(split).columns["label"])
+        sequences[split] = {tuple(row) for row in rows(found, split)}
+        assert all(len(row) == 60 for row in sequences[split])
+        assert found.tokenizer().special["unk"] not in set().union(*sequences[split])
+    assert counts == {"EI": 767, "IE": 768, "N": 1655}
+    assert not sequences["train"] & (sequences["valid"] | sequences["test"])
+    assert not sequences["valid"] & sequences["test"]
+    assert abs(found.split("test").rows - 160) < 5
+
+
+@real
+def test_tasks_as_they_are_published(base, tmp_path):
+    glue = SHARED / "glue"
+    arguments = ["--tokenizer", base / "wordpiece", "--output", tmp_path / "s", "--overwrite"]
+    run("task", "tsv", "--input", glue / "MRPC", "--text", "#1 String", "--text-b", "#2 String",
+        "--label", "Quality", "--metric", "f1", *arguments)  # fmt: skip
+    found = open_store(tmp_path / "s")
+    assert [found.split(split).rows for split in found.splits] == [3668, 408, 1725]
+    assert np.bincount(found.split("train").columns["label"]).tolist() == [1194, 2474]
+    run("task", "tsv", "--input", glue / "STS-B", "--text", "sentence1", "--text-b", "sentence2",
+        "--label", "score", "--kind", "score", *arguments)  # fmt: skip
+    found = open_store(tmp_path / "s")
+    assert [found.split(split).rows for split in found.splits] == [5749, 1500, 1379]
+    scores = found.split("train").columns["label"]
+    assert (scores.min(), scores.max()) == (0, 5)
+
+
+# ------------------------------------------------------------------------------ synthetic
+
+
+def depths(length: int, push: float) -> np.ndarray:
+    """(length + 1, length + 1): the probability of `depth` open tokens after `time` steps."""
+    found = np.zeros((length + 1, length + 1))
+    found[0, 0] = 1
+    for time_ in range(length):
+        found[time_ + 1, 1] += found[time_, 0]  # on an empty stack a pop is a push
+        found[time_ + 1, 2:] += push * found[time_, 1:-1]
+        found[time_ + 1, :-1] += (1 - push) * found[time_, 1:]
+    return found
+
+
+def replay(row: list[int]) -> tuple[list[bool], int]:
+    """(was each step a push?, pairs that cross) of a sequence without equal pushes."""
+    stack: list[int] = []
+    pushes, crossing = [], 0
+    for token in row:
+        pushes.append(token not in stack)
+        if pushes[-1]:
+            stack.append(token)
+        else:
+            crossing += token != stack[-1]
+            stack.remove(token)
+    return pushes, crossing
+
+
+@pytest.mark.parametrize(
+    ("generator", "push"), [("nesting", 0.4), ("nesting", 0.55), ("flat", 0.4)]
+)
+def test_stack_grammar(generator, push):
+    length, number = 60, 3000
+    corpus = synthetic.Corpus(generator, 0, (length, length), 0, push=push)
+    drawn = iter(range(length * number))
+    made = synthetic.parentheses(
+        np.random.default_rng(0),
+        lambda _, n: np.array([next(drawn) for _ in range(n)], np.uint32),  # never one twice
+        length,
+        number,
+        corpus,
+    ).T
+    assert max(max(Counter(row).values()) for row in made.tolist()) == 2
+    replayed = [replay(row) for row in made.tolist()]
+    crossing = sum(pairs for _, pairs in replayed)
+    assert (crossing == 0) if generator == "nesting" else (crossing > number)
+
+    pushes = np.array([pushed for pushed, _ in replayed])
+    assert pushes[:, 0].all()
+    chance = depths(length, push)
+    # the probability of a push at each step: certain at depth 0, `push` above it
+    rate = chance[:-1, 0] + (1 - chance[:-1, 0]) * push
+    error = np.sqrt(np.maximum(rate * (1 - rate), 1e-9) / number)
+    assert (np.abs(pushes.mean(0) - rate) < 5 * error + 1e-9).all()
+    # what is open at the end stays without a match: n pushes and length - n pops
+    left = 2 * pushes.sum(1) - length
+    mean = (chance[-1] * np.arange(length + 1)).sum()
+    assert abs(left.mean() - mean) < 5 * left.std() / np.sqrt(number)
+    if generator == "nesting":  # a push is followed by its own pop with probability 1 - push
+        after = ~pushes[:, 1:][pushes[:, :-1]]
+        assert abs(after.mean() - (1 - push)) < 5 * np.sqrt(0.25 / after.size)
+
+
+def test_synthetic_nesting(tmp_path):
+    arguments = ["--tokens", 20_000, "--push", 0.3, "--seed", 3]
+    said = run("synthetic", "nesting", *arguments, "--output", tmp_path / "s")
+    assert "M tokens/s" in said
+    found = open_store(tmp_path / "s")
+    assert (found.vocab_size, found.kind) == (30_000, "text")
+    lengths = np.diff(found.split("train").columns["tokens"].offsets)
+    assert (lengths.min(), lengths.max()) >= (90, 115)
+    assert lengths.max() <= 120
+    assert sum(min(Counter(row).values()) == 2 for row in rows(found, "train")) > 5
+    made = found.meta["origin"]["synthetic"]
+    assert (made["generator"], made["push"], made["seed"]) == ("nesting", 0.3, 3)
+    assert "empty stack: a pop is a push" in made["rules"]
+    assert "stay unmatched" in made["rules"]
+
+
+def test_synthetic_frequencies_lengths_and_splits(base, tmp_path):
+    run("synthetic", "zipf", "--frequencies", base / "store", "--tokens", 300_000, "--lengths",
+        "5:9", "--output", tmp_path / "s")  # fmt: skip
+    source, found = open_store(base / "store"), open_store(tmp_path / "s")
+    assert found.vocab_size == source.vocab_size
+    assert found.tokenizer().pieces[5:7] == ["w5", "w6"]
+    wanted = stats.id_counts(source, "train").astype(float)
+    wanted[list(source.tokenizer().special.values())] = 0
+    wanted /= wanted.sum()
+    counts = stats.id_counts(found, "train")
+    assert not counts[wanted == 0].any()
+    total = counts.sum()
+    assert (np.abs(counts - total * wanted) <= 5 * np.sqrt(total * wanted) + 1e-9).all()
+    lengths = np.diff(found.split("train").columns["tokens"].offsets)
+    found_lengths, times = np.unique(lengths, return_counts=True)
+    assert found_lengths.tolist() == [5, 6, 7, 8, 9]
+    assert np.abs(times / len(lengths) - 0.2).max() < 0.01
+    assert 300_000 <= found.split("train").tokens < 300_009
+    assert 15_000 <= found.split("valid").tokens < 15_009
+    assert rows(found, "valid")[:50] != rows(found, "train")[:50]
+
+
+def test_synthetic_distinct_tokens_and_seeds(base, tmp_path):
+    arguments = ["--tokens", 30_000, "--distinct", 7, "--vocab-size", 70_000]
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run("synthetic", "uniform", *arguments, "--seed", seed, "--output", tmp_path / name)
+    a, b, c = (open_store(tmp_path / name) for name in "abc")
+    assert rows(a, "train") == rows(b, "train") != rows(c, "train")
+    assert a.key == b.key
+    counts = stats.id_counts(a, "train")
+    assert np.flatnonzero(counts).tolist() == list(range(5, 12))
+    assert len(a.tokenizer()) == 70_000
+    frequent = synthetic.Corpus("nesting", 10, (9, 9), 0, distinct=2)
+    share = synthetic.weights(frequent, 9, np.array([9, 9, 9, 9, 9, 1, 5, 0, 5]))
+    assert share.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0, 0.5]
+    zipf = synthetic.weights(synthetic.Corpus("zipf", 10, (9, 9), 0), 8, None)
+    np.testing.assert_allclose(zipf[5:], np.array([6, 3, 2]) / 11)
+
+
+# ------------------------------------------------------------------------------ stats, verify
+
+
+def test_stats(base, tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "train.tsv").write_text("s\tl\nACGT\tx\nAA\ty\nA\ty\nX\ty\n")
+    (raw / "test.tsv").write_text("s\nCC\n")
+    run("task", "tsv", "--input", raw, "--tokenizer", base / "acgt", "--text", "s", "--label", "l",
+        "--output", tmp_path / "s")  # fmt: skip
+    said = run("stats", tmp_path / "s", "--json", tmp_path / "f.json")
+    found = json.loads((tmp_path / "f.json").read_text())["splits"]
+    train = found["train"]
+    assert train["lengths"]["tokens"] == {"mean": 2.0, "min": 1, "median": 1.5, "max": 4}
+    assert (train["rows"], train["tokens"], train["distinct_ids"]) == (4, 8, 5)
+    assert train["unknown_share"] == 1 / 8
+    shares = np.array([4, 1, 1, 1, 1]) / 8
+    assert train["unigram_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
+    assert train["unigram_perplexity"] == pytest.approx(np.exp(train["unigram_entropy"]))
+    assert train["labels"] == {"x": 1, "y": 3}
+    # the training counts plus one over 9 pieces: C has 2 of 17
+    assert found["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 17))
+    assert found["test"]["labels"] == {"x": 0, "y": 0, "(none)": 1}
+    assert "4 rows, 8 tokens" in said
+    assert "12.500% unknown" in said
+
+
+def test_verify(base, tmp_path):
+    run("text", "--input", base / "corpus.txt", "--tokenizer", base / "bpe", "--output",
+        tmp_path / "s")  # fmt: skip
+    assert run("verify", tmp_path / "s") == "train/tokens.npy: ok\ntrain/tokens.offsets.npy: ok\n"
+    file = tmp_path / "s/train/tokens.npy"
+    data = bytearray(file.read_bytes())
+    data[200] ^= 1
+    file.write_bytes(data)
+    said = run("verify", tmp_path / "s", status=1)
+    assert "train/tokens.npy block 0" in said
+    assert "offsets" not in said
+    file.write_bytes(data[:-1])
+    assert "not" in run("verify", tmp_path / "s", status=1)
+
+
+# ------------------------------------------------------------------------------ pydocs
+
+
+@pytest.fixture(scope="module")
+def documentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pydocs") / "d"
+    run("pydocs", "--output", folder)
+    return folder
+
+
+def test_pydocs(documentation, tmp_path):
+    task = {}
+    for split in ("train", "valid", "test"):
+        lines = (documentation / f"task/{split}.tsv").read_text(encoding="utf-8").split("\n")
+        assert lines[0] == "passage\tmodule"
+        assert lines[-1] == ""
+        task[split] = [tuple(line.split("\t")) for line in lines[1:-1]]
+    assert len(task["train"]) >= 1500
+    assert len(task["valid"]) >= 200
+    assert len(task["test"]) >= 300
+    classes = Counter(module for _, module in task["train"])
+    assert 8 <= len(classes) <= 12
+    assert min(classes.values()) >= 60
+    assert max(classes.values()) <= 300
+    for split in ("valid", "test"):
+        assert {module for _, module in task[split]} == set(classes)
+    own = re.compile(rf"\b({'|'.join(classes)})\b", re.IGNORECASE)
+    for passage, _ in [row for rows_ in task.values() for row in rows_]:
+        assert 15 <= len(passage.split()) <= 100
+        assert not own.search(passage)
+
+    everything = [passage.lower() for rows_ in task.values() for passage, _ in rows_]
+    assert len(set(everything)) == len(everything)
+    english = (documentation / "english.txt").read_text(encoding="utf-8")
+    valid = (documentation / "english.valid.txt").read_text(encoding="utf-8")
+    assert len(english.split()) > 150_000
+    assert 0.02 < len(valid.split("\n\n")) / len(english.split("\n\n")) < 0.08
+    assert not set(english.split("\n\n")) & set(valid.split("\n\n"))
+    assert ">>>" not in english
+    plain = " ".join(pydocs._bare_words(english))
+    for passage, _ in task["valid"] + task["test"]:
+        assert " ".join(pydocs._bare_words(passage)) not in plain
+
+
+def test_pydocs_make_a_task(documentation, base, tmp_path):
+    run("task", "tsv", "--input", documentation / "task", "--tokenizer", base / "bpe", "--text",
+        "passage", "--label", "module", "--output", tmp_path / "s")  # fmt: skip
+    assert open_store(tmp_path / "s").labels == sorted(pydocs.CLASSES)
+
+
+def test_pydocs_keep_prose_alone():
+    docstring = (
+        "Return the *mean* of the `data`, as :class:`float` gives it.\n\n"
+        "    x = 1; y = 2; z = foo(x, y)\n\n"
+        "- This is a point about the\n  value of an ``int`` in it.\n\n"
+        "The example is as follows:\n>>> mean([1, 2])\n1.5\n\n"
+        "stmt ::= 'the' expr of the thing"
+    )
+    assert pydocs.prose(docstring) == [
+        "Return the mean of the data, as float gives it.",
+        "This is a point about the value of an int in it.",
+        "The example is as follows:",
+    ]
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+TEXT = ["text", "--tokenizer", "wordpiece", "--output", "out", "--input"]
+TSV = ["task", "tsv", "--tokenizer", "wordpiece", "--output", "out", "--text", "text", "--label",
+       "label", "--input"]  # fmt: skip
+TOK = ["tokenizer", "--output", "out", "--vocab-size", "300", "--input", "corpus.txt", "--kind"]
+NEST = ["synthetic", "nesting", "--output", "out", "--tokens"]
+
+REFUSED = [
+    (["txet"], "'txet' is none of .* did you mean text"),
+    ([], "required: COMMAND"),
+    (["text", "--inptu", "x", *TEXT[1:], "corpus.txt"], "--inptu; did you mean --input"),
+    ([*TOK, "wordpeice"], "did you mean wordpiece"),
+    ([*TOK, "bpe", "--vocab-size", "many"], "'many' is not a whole number"),
+    ([*TOK, "bpe", "--vocab-size", "100"], "--vocab-size 100 is too small"),
+    ([*TOK, "bpe", "--input", "blank.txt"], "blank.txt: there is no text in it"),
+    ([*TOK, "bpe", "--input", "bad.txt"], "bad.txt:3: not valid UTF-8"),
+    ([*TOK, "wordpiece", "--input", "bad.txt"], "bad.txt:3: not valid UTF-8"),
+    ([*TOK, "unigram", "--input", "bad.txt"], "bad.txt:3: not valid UTF-8"),
+    ([*TOK, "unigram", "--vocab-size", "5000"], "cannot make 5000 pieces"),
+    ([*TOK, "bpe", "--alphabet", "ab"], "--alphabet goes with --kind symbols"),
+    (["tokenizer", "--kind", "bpe", "--output", "out"], "--input is required"),
+    ([*TOK, "bpe", "--output", "store", "--overwrite"], "something else"),
+    ([*TEXT, "missing.txt"], "missing.txt does not exist"),
+    ([*TEXT, "empty.txt"], "empty.txt is empty"),
+    ([*TEXT, "."], r"\. is a directory"),
+    ([*TEXT, "blank.txt"], "blank.txt: there is no text in it, so train would be empty"),
+    ([*TEXT, "corpus.txt", "--valid", "blank.txt"], "so valid would be empty"),
+    ([*TEXT, "bad.txt"], "bad.txt:3: not valid UTF-8"),
+    ([*TEXT, "corpus.txt", "--tokenizer", "nowhere"], "nowhere holds no tokenizer"),
+    ([*TEXT, "corpus.txt", "--output", "store"], "store exists; .*--overwrite"),
+    ([*TEXT, "corpus.txt", "--output", "bpe", "--overwrite"], "bpe is something else"),
+    ([*TEXT, "corpus.txt", "--output", "corpus.txt/s"], "corpus.txt is a file"),
+    ([*TEXT, "corpus.txt", "--max-tokens", "0"], "must be at least 1"),
+    ([*TEXT, "corpus.txt", "--skip-lines", "("], "not a regular expression"),
+    (["task", "tsw"], "'tsw' is none of tsv, dna/splice; did you mean tsv"),
+    ([*TSV, "missing"], "missing does not exist"),
+    ([*TSV, "empty.txt"], "empty.txt is empty"),
+    ([*TSV, "wordpiece"], "holds no training file"),
+    ([*TSV, "t.tsv", "--text", "txt"], "no column 'txt'; it has 'text', 'label', 'score'; did you"),
+    ([*TSV, "t.tsv", "--no-header"], "a column is a number from 1, not 'text'"),
+    ([*TSV, "t.tsv", "--no-header", "--text", "9", "--label", "1"], "there is no column 9"),
+    ([*TSV, "t.tsv", "--metric", "pearson"], "--metric pearson does not fit --kind class"),
+    ([*TSV, "t.tsv", "--labels", "a,c"], r"t.tsv:3: label 'b' is not among --labels"),
+    ([*TSV, "t.tsv", "--delimiter", "::"], "'::' is not one character"),
+    ([*TSV, "t.tsv", "--label", "text", "--kind", "score"], "t.tsv:2: the score 'The quick"),
+    (["task", "tsv", *TSV[4:], "t.tsv"], "--tokenizer is required"),
+    (["task", "dna/splice", "--input", "t.tsv", "--output", "out"], "t.tsv:1: not `class, name"),
+    (["task", "dna/splice", "--input", "bpe", "--output", "out"], "neither splice.data nor"),
+    ([*NEST, "0"], "must be at least 1"),
+    ([*NEST, "9", "--push", "1"], "between 0 and 1"),
+    ([*NEST, "9", "--lengths", "9:3"], "LEAST <= MOST"),
+    ([*NEST, "9", "--distinct", "40000"], "only 29995"),
+    ([*NEST, "9", "--frequencies", "bpe"], "bpe is not a store"),
+    ([*NEST, "9", "--frequencies", "store", "--vocab-size", "9"], "is less than the"),
+    (["synthetic", "nested"], "did you mean nesting"),
+    (["stats", "bpe"], "bpe is not a store"),
+    (["verify", "bpe"], "bpe is not a store"),
+    (["pydocs", "--output", "store"], "store exists"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "phrase"), REFUSED, ids=[phrase for _, phrase in REFUSED])
+def test_refused(base, monkeypatch, arguments, phrase):
+    monkeypatch.chdir(base)
+    before = sorted(os.listdir())
+    with pytest.raises(BadInput, match=phrase) as caught:
+        here(monkeypatch, *arguments)
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "phrase"),
+    [
+        ({"train.tsv": "text\tlabel\na\tx\nb\n"}, "train.tsv:3: 1 column instead of 2"),
+        ({"train.tsv": "text\tlabel\na\tx\tmore\n"}, "train.tsv:2: 3 columns instead of 2"),
+        ({"train.tsv": "text\tlabel\na\t\n"}, "train.tsv:2: the label is empty"),
+        ({"train.tsv": "text\tlabel\na\tx\n"}, "one class only, x"),
+        ({"train.tsv": "text\tlabel\n"}, "train.tsv holds no example"),
+        ({"train.csv": 'text,label\n"a,x\nb,y\n'}, "train.csv:3: unexpected end of data"),
+        ({"dev.tsv": "text\tlabel\na\tz\n"}, "dev.tsv:2: label 'z' is in valid and not in train"),
+        ({"dev.tsv": "text\na\n"}, "dev.tsv has no column 'label'"),
+        ({"test.tsv": "text\tlabel\na\tz\n"}, "test.tsv:2: label 'z' is in test and not in train"),
+        ({"dev.tsv": "text\tlabel\na\tx\n", "valid.tsv": "text\tlabel\na\tx\n"}, "which is valid"),
+        ({"train.csv": "text,label\n"}, "which is train"),
+    ],
+)
+def test_refused_directories(base, monkeypatch, tmp_path, files, phrase):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    if not (set(files) == {"train.csv"} and "end of data" in phrase):
+        (raw / "train.tsv").write_text("text\tlabel\na\tx\nb\ty\n")
+    for name, content in files.items():
+        (raw / name).write_text(content)
+    arguments = ["--tokenizer", base / "bpe", "--text", "text", "--label", "label"]
+    with pytest.raises(BadInput, match=phrase):
+        here(monkeypatch, "task", "tsv", "--input", raw, *arguments, "--output", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["raw"]
+
+
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [
+        ("EI, A, ACGX", "splice.data:2: letters other than ACGTDNRS: 'X'"),
+        ("XX, A, ACGT", "splice.data:2: class 'XX'"),
+        ("EI, ACGT", "splice.data:2: not `class, name, sequence`"),
+        ("EI, A,", "splice.data:2: letters"),
+    ],
+)
+def test_refused_splice(monkeypatch, tmp_path, line, phrase):
+    (tmp_path / "splice.data").write_text(f"EI, A, ACGT\n{line}\n")
+    with pytest.raises(BadInput, match=phrase):
+        here(monkeypatch, "task", "dna/splice", "--input", tmp_path, "--output", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["splice.data"]
+
+
+def test_a_split_that_cannot_be_drawn(base, monkeypatch, tmp_path):
+    arguments = ["--tokenizer", base / "bpe", "--text", "text", "--label", "label", "--output", "o"]
+    (tmp_path / "t.tsv").write_text("text\tlabel\n" + "a\tx\nb\ty\n" * 50)
+    with pytest.raises(BadInput, match="2 different examples, too few to be split 90/5/5"):
+        here(monkeypatch, "task", "tsv", "--input", tmp_path / "t.tsv", *arguments)
+    lines = [f"text {i}\t{i if i > 70 else 'many'}" for i in range(100)]
+    (tmp_path / "t.tsv").write_text("text\tlabel\n" + "\n".join(lines))
+    with pytest.raises(BadInput, match=r"is in (valid|test) and not in train; another --seed"):
+        here(monkeypatch, "task", "tsv", "--input", tmp_path / "t.tsv", *arguments)
+
+
+def test_errors_reach_the_user_in_one_line_with_their_status(base):
+    assert "bad.txt:3" in run(*TEXT, "bad.txt", status=2, folder=base)
+    assert "exists" in run("pydocs", "--output", "store", status=2, folder=base)
+    assert not [name for name in os.listdir(base) if "partial" in name]
+
+
+def test_help_says_what_everything_is(monkeypatch, capsys):
+    commands = ["tokenizer", "text", "stats", "verify", "pydocs"]
+    names = [[name] for name in commands] + [["task", name] for name in cli.TASKS]
+    names += [["synthetic", name] for name in synthetic.GENERATORS] + [[]]
+    for name in names:
+        with pytest.raises(SystemExit) as caught:
+            here(monkeypatch, *name, "--help")
+        assert caught.value.code == 0
+        said = capsys.readouterr().out
+        assert "usage:" in said
+        if name not in ([], ["verify"]):
+            assert "default" in said
+
+
+def test_no_space_left(base, tmp_path):
+    script = (
+        "import errno\nfrom preprocess.cli import main\nfrom xformer.data import store, errors\n"
+        "def full(self, values): raise OSError(errno.ENOSPC, 'full', str(self.path))\n"
+        "store.NpyWriter.append = full\nerrors.run(main)"
+    )
+    arguments = ["text", "--input", base / "corpus.txt", "--tokenizer", base / "bpe"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments), "--output", str(tmp_path / "s")],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No space left on device")
+    assert done.stderr.count("\n") == 1
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_nothing_is_left(base, tmp_path, number, status):
+    generator = np.random.default_rng(0)
+    lines = (generator.integers(10**8, size=(2000, 10)).astype(str)).tolist()
+    block = "\n".join(" ".join(line) for line in lines)
+    with (tmp_path / "t.txt").open("w") as file:
+        for i in range(200):  # new words in every block, so that it takes long enough
+            file.write(block.replace("1", f"x{i}") + "\n")
+    (tmp_path / "out").mkdir()
+    output = tmp_path / "out/s"
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "preprocess.py"), "text", "--input", str(tmp_path / "t.txt"),
+         "--lines", "--tokenizer", str(base / "wordpiece"), "--output", str(output)],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for _ in range(600):
+        if os.listdir(tmp_path / "out"):
+            break
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate()[1]
+    assert process.returncode == status, said
+    assert said.count("\n") == 1
+    assert not os.listdir(tmp_path / "out")
+
+
+def test_statuses_of_errors():
+    assert (BadInput.status, Failure.status) == (2, 1)
+    assert Interrupted(signal.SIGTERM, "").status == 143
+
+
+def test_reader_of_delimited_rows(tmp_path):
+    (tmp_path / "t").write_text('a\t"b\n\n\x0bc\u2028d\te\n')
+    raw = tsv.Format("\t", None, False)
+    assert list(tsv.read_rows(tmp_path / "t", raw)) == [
+        (1, ["a", '"b']),
+        (3, ["\x0bc\u2028d", "e"]),
+    ]

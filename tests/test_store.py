@@ -1,0 +1,197 @@
+"""The store: what is written is read back; it is whole or absent; damage is found."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xformer.data import files, store, tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.store import Ragged, create_store, open_store
+
+ROOT = Path(__file__).parents[1]
+ROWS: list[list[int]] = [[5, 6, 7], [], [8], [5] * 13]
+
+
+def write(
+    path: Path, rows: list[list[int]] = ROWS, vocabulary: int = 100, overwrite: bool = False
+) -> Path:
+    words = tokenizers.symbols((f"w{i}" for i in range(5, vocabulary)), separated=True)
+    columns = {"tokens": "", "tokens_b": "", "label": "int64"}
+    with create_store(path, words, columns, ("tokens", "tokens_b"), overwrite) as new:
+        for name in ("train", "valid"):
+            with new.split(name) as split:
+                for part in (rows[:2], rows[2:]):  # appended piece by piece
+                    values = np.array([i for row in part for i in row], np.int32)
+                    lengths = np.array([len(row) for row in part])
+                    split.append_ragged("tokens", values, lengths)
+                    split.append_ragged("tokens_b", values[::-1], lengths[::-1])
+                    split.append("label", np.arange(len(part)))
+        new.finish("class", ["no", "yes"], "accuracy", {"command": ["made"]})
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    found = open_store(write(tmp_path / "s"))
+    assert (found.kind, found.labels, found.metric) == ("class", ["no", "yes"], "accuracy")
+    assert found.splits == ["train", "valid"]
+    assert found.vocab_size == len(found.tokenizer()) == 100
+    assert found.fingerprint == found.tokenizer().fingerprint
+    train = found.split("train")
+    assert (train.rows, train.tokens) == (4, 34)
+    tokens = train.columns["tokens"]
+    assert isinstance(tokens, Ragged)
+    assert [tokens[i].tolist() for i in range(len(tokens))] == ROWS
+    assert tokens.lengths(np.array([3, 0])).tolist() == [13, 3]
+    assert train.columns["label"].tolist() == [0, 1, 0, 1]
+    with pytest.raises(BadInput, match="no split 'test'; it has train, valid"):
+        found.split("test")
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_ids_take_the_space_they_need(tmp_path, size, dtype):
+    found = open_store(write(tmp_path / "s", [[5, size - 1]] * 4, size))
+    values = found.split("train").columns["tokens"].values
+    assert values.dtype == dtype
+    assert values.max() == size - 1
+
+
+def test_any_program_reads_the_columns(tmp_path):
+    write(tmp_path / "s")
+    values = np.load(tmp_path / "s/train/tokens.npy", mmap_mode="r")
+    offsets = np.load(tmp_path / "s/train/tokens.offsets.npy", mmap_mode="r")
+    assert offsets.tolist() == [0, 3, 3, 4, 17]
+    assert values[4:].tolist() == ROWS[3]
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path):
+    one, two = write(tmp_path / "a"), write(tmp_path / "b")
+    for path in one.rglob("*.*"):
+        assert path.read_bytes() == (two / path.relative_to(one)).read_bytes()
+    assert open_store(one).key == open_store(two).key
+
+
+def test_empty_columns_and_splits(tmp_path):
+    found = open_store(write(tmp_path / "s", [[], [], []]))
+    assert found.split("train").tokens == 0
+    assert found.split("train").columns["tokens"].lengths(np.arange(3)).tolist() == [0, 0, 0]
+    with pytest.raises(BadInput, match="'train' would be empty"):
+        write(tmp_path / "empty", [])
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def spoil(path: Path, columns: dict[str, str], error: type[BaseException] | None) -> None:
+    with (
+        create_store(path, tokenizers.symbols("ab"), columns) as new,
+        new.split("train") as split,
+    ):
+        split.append_ragged("tokens", np.array([5]), np.array([1]))
+        if error:
+            raise error("something else went wrong")
+
+
+def test_it_is_whole_or_absent(tmp_path):
+    for error in (KeyError, KeyboardInterrupt):
+        with pytest.raises(error):
+            spoil(tmp_path / "s", {"tokens": ""}, error)
+        assert not os.listdir(tmp_path)
+    with pytest.raises(ValueError, match="different lengths"):
+        spoil(tmp_path / "s", {"tokens": "", "label": "int64"}, None)
+    assert not os.listdir(tmp_path)
+
+
+def test_an_output_that_exists(tmp_path):
+    path = write(tmp_path / "s")
+    before = (path / "store.json").read_bytes()
+    with pytest.raises(BadInput, match="exists"):
+        write(path)
+    with pytest.raises(BadInput, match="would be empty"):
+        write(path, [], overwrite=True)
+    assert (path / "store.json").read_bytes() == before  # the old one stays until the new is whole
+    write(path, [[9]], overwrite=True)
+    assert open_store(path).split("train").rows == 1
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    with pytest.raises(BadInput, match="not a store"):
+        write(tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine/thesis.txt").exists()
+    with pytest.raises(BadInput, match="is a file"):
+        write(tmp_path / "mine/thesis.txt/store")
+    assert sorted(os.listdir(tmp_path)) == ["mine", "s"]
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path):
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    dead = tmp_path / f".s.{done.pid}.partial"
+    alive = tmp_path / f".s.{os.getppid()}.partial"
+    dead.mkdir()
+    alive.mkdir()
+    write(tmp_path / "s")
+    assert not dead.exists()
+    assert alive.exists()
+
+
+# ------------------------------------------------------------------------------ damage
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:
+    meta = json.loads((path / "store.json").read_text())
+    change(meta)
+    (path / "store.json").write_text(json.dumps(meta))
+
+
+def truncate(path: Path) -> None:
+    file = path / "train/tokens.npy"
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+def garble_header(path: Path) -> None:
+    file = path / "train/label.npy"
+    file.write_bytes(b"X" + file.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "phrase"),
+    [
+        (truncate, r"tokens\.npy is 160 bytes, not 162"),
+        (garble_header, r"label\.npy is not a \.npy file"),
+        (lambda p: (p / "train/label.npy").unlink(), r"label\.npy is missing"),
+        (lambda p: (p / "store.json").unlink(), "is not a store"),
+        (lambda p: (p / "store.json").write_text("{"), "not valid JSON"),
+        (lambda p: edit(p, lambda m: m.update(format=99)), "not a store of format 1"),
+        (lambda p: edit(p, lambda m: m.pop("labels")), "is damaged"),
+        (
+            lambda p: edit(p, lambda m: m["splits"]["train"].update(rows=3)),
+            "contradicts|not 3 rows",
+        ),
+    ],
+)
+def test_damage_is_refused_on_opening(tmp_path, damage, phrase):
+    path = write(tmp_path / "s")
+    damage(path)
+    with pytest.raises(BadInput, match=phrase):
+        open_store(path)
+
+
+def test_one_flipped_bit_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 256)
+    monkeypatch.setattr(store, "BLOCK", 256)
+    path = write(tmp_path / "s", [[5, 6, 7] * 200] * 2)
+    found = open_store(path)
+    assert all(good for _, _, good in found.verify())
+    file = path / "valid/tokens.npy"
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 4
+    file.write_bytes(data)
+    found = open_store(path)  # sizes and headers are as they were
+    bad = [(name, block) for name, block, good in found.verify() if not good]
+    assert bad == [("valid/tokens.npy", 3)]
+    reports: list[str] = []
+    found.verify_in_background(reports.append).join()
+    assert reports == [f"{file} is damaged in block 3 of 256 bytes"]
