@@ -1,14 +1,15 @@
 """What a store's ids mean to a model: an array from the store's ids to the model's.
 
     none            the store was made with the model's own tokenizer
-    ids             the ids as they are, though the tokenizer is another (Chiang & Lee 2020, section 3)
+    ids             the ids as they are, though the tokenizer is another (Chiang & Lee 2020, 3)
     shift:K         T(i) = (i + K) mod D, to the letter of Kao & Lee 2021, section 2.1
     random:SEED     a random one-to-one mapping of the vocabulary onto itself
     symbols:SEED    each non-text symbol to a random subword (Kao & Lee 2021, section 2.2)
     unused:SEED     the ablation of `symbols` that uses the vocabulary's unused entries alone
 
 Special tokens keep their meaning. Entries such as [unused7] are never a target of `random` or
-`symbols`: their vectors were never trained, and they bring a model down to scratch (Kao & Lee 2021).
+`symbols`: their vectors were never trained, and they bring a model down to scratch (Kao & Lee
+2021).
 """
 
 from __future__ import annotations
