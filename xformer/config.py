@@ -129,8 +129,10 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
         kind, message = "too_short", f"this list needs {place.pop() + 1} values at least"
     name = ".".join(map(str, place))
     if kind == "extra_forbidden":
+        keys = list(all_keys(schema))
+        keys += {key.rpartition(".")[0]: None for key in keys if "." in key}  # the groups
         in_list = any(isinstance(part, int) for part in place)
-        return f"unknown key {name}{'' if in_list else nearest(name, list(all_keys(schema)))}"
+        return f"unknown key {name}{'' if in_list else nearest(name, keys)}"
     if kind == "missing":
         return f"{name} must be given: {name}=..."
     if kind == "value_error":  # our own words, which name the keys
@@ -148,8 +150,8 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
 def nearest(name: str, choices: list[str]) -> str:
     """ "; did you mean X?" for the choice nearest to a misspelt name, or nothing."""
     last = {choice: choice.rpartition(".")[2] for choice in choices}
-    close = difflib.get_close_matches(name, choices, 1)
-    close = close or [c for c in choices if last[c] == name.rpartition(".")[2]]
+    close = [c for c in choices if last[c] == name.rpartition(".")[2]]
+    close = close or difflib.get_close_matches(name, choices, 1)
     close = close or difflib.get_close_matches(name.rpartition(".")[2], list(last.values()), 1)
     if not close:
         return ""

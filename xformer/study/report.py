@@ -163,15 +163,7 @@ def _draw(path: Path, pre_trained: list[PreTrained], baselines: list[float],
         figure, (left, middle, right) = plt.subplots(
             1, 3, figsize=(12.5, 3.9), dpi=160, layout="constrained"
         )
-        for p, unigram, colour in zip(pre_trained, baselines, COLOURS, strict=False):
-            train, valid = events(p.run, "train"), events(p.run, "validation")
-            left.plot([e["step"] for e in train], [e["loss"] for e in train], color=colour,
-                      alpha=0.45, lw=1.2, label=f"{p.name}, training")  # fmt: skip
-            left.plot([e["step"] for e in valid], [e["loss"] for e in valid], "o-", ms=3.5,
-                      color=colour, label=f"{p.name}, validation")  # fmt: skip
-            left.axhline(unigram, color=colour, ls=":", lw=1.4, label=f"{p.name}, unigram entropy")
-        left.set(title="Pre-training", xlabel="step", ylabel="masked-token loss (nats)")
-        left.legend(fontsize=7.5)
+        draw_pretraining(left, pre_trained, baselines)
         for start, colour in zip(fine_tuned, COLOURS, strict=False):
             _curve(middle, start, colour)
         middle.set(title="Fine-tuning", xlabel="epoch", ylabel="training loss (nats)")
@@ -189,6 +181,19 @@ def _draw(path: Path, pre_trained: list[PreTrained], baselines: list[float],
         right.set_ylim(0, 1)
         figure.savefig(path)
         plt.close(figure)
+
+
+def draw_pretraining(axes: Any, runs: list[PreTrained], baselines: list[float]) -> None:
+    """Training and validation loss of pre-training runs over the unigram entropy of their data."""
+    for run, unigram, colour in zip(runs, baselines, COLOURS, strict=False):
+        train, valid = events(run.run, "train"), events(run.run, "validation")
+        axes.plot([e["step"] for e in train], [e["loss"] for e in train], color=colour,
+                  alpha=0.45, lw=1.2, label=f"{run.name}, training")  # fmt: skip
+        axes.plot([e["step"] for e in valid], [e["loss"] for e in valid], "o-", ms=3.5,
+                  color=colour, label=f"{run.name}, validation")  # fmt: skip
+        axes.axhline(unigram, color=colour, ls=":", lw=1.4, label=f"{run.name}, unigram entropy")
+    axes.set(title="Pre-training", xlabel="step", ylabel="masked-token loss (nats)")
+    axes.legend(fontsize=7.5)
 
 
 def _curve(axes: Any, start: FineTuned, colour: str) -> None:
