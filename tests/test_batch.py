@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from xformer.convert import hf
 from xformer.data import mapping, masking, tokenizers
@@ -44,10 +45,9 @@ def close(count: int, total: int, probability: float) -> bool:
 
 
 def looks_uniform(counts: np.ndarray) -> bool:
-    """Is Pearson's statistic of counts meant to be equal within 5 standard deviations?"""
-    expected, freedom = counts.mean(), counts.size - 1
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    return abs(statistic - freedom) <= 5 * (2 * freedom) ** 0.5
+    """Would counts meant to be equal come out as uneven, or as even, once in 500,000 times?"""
+    statistic = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+    return 1e-6 < stats.chi2.cdf(statistic, counts.size - 1) < 1 - 1e-6
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
@@ -98,16 +98,15 @@ def test_an_image_depends_on_its_own_position_alone(data: st.DataObject) -> None
     assert np.array_equal(permute(asked, n, secret), permute(np.arange(n), n, secret)[asked])
 
 
-@pytest.mark.parametrize("n", [2, 3, 7, 20])
-def test_every_order_is_as_likely(n: int) -> None:
+@pytest.mark.parametrize(("n", "epochs"), [(2, 500), (3, 500), (8, 3000), (20, 800)])
+def test_every_order_is_as_likely(n: int, epochs: int) -> None:
     # over many epochs, each position takes each row, and each two positions each pair of rows
-    epochs = 2000
     orders, _ = Samples(n, seed=1).at(np.arange(n * epochs))
     orders = orders.reshape(epochs, n)
     for position in range(n):
         assert looks_uniform(np.bincount(orders[:, position], minlength=n)), position
-    for i, j in ((0, 1), (n - 1, 0), (n // 2, 0)):
-        if n > 2 and i != j:
+    for i, j in ((0, 1), (n - 1, 0), (5, 3)):
+        if n > 2 and max(i, j) < n:
             pairs = np.bincount(orders[:, i] * n + orders[:, j], minlength=n * n)
             distinct = pairs.reshape(n, n)[~np.eye(n, dtype=bool)]
             assert pairs.sum() == distinct.sum()
@@ -160,7 +159,7 @@ def test_a_fraction_keeps_the_same_rows_each_epoch() -> None:
     assert not np.array_equal(epochs[0], epochs[1])
     others = set(Samples(1000, seed=6, fraction=0.1).at(np.arange(100))[0].tolist())
     assert len(kept & others) < 30  # 10 are expected
-    chosen = [Samples(20, s, 0.25).at(np.arange(5))[0] for s in range(2000)]
+    chosen = [Samples(20, s, 0.25).at(np.arange(5))[0] for s in range(400)]
     assert looks_uniform(np.bincount(np.concatenate(chosen), minlength=20))
 
 
@@ -183,7 +182,7 @@ def test_take_tokens_fills_each_step_and_covers_every_sample_once(
     while position < end:
         taken = take_tokens(position, end, tokens, lambda samples: sizes[samples])
         assert taken.tolist() == list(range(position, position + len(taken)))
-        assert len(taken) == 1 or sizes[taken].sum() <= tokens
+        assert len(taken) == 1 or 1 <= sizes[taken].sum() <= tokens
         position += len(taken)
         # greedy: the next one would not have fitted
         assert position == end or sizes[taken].sum() + sizes[position] > tokens

@@ -108,7 +108,8 @@ def train_all(forks: Forks, toys: Toys, directory: Path) -> dict[str, Path]:
                  "train.steps=150", "train.validate_every=50"),
         training(CLASSIFY, toys.classes, runs["classes"], *lively, "train.epochs=6"),
         training(REGRESS, toys.scores, runs["scores"], *lively, "train.epochs=6"),
-        training(CLASSIFY, toys.pairs, runs["pairs"], *lively, "batch.max_tokens=40"),
+        training(CLASSIFY, toys.pairs, runs["pairs"], *lively, "train.epochs=10",
+                 "batch.max_tokens=40"),
         training(CLASSIFY, toys.splice, runs["splice"], *lively, *mapped),
     ]  # fmt: skip
     going = [forks.start(*line) for line in lines[:-1]]

@@ -14,7 +14,7 @@ from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -122,17 +122,18 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
     """pydantic's error in our words: the key, the value, and what would be right."""
     kind, value = error["type"], repr(error["input"])
     # what follows a number is the kind of an operation, which is no key
-    pairs = pairwise([None, *error["loc"]])
+    pairs = pairwise(("", *error["loc"]))
     place = [part for before, part in pairs if not isinstance(before, int)]
     message = error["msg"].replace("tuple", "list").replace("Tuple", "list")
-    if kind == "missing" and isinstance(place[-1], int):
-        kind, message = "too_short", f"this list needs {place.pop() + 1} values at least"
+    if kind == "missing" and isinstance(last := place[-1], int):
+        kind, message = "too_short", f"this list needs {last + 1} values at least"
+        place.pop()
     name = ".".join(map(str, place))
     if kind == "extra_forbidden":
-        keys = list(all_keys(schema))
-        keys += {key.rpartition(".")[0]: None for key in keys if "." in key}  # the groups
+        keys = all_keys(schema)
+        choices = [*keys, *sorted({key.rpartition(".")[0] for key in keys})]  # and the groups
         in_list = any(isinstance(part, int) for part in place)
-        return f"unknown key {name}{'' if in_list else nearest(name, keys)}"
+        return f"unknown key {name}{'' if in_list else nearest(name, choices)}"
     if kind == "missing":
         return f"{name} must be given: {name}=..."
     if kind == "value_error":  # our own words, which name the keys
@@ -149,10 +150,11 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
 
 def nearest(name: str, choices: list[str]) -> str:
     """ "; did you mean X?" for the choice nearest to a misspelt name, or nothing."""
-    last = {choice: choice.rpartition(".")[2] for choice in choices}
-    close = [c for c in choices if last[c] == name.rpartition(".")[2]]
+    own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
+    close = difflib.get_close_matches(name, choices, 1, cutoff=0.8)
+    close = close or [c for c in choices if last[c] == own]
     close = close or difflib.get_close_matches(name, choices, 1)
-    close = close or difflib.get_close_matches(name.rpartition(".")[2], list(last.values()), 1)
+    close = close or difflib.get_close_matches(own, list(last.values()), 1)
     if not close:
         return ""
     full = next((c for c in choices if close[0] in (c, last[c])), close[0])
@@ -170,7 +172,7 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def _is_group(annotation: Any) -> bool:
+def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
@@ -186,9 +188,12 @@ def help_text(schema: type[BaseModel]) -> str:
 def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
     """The keys of a group, then the groups in it."""
     lines: list[str] = []
-    groups = {n: f for n, f in schema.model_fields.items() if _is_group(f.annotation)}
+    groups: list[str] = []
     for name, field in schema.model_fields.items():
-        if name in groups:
+        if _is_group(field.annotation):
+            title = f"{prefix}{name}.*: {getdoc(field.annotation) or ''}"
+            groups += ["", *_wrapped(title, 0)]
+            groups += _help_lines(field.annotation, f"{prefix}{name}.")
             continue
         default = " (required)"
         if not field.is_required():
@@ -196,18 +201,18 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
             default = " (optional)" if value is None else f" = {_show(value)}"
         lines.append(f"  {prefix}{name}: {_type_name(field.annotation)}{default}")
         lines += _wrapped(field.description, 6)
-        for choice in _choices(field.annotation):
-            own = {n: f for n, f in choice.model_fields.items() if n != "op"}
-            inside = [f"op = {_show(choice.model_fields['op'].default)}"]
-            inside += [f"{n} = {_type_name(f.annotation)}" for n, f in own.items()]
-            lines += _wrapped(f"{{{', '.join(inside)}}}", 8)
-            lines += _wrapped(" ".join([getdoc(choice) or "", *(
-                f"{n}: {f.description}" for n, f in own.items())]), 12)  # fmt: skip
-    for name, field in groups.items():
-        assert field.annotation is not None
-        lines += ["", *_wrapped(f"{prefix}{name}.*: {getdoc(field.annotation) or ''}", 0)]
-        lines += _help_lines(field.annotation, f"{prefix}{name}.")
-    return lines
+        for operation in _operations(field.annotation):
+            lines += _operation_help(operation)
+    return lines + groups
+
+
+def _operation_help(operation: type[BaseModel]) -> list[str]:
+    fields = dict(operation.model_fields)
+    inside = [f"op = {_show(fields.pop('op').default)}"]
+    inside += [f"{name} = {_type_name(field.annotation)}" for name, field in fields.items()]
+    sentences = [getdoc(operation) or ""]
+    sentences += [f"{name}: {field.description}" for name, field in fields.items()]
+    return _wrapped(f"{{{', '.join(inside)}}}", 8) + _wrapped(" ".join(sentences), 12)
 
 
 def _wrapped(text: str | None, indent: int) -> list[str]:
@@ -216,12 +221,11 @@ def _wrapped(text: str | None, indent: int) -> list[str]:
     return textwrap.wrap(words, WIDTH, initial_indent=margin, subsequent_indent=margin)
 
 
-def _choices(annotation: Any) -> list[type[BaseModel]]:
-    """The classes that the elements of a list may be of, where `op` tells them apart."""
-    arguments = get_args(annotation)
+def _operations(annotation: Any) -> list[type[BaseModel]]:
+    """The classes that the elements of a list may be of, where their `op` tells them apart."""
     if _is_group(annotation):
         return [annotation] if "op" in annotation.model_fields else []
-    return [choice for argument in arguments for choice in _choices(argument)]
+    return [found for argument in get_args(annotation) for found in _operations(argument)]
 
 
 def _show(value: Any) -> str:
@@ -240,7 +244,7 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(map(_show, arguments))
     if origin is tuple:
         one_type = arguments[-1] is Ellipsis
-        of = "operations" if _choices(annotation) else _type_name(arguments[0])
+        of = "operations" if _operations(annotation) else _type_name(arguments[0])
         return f"list of {of}" if one_type else f"[{', '.join(map(_type_name, arguments))}]"
     if origin in (Union, UnionType):
         return " | ".join(_type_name(a) for a in arguments if a is not NoneType)

@@ -162,7 +162,8 @@ def main() -> None:
         if config.data is not None:
             _score_split(checkpoint, config, arguments[0], ranks)
         elif ranks.rank == 0:
-            _fill_masks(checkpoint, config) if config.text else _predict_file(checkpoint, config)
+            act = _fill_masks if config.text is not None else _predict_file
+            act(checkpoint, config)
 
 
 def _config(arguments: list[str]) -> EvaluateConfig:

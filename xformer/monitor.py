@@ -20,9 +20,9 @@ SILENT = {"event", "step", "time", "epoch"}  # fields that are no curve
 
 
 class Monitor:
-    """Writes events of one run. `total` is the number of steps, or of samples, of the bar."""
+    """Writes events of one run. The bar shows steps, or samples: `done` of `total` so far."""
 
-    def __init__(self, run: Path, active: bool, total: int, unit: str):
+    def __init__(self, run: Path, active: bool, done: int, total: int, unit: str):
         self.run, self.active = run, active
         if not active:
             return
@@ -36,7 +36,9 @@ class Monitor:
         for line in self.path.read_text(encoding="utf-8").splitlines():
             self._draw(json.loads(line))
         self.terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=total, unit=unit, disable=not self.terminal, dynamic_ncols=True)
+        self.bar = tqdm(
+            initial=done, total=total, unit=unit, disable=not self.terminal, dynamic_ncols=True
+        )
 
     def __enter__(self) -> Monitor:
         return self
@@ -76,10 +78,10 @@ class Monitor:
         self.file.flush()
         self._draw(record)
         short = {k: v for k, v in values.items() if isinstance(v, int | float)}
-        line = "  ".join(f"{k} {v:.4g}" for k, v in short.items())
+        line = "  ".join(f"{k} {_show(v)}" for k, v in short.items())
         if self.terminal and event == "train":
-            shown = ("loss", "lr", "real_tokens_per_second")
-            self.bar.set_postfix({k: f"{short[k]:.3g}" for k in shown if k in short})
+            shown = {"loss": "loss", "lr": "lr", "tokens/s": "real_tokens_per_second"}
+            self.bar.set_postfix({k: _show(short[v]) for k, v in shown.items()})
         elif short:
             self.say(f"{event:<10} step {step:>6}  {line}")
 
@@ -88,6 +90,10 @@ class Monitor:
             if name not in SILENT and isinstance(value, int | float):
                 tag = f"{record['event']}/{name}"
                 self.board.add_scalar(tag, value, record["step"], walltime=record["time"])
+
+
+def _show(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def cut_log(run: Path, step: int) -> None:

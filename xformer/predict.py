@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -81,26 +80,29 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
     columns = head.columns or {}
     names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        content = path.read_bytes()
+        lines = content.decode("utf-8-sig").split("\n")
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
     except IsADirectoryError:
         raise BadInput(f"{path} is a directory; give a file of rows") from None
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        line = content[: error.start].count(b"\n") + 1
         raise BadInput(f"{path}:{line} is not UTF-8") from None
+    rows = [(i, line.removesuffix("\r").split("\t")) for i, line in enumerate(lines, 1)]
+    rows = [(i, row) for i, row in rows if row != [""]]  # as the task's rows were read
     if not rows:
         raise BadInput(f"{path} is empty")
-    where = [rows[0].index(n) for n in names] if set(names) <= set(rows[0]) else None
-    if where is None and len(rows[0]) != wanted:
+    header = [name.strip() for name in rows[0][1]]
+    named = set(names) <= set(header)
+    if not named and len(header) != wanted:
         raise BadInput(
             f"{path}:1: its header lacks the column {' or '.join(names)}; without a header each "
-            f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(rows[0])}"
+            f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
         )
-    first, where = (1, where) if where is not None else (0, list(range(wanted)))
+    where = [header.index(name) for name in names] if named else list(range(wanted))
     texts = []
-    for number, row in enumerate(rows[first:], first + 1):
+    for number, row in rows[1:] if named else rows:
         if len(row) <= max(where):
             raise BadInput(f"{path}:{number} has {len(row)} columns; {max(where) + 1} are needed")
         texts.append([row[i] for i in where])

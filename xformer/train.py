@@ -311,9 +311,10 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
     if ranks.rank == 0:
         cut_log(run.path, state.step if found else -1)
-    by_steps = bool(recipe.train.steps)
-    total = recipe.train.steps if by_steps else job.end
-    with Monitor(run.path, ranks.rank == 0, total, "step" if by_steps else "sample") as monitor:
+    bar = (state.position, job.end, "sample")
+    if recipe.train.steps:
+        bar = (state.step, recipe.train.steps, "step")
+    with Monitor(run.path, ranks.rank == 0, *bar) as monitor:
         if found:
             monitor.say(f"continuing {run.path} from step {state.step}")
         else:

@@ -21,20 +21,20 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
     """The images of `positions` under the keyed permutation of range(n), O(1) each.
 
     A Feistel network over the smallest power of two that holds n; an image beyond n is sent
-    through again until it falls inside (cycle walking), at most twice on average. From 64 on: of
-    halves below 3 bits, so few rounds make some orders likelier than others.
+    through again until it falls inside (cycle walking), at most twice on average.
     """
-    bits = max(6, int(n - 1).bit_length())
+    bits = max(2, int(n - 1).bit_length())
+    rounds = ROUNDS if bits > 7 else 4 * ROUNDS  # halves of few bits mix slowly
     low_bits = np.uint64(bits // 2)
     high = np.uint64(2 ** (bits - bits // 2) - 1)
     low = np.uint64(2 ** (bits // 2) - 1)
-    round_keys = [permutation_key ^ key(r) for r in range(2 * ROUNDS)]
+    round_keys = [permutation_key ^ key(r) for r in range(2 * rounds)]
     result = positions.astype(np.uint64)
     walking = np.arange(len(result))
     while len(walking):
         x = result[walking]
         a, b = x >> low_bits, x & low
-        for r in range(ROUNDS):
+        for r in range(rounds):
             a = a ^ (keys(round_keys[2 * r], b) & high)
             b = b ^ (keys(round_keys[2 * r + 1], a) & low)
         result[walking] = a << low_bits | b

@@ -121,11 +121,13 @@ class Tokenizer:
 
 
 def load(directory: str | Path) -> Tokenizer:
-    """The tokenizer in a directory (a tokenizer, a store or a checkpoint).
+    """The tokenizer in a directory: a tokenizer, a store, a checkpoint or a finished run.
 
     Raises BadInput if there is none, or its files do not agree with the recorded fingerprint.
     """
     directory = Path(directory)
+    if (directory / "result.json").is_file():
+        directory = directory / read_json(directory / "result.json")["selected"]
     if not (directory / META).is_file():
         raise BadInput(f"{directory} holds no tokenizer ({META} is missing)")
     meta = read_json(directory / META)

@@ -1,0 +1,221 @@
+"""Settings: recipes and their bases, overrides, what is refused, and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from xformer.config import (
+    Settings,
+    all_keys,
+    help_text,
+    load,
+    merge,
+    nearest,
+    parse_overrides,
+    read_recipe,
+    validate,
+)
+from xformer.data.errors import BadInput
+from xformer.train import Recipe
+
+
+class Inner(Settings):
+    """A group."""
+
+    rate: float = Field(0.5, gt=0)
+    """How fast."""
+    kind: Literal["a", "b"] = "a"
+    """Which."""
+
+
+class Store(Settings):
+    """What `data` stands for."""
+
+    store: str
+    """Where."""
+    fraction: float = 1.0
+    """How much."""
+
+
+class Outer(Settings):
+    """All of it."""
+
+    data: Store
+    inner: Inner = Inner()
+    name: str | None = None
+    """Its name."""
+    count: int = 3
+    """How many, in a sentence that is long enough to be broken in two where the hundredth column
+    of a line stands."""
+    sizes: tuple[int, ...] = ()
+    """Some sizes."""
+
+
+def settings(*overrides: str) -> Outer:
+    return validate(Outer, merge({"data": "x"}, parse_overrides(Outer, list(overrides))))
+
+
+def test_default_base_recipe_argument_win_in_this_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.toml").write_text(
+        'name = "base"\ncount = 1\ndata = "a"\n[inner]\nrate = 1\nkind = "b"'
+    )
+    (tmp_path / "sub/child.toml").write_text(
+        'base = "../base.toml"\ncount = 2\n[data]\nfraction = 0.5\n[inner]\nrate = 2'
+    )
+    recipe = str(tmp_path / "sub/child.toml")
+    loaded = load(Outer, [recipe, "inner.rate=3"])
+    assert loaded == Outer(
+        data=Store(store="a", fraction=0.5), inner=Inner(rate=3, kind="b"), name="base", count=2
+    )
+    assert load(Outer, [recipe, "data=b", "data.fraction=1"]).data == Store(store="b")
+    assert load(Outer, ["data=b", "count=9"], recipe=False).count == 9
+
+
+def test_a_value_is_toml_else_a_bare_string() -> None:
+    assert settings("inner.rate=1e-4").inner.rate == 1e-4
+    assert settings("sizes=[1, 2]").sizes == (1, 2)
+    assert settings('name="quoted"').name == "quoted"
+    assert settings("name=a=b").name == "a=b"
+    assert settings("inner={rate=2, kind='b'}").inner == Inner(rate=2, kind="b")
+    assert settings("data={store='y', fraction=0.5}").data == Store(store="y", fraction=0.5)
+    for text in ("2026", "2026-11-21", "1e-4", "true", "nan", "[1]", "", "a b", "1 # 2"):
+        assert settings(f"name={text}").name == text  # where a string is wanted
+        assert settings(f"data={text}").data.store == text
+        assert settings(f"data.store={text}").data.store == text
+
+
+def test_the_last_argument_wins() -> None:
+    assert settings("count=1", "count=2").count == 2
+    assert settings("inner.rate=1", "inner.kind=b", "inner.rate=2").inner == Inner(rate=2, kind="b")
+
+
+@given(st.text())
+def test_any_argument_is_taken_or_refused_in_one_line(text: str) -> None:
+    for argument in (text, f"name={text}", f"inner.rate={text}", f"data={text}", f"{text}=1"):
+        try:
+            settings(argument)
+        except BadInput as refusal:
+            message = str(refusal)
+            assert message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cuont=1"], "unknown key cuont; did you mean count?"),
+        (["rate=1"], "unknown key rate; did you mean inner.rate?"),
+        (["iner.rate=1"], "unknown key iner; did you mean inner?"),
+        (["xyz=1"], "unknown key xyz"),
+        (["inner.rate=0"], "inner.rate=0: input should be greater than 0"),
+        (["inner.rate=inf"], "inner.rate=inf: input should be a finite number"),
+        (["inner.kind=c"], "inner.kind='c': input should be 'a' or 'b'"),
+        (["inner=3"], "inner=3: this is a group of keys; give inner.KEY=VALUE"),
+        (["sizes=[1, 'x']"], "sizes.1='x': input should be a valid integer, unable to parse"),
+        (["count"], "'count' is not of the form key=value"),
+        (["=1"], "'=1' is not of the form key=value"),
+        (["a..b=1"], "'a..b=1' is not of the form key=value"),
+        ([f"count='{'x' * 999}'"], f"count='{'x' * 76}...: input should be a valid integer"),
+    ],
+)
+def test_refusals(overrides: list[str], message: str) -> None:
+    with pytest.raises(BadInput) as refusal:
+        settings(*overrides)
+    assert str(refusal.value).startswith(message)
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(BadInput, match=r"^data must be given: data=\.\.\.$"):
+        validate(Outer, {})
+    with pytest.raises(BadInput, match=r"^data\.store must be given"):
+        validate(Outer, {"data": {}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("base = 'self.toml'", "its chain of `base` recipes is a circle"),
+        ("base = 'absent.toml'", "absent.toml does not exist"),
+        ("base = 3", "base=3 is not the path of a recipe"),
+        ("a = ", "is not TOML"),
+        ("a = " + "[" * 10_000, "is not TOML"),
+        ("\xff", "is not TOML"),
+    ],
+)
+def test_bad_recipes(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "self.toml"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(BadInput, match=message):
+        read_recipe(path)
+
+
+def test_a_missing_recipe_suggests_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "mini.toml").touch()
+    with pytest.raises(BadInput, match=r"minni.toml does not exist; did you mean mini.toml\?"):
+        read_recipe(tmp_path / "minni.toml")
+    with pytest.raises(BadInput, match="is a directory"):
+        read_recipe(tmp_path)
+
+
+def test_nearest() -> None:
+    choices = ["optim.lr", "optim.eps", "train.steps"]
+    assert nearest("optim.rl", choices) == "; did you mean optim.lr?"
+    assert nearest("lr", choices) == "; did you mean optim.lr?"
+    assert nearest("train.lr", choices) == "; did you mean optim.lr?"
+    assert nearest("stepps", choices) == "; did you mean train.steps?"
+    assert nearest("completely else", choices) == ""
+
+
+def test_help() -> None:
+    lines = help_text(Outer).splitlines()
+    lines = lines[lines.index("Keys:") :]
+    assert lines == [
+        "Keys:",
+        "  name: str (optional)",
+        "      Its name.",
+        "  count: int = 3",
+        "      How many, in a sentence that is long enough to be broken in two where the hundredth "
+        "column of",
+        "      a line stands.",
+        "  sizes: list of int = []",
+        "      Some sizes.",
+        "",
+        "data.*: What `data` stands for.",
+        "  data.store: str (required)",
+        "      Where.",
+        "  data.fraction: float = 1.0",
+        "      How much.",
+        "",
+        "inner.*: A group.",
+        "  inner.rate: float = 0.5",
+        "      How fast.",
+        '  inner.kind: "a" | "b" = "a"',
+        "      Which.",
+    ]
+
+
+def test_every_recipe_parses(root: Path) -> None:
+    """Each loads with a store and a run, says in its header what it is, and names a known base."""
+    recipes = [*root.glob("recipes/pretrain/*.toml"), *root.glob("recipes/finetune/*.toml")]
+    assert len(recipes) >= 4
+    for path in recipes:
+        loaded = load(Recipe, [str(path), "data=x", "run=y"])
+        assert loaded.data.store == "x"
+        assert path.read_text().startswith("# ")
+
+
+def test_settings_are_frozen_and_every_key_has_a_sentence() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        settings().count = 4  # type: ignore[misc]
+    assert list(all_keys(Inner, "inner.")) == ["inner.rate", "inner.kind"]
+    lines = help_text(Recipe).splitlines()
+    for key in all_keys(Recipe):
+        place = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))
+        assert lines[place + 1].startswith("      ")
+    assert max(map(len, lines[lines.index("Keys:") :])) <= 100

@@ -1,0 +1,254 @@
+"""evaluate.py as its users meet it: scores, predictions, fillings, raw rows, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Done, Forks, command, good, refused
+from scipy.stats import spearmanr
+from toys import TOPICS, Toys
+
+from xformer.config import all_keys
+from xformer.data.files import read_json
+from xformer.data.store import open_store
+from xformer.evaluate import EvaluateConfig
+
+Runs = dict[str, Path]
+
+
+def evaluate(forks: Forks, checkpoint: Path, *overrides: str, ranks: int = 1) -> Done:
+    return forks.run("evaluate.py", checkpoint, *overrides, "system.threads=1", ranks=ranks)
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of a tab-separated table, without its title."""
+    return [line.split("\t") for line in text.splitlines()[1:]]
+
+
+def raw(data: Toys, store: str, split: str = "test") -> list[list[str]]:
+    return table((data.raw / store / f"{split}.tsv").read_text())
+
+
+@pytest.mark.parametrize("name", ["text", "classes", "scores", "pairs", "splice"])
+def test_scores_are_those_of_the_run(
+    name: str, forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """On either split, on 1 and 2 processes; to the screen and as JSON."""
+    store, expected = getattr(data, name), read_json(learned[name] / "result.json")["metrics"]
+    for split, ranks in (("test", 1), ("valid", 1), ("test", 2)):
+        out = tmp_path / f"{split}-{ranks}.json"
+        done = good(evaluate(forks, learned[name], f"data={store}", f"split={split}", f"out={out}",
+                             ranks=ranks))  # fmt: skip
+        written = read_json(out)
+        assert written == {
+            "checkpoint": str(learned[name]),
+            "data": str(store),
+            "split": split,
+            "rows": open_store(store).split(split).rows,
+            "metrics": expected[split],
+        }
+        shown = [f"{split} {metric} {value:.4f}" for metric, value in expected[split].items()]
+        assert done.out.splitlines() == shown
+
+
+def test_predictions_have_a_line_a_row(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.tsv"
+    good(evaluate(forks, learned["classes"], f"data={data.classes}", f"predictions={out}"))
+    assert out.read_text().startswith("label\tprobability\tinput\n")
+    rows, labels = table(out.read_text()), [label for _, label in raw(data, "classes")]
+    assert [row[2] for row in rows] == [str(i) for i in range(60)]
+    right = np.mean([row[0] == label for row, label in zip(rows, labels, strict=True)])
+    scores = read_json(learned["classes"] / "result.json")["metrics"]["test"]
+    assert right == pytest.approx(scores["accuracy"])
+    assert all(0.5 <= float(row[1]) <= 1 for row in rows)
+
+    good(evaluate(forks, learned["scores"], f"data={data.scores}", f"predictions={out}"))
+    assert out.read_text().startswith("score\tinput\n")
+    found = [float(row[0]) for row in table(out.read_text())]
+    truth = [float(row[1]) for row in raw(data, "scores")]
+    scores = read_json(learned["scores"] / "result.json")["metrics"]["test"]
+    assert spearmanr(found, truth)[0] == pytest.approx(scores["spearman"], abs=1e-3)
+
+
+def test_fillings(forks: Forks, data: Toys, learned: Runs) -> None:
+    """Of a topic's words the model learnt that they stand together."""
+    one, two = TOPICS[1][0], TOPICS[1][1]
+    text = f"text={one} [MASK] {two} {one} [MASK] {two}"
+    done = good(evaluate(forks, learned["text"], text, "top=4"))
+    lines = done.out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["mask 1", "mask 2"]
+    for line in lines:
+        words = line.split(": ")[1].split()
+        assert set(words[::2]) == set(TOPICS[1])
+        chances = [float(p) for p in words[1::2]]
+        assert chances == sorted(chances, reverse=True)
+        assert 0.5 < sum(chances) <= 1.001
+    assert good(evaluate(forks, learned["text"], text, "top=4", ranks=2)).out == done.out
+
+
+def test_raw_rows(forks: Forks, data: Toys, learned: Runs, tmp_path: Path) -> None:
+    """With the header of training, with columns around it, without one: the store's predictions."""
+    rows, predictions = raw(data, "classes"), tmp_path / "predictions.tsv"
+    good(evaluate(forks, learned["classes"], f"data={data.classes}", f"predictions={predictions}"))
+    expected = [row[:2] for row in table(predictions.read_text())]
+    file, out = tmp_path / "rows.tsv", tmp_path / "out.tsv"
+    texts = [text for text, _ in rows]
+    for content in (
+        (data.raw / "classes/test.tsv").read_text(),
+        "\n".join(["id\ttext", *(f"{i}\t{text}" for i, text in enumerate(texts))]),
+        "\n".join(texts) + "\n\n",
+        "\ufeff" + "\r\n".join(["text", *texts]),
+    ):
+        file.write_text(content, encoding="utf-8", newline="")
+        done = good(evaluate(forks, learned["classes"], f"input={file}"))
+        assert [row[:2] for row in table(done.out)] == expected
+        assert [row[2] for row in table(done.out)] == texts
+        good(evaluate(forks, learned["classes"], f"input={file}", f"out={out}"))
+        assert out.read_text() == done.out
+
+
+def test_raw_pairs_and_scores(forks: Forks, data: Toys, learned: Runs, tmp_path: Path) -> None:
+    predictions = tmp_path / "predictions.tsv"
+    for name, texts in (("pairs", 2), ("scores", 1)):
+        store = getattr(data, name)
+        good(evaluate(forks, learned[name], f"data={store}", f"predictions={predictions}"))
+        expected = [row[:-1] for row in table(predictions.read_text())]
+        done = good(evaluate(forks, learned[name], f"input={data.raw / name / 'test.tsv'}"))
+        assert [row[:-texts] for row in table(done.out)] == expected
+        assert [row[-texts:] for row in table(done.out)] == [r[:texts] for r in raw(data, name)]
+
+
+def test_raw_symbols_go_the_way_of_training(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """With mapping=symbols the checkpoint carries the alphabet and the mapping to its subwords."""
+    predictions, file = tmp_path / "predictions.tsv", tmp_path / "sequences.tsv"
+    run, store = learned["splice"], open_store(data.splice)
+    split = "split=train"
+    good(evaluate(forks, run, f"data={data.splice}", f"predictions={predictions}", split))
+    expected = [row[:2] for row in table(predictions.read_text())]
+    tokens = store.split("train").columns["tokens"]
+    texts = [store.tokenizer().decode(tokens[row]) for row in range(len(tokens))]
+    file.write_text("\n".join(["sequence", *texts]))
+    done = good(evaluate(forks, run, f"input={file}"))
+    assert [row[:2] for row in table(done.out)] == expected
+    assert len(set(map(tuple, expected))) > 3
+    out = tmp_path / "scores.json"  # another mapping is another input
+    good(evaluate(forks, run, f"data={data.splice}", split, "mapping=symbols:4", f"out={out}"))
+    labels = store.split("train").columns["label"]
+    right = np.mean([row[0] == store.labels[i] for row, i in zip(expected, labels, strict=True)])
+    assert read_json(out)["metrics"]["accuracy"] != pytest.approx(right)
+
+
+def test_a_checkpoint_in_a_run_and_its_precision(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """The chosen checkpoint by its own path scores like the run; bf16 a little differently."""
+    out, losses = tmp_path / "out.json", []
+    chosen = learned["text"] / read_json(learned["text"] / "result.json")["selected"]
+    for path, precision in ((learned["text"], "fp32"), (chosen, "fp32"), (chosen, "bf16")):
+        overrides = [f"data={data.text}", f"out={out}", f"system.precision={precision}"]
+        good(evaluate(forks, path, *overrides))
+        losses.append(read_json(out)["metrics"]["loss"])
+    assert losses[0] == losses[1]
+    assert losses[2] != losses[1]
+    assert losses[2] == pytest.approx(losses[1], abs=0.02)
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture(scope="session")
+def others(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores with other classes, an unfinished run, files that are no rows."""
+    place = tmp_path_factory.mktemp("others")
+    (place / "raw").mkdir()
+    for split in ("train", "valid", "test"):
+        text = (data.raw / f"classes/{split}.tsv").read_text()
+        (place / f"raw/{split}.tsv").write_text(text.replace("\tno", "\tmaybe"))
+    make = ("preprocess.py", "task", "tsv", "--text", "text", "--label", "label", "--tokenizer",
+            data.tokenizer, "--input")  # fmt: skip
+    good(command(*make, place / "raw", "--output", place / "maybe"))
+    swapped = (data.raw / "classes", "--labels", "yes,no", "--output", place / "swapped")
+    good(command(*make, *swapped))
+    (place / "run/checkpoints/step_3").mkdir(parents=True)
+    (place / "header.tsv").write_text("text\n")
+    (place / "empty.tsv").write_text("")
+    (place / "three.tsv").write_text("a\tb\tc\n")
+    (place / "short.tsv").write_text("id\ttext\n1\tbam\n2\n")
+    (place / "latin.tsv").write_bytes(b"bam\ncaf\xe9\n")
+    return place
+
+
+# which run, what is given to it, and words of the answer
+BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
+    ("classes", [], ["give one of data=STORE, text='...' and input=FILE.tsv"]),
+    ("classes", ["data=x", "text=y"], ["give one of data=STORE"]),
+    ("classes", ["data={data}/absent"], ["absent is not a store"]),
+    ("classes", ["data={data}/classes", "split=dev"], ["no split 'dev'", "train, valid, test"]),
+    ("classes", ["data={data}/classes", "splt=test"], ["unknown key splt; did you mean split?"]),
+    ("classes", ["data={data}/classes", "top=0"], ["top=0"]),
+    ("classes", ["data={data}/classes", "out={others}/absent/x.json"], ["absent/x.json cannot be"]),
+    ("classes", ["data={data}/classes", "out={others}"], ["others0 cannot be written"]),
+    ("classes", ["data={data}/splice"], ["splice has labels outside the checkpoint's classes",
+                                         "EI, IE, N"]),
+    ("classes", ["data={others}/maybe"], ["labels outside the checkpoint's classes: maybe",
+                                          "the checkpoint knows no, yes"]),
+    ("classes", ["data={others}/swapped"], ["other classes than the checkpoint's: yes, no"]),
+    ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),
+    ("scores", ["data={data}/classes"], ["head=regress needs a store of kind score"]),
+    ("text", ["data={data}/splice"], ["splice was made with another tokenizer"]),
+    ("splice", ["data={data}/splice", "mapping=symbol:1"], ["mapping='symbol:1'"]),
+    ("splice", ["data={data}/splice", "mapping=none"], ["made with another tokenizer"]),
+    ("text", ["data={data}/text", "predictions={others}/p.tsv"], ["not for an MLM head"]),
+    ("text", ["text=no mask"], ["put [MASK] where a word is wanted"]),
+    ("text", ["text="], ["put [MASK] where a word is wanted"]),
+    ("text", ["text=[MASK] {long}"], ["tokens; the model takes 64"]),
+    ("classes", ["text=bam [MASK]"], ["no MLM head"]),
+    ("text", ["input={others}/header.tsv"], ["input= needs a checkpoint with a class or score"]),
+    ("classes", ["input={others}/absent.tsv"], ["absent.tsv does not exist"]),
+    ("classes", ["input={others}"], ["is a directory"]),
+    ("classes", ["input={others}/empty.tsv"], ["empty.tsv is empty"]),
+    ("classes", ["input={others}/header.tsv"], ["header.tsv has a header and no row"]),
+    ("classes", ["input={others}/three.tsv"], ["three.tsv:1", "the column text", "has 3"]),
+    ("classes", ["input={others}/short.tsv"], ["short.tsv:3 has 1 column"]),
+    ("classes", ["input={others}/latin.tsv"], ["latin.tsv:2 is not UTF-8"]),
+    ("pairs", ["input={others}/three.tsv"], ["three.tsv:1", "left or right", "2 columns"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: " ".join([case[0], *case[1]]))
+def test_bad_input_costs_one_line(
+    case: tuple[str, list[str], list[str]], forks: Forks, data: Toys, learned: Runs, others: Path
+) -> None:
+    run, overrides, words = case
+    places = {"data": data.text.parent, "others": others, "long": "bam " * 90}
+    done = evaluate(forks, learned[run], *(o.format(**places) for o in overrides))
+    refused(done, *words)
+    assert done.out == ""
+
+
+def test_bad_checkpoints(forks: Forks, data: Toys, learned: Runs, others: Path) -> None:
+    for path, words in (
+        (others / "absent", "absent does not exist"),
+        (data.text, "is not a checkpoint (no manifest.json)"),
+        (others / "run", "is not finished; name one of its checkpoints: step_3"),
+    ):
+        refused(evaluate(forks, path, f"data={data.text}"), str(path), words)
+    refused(forks.run("evaluate.py"), "the first argument must be a checkpoint")
+    refused(forks.run("evaluate.py", "data=x"), "the first argument must be a checkpoint")
+
+
+def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
+    done = good(command("evaluate.py", learned["classes"], f"data={data.classes}"))
+    assert done.out.startswith("test loss ")
+    assert done.err == ""
+    lines = good(command("evaluate.py", "--help")).out.splitlines()
+    assert max(map(len, lines)) <= 100
+    for key in all_keys(EvaluateConfig):
+        place = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))
+        assert lines[place + 1].startswith("      "), key

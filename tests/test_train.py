@@ -1,0 +1,651 @@
+"""train.py as its users meet it: exact resuming, ranks, refusals, learning, monitoring."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    CLASSIFY,
+    NO_DROPOUT,
+    QUIET,
+    ROOT,
+    SMOKE,
+    Forks,
+    command,
+    good,
+    refused,
+    start,
+    training,
+)
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+from toys import Toys
+
+from xformer.config import all_keys, load
+from xformer.data.batch import Batch
+from xformer.data.files import read_json
+from xformer.distributed import Ranks
+from xformer.train import Feed, Recipe, prepare
+
+SHORT = ["train.steps=15", "train.checkpoint_every=4", "train.validate_every=6",
+         "train.log_every=2"]  # fmt: skip
+# of a run: what depends on the clock or on the moment of a restart
+CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib"}
+
+# Python that sends this process a signal when a step is done
+AT_STEP = """
+import os, signal
+from xformer.monitor import Monitor
+original = Monitor.advance
+def advance(self, done):
+    original(self, done)
+    if done == {step} and os.environ.get("RANK", "0") in "{ranks}":
+        os.kill(os.getpid(), signal.{signal})
+Monitor.advance = advance
+"""
+
+
+def timeless(value: Any) -> Any:
+    """A JSON value without what the clock decides."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in CLOCK}
+    return value
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def content(run: Path) -> dict[str, Any]:
+    """All of a run that may not depend on whether it was stopped."""
+    found: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
+    for path in (run / "checkpoints").glob("step_*"):
+        found[path.name] = [(path / f"{name}.safetensors").read_bytes() for name in
+                            ("model", "optimizer")]  # fmt: skip
+        found[path.name] += [timeless(read_json(path / f"{n}.json")) for n in ("state", "config")]
+    return found
+
+
+def timeless_log(run: Path) -> list[dict[str, Any]]:
+    return [timeless(record) for record in log(run)]
+
+
+def result(run: Path) -> dict[str, Any]:
+    return timeless(read_json(run / "result.json"))
+
+
+def board(run: Path) -> EventAccumulator:
+    """What TensorBoard shows, from the one file that there must be."""
+    assert len(list((run / "tensorboard").iterdir())) == 1
+    shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    return shown.Reload()
+
+
+def drawn_once(run: Path) -> None:
+    """Assert that TensorBoard's curves are the log's numbers, each once."""
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for record in log(run):
+        for name, value in record.items():
+            if name not in ("event", "step", "time", "epoch", "split"):
+                point = (record["step"], float(np.float32(value)))
+                expected.setdefault(f"{record['event']}/{name}", []).append(point)
+    shown = board(run)
+    found = {t: [(e.step, e.value) for e in shown.Scalars(t)] for t in shown.Tags()["scalars"]}
+    assert found == expected
+
+
+def same(run: Path, reference: Path) -> None:
+    """Assert that two runs are one, bit for bit; the first difference is named."""
+    a, b = content(run), content(reference)
+    steps = [max(int(n.removeprefix("step_")) for n in c if "step" in n) for c in (a, b)]
+    assert steps[0] == steps[1]
+    for name in set(a) & set(b):  # a stop leaves a checkpoint of its own among the newest
+        assert a[name] == b[name], name
+
+
+# --------------------------------------------------------------------------------- resuming
+
+VARIANTS: dict[str, tuple[int, str, list[str]]] = {
+    "plain": (1, "text", []),
+    "tokens": (1, "text", ["batch.tokens=100"]),
+    "accumulate": (1, "text", ["batch.accumulate=2"]),
+    "bf16": (1, "text", ["system.precision=bf16"]),
+    "epochs": (1, "classes", ["batch.rows=50", "train.steps=0", "train.epochs=2.5"]),
+    "two ranks": (2, "text", []),
+    "three ranks": (3, "text", ["batch.rows=12"]),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_equals_never_stopped(
+    variant: str, forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """SIGTERM before step 5 (of one rank alone), then SIGKILL after step 10, dropout on."""
+    ranks, store, overrides = VARIANTS[variant]
+    recipe = SMOKE if store == "text" else CLASSIFY
+    runs = [tmp_path / "straight", tmp_path / "stopped"]
+    straight, stopped = [
+        training(recipe, getattr(data, store), run, *SHORT, *overrides) for run in runs
+    ]
+    unit = 50 if store == "classes" else 1  # the bar counts samples
+    reference = forks.start(*straight, ranks=ranks)
+    one = AT_STEP.format(step=4 * unit, signal="SIGTERM", ranks=ranks - 1)
+    done = forks.run(*stopped, ranks=ranks, before=one)
+    assert done.status == 128 + signal.SIGTERM, done.err
+    assert done.err.splitlines()[-1] == (f"stopped at step 5; the same command continues {runs[1]}")
+    all_ranks = AT_STEP.format(step=10 * unit, signal="SIGKILL", ranks="012")
+    assert forks.run(*stopped, ranks=ranks, before=all_ranks).status == -signal.SIGKILL
+    assert not (runs[1] / "result.json").exists()
+    continued = good(forks.run(*stopped, ranks=ranks))
+    assert f"continuing {runs[1]} from step 8" in continued.err
+    good(reference.wait())
+    same(runs[1], runs[0])
+    drawn_once(runs[1])
+
+
+def test_resumed_after_death_at_any_file_operation(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Kill at a sample of all fsyncs, renames and unlinks, then go on: nothing is ever lost."""
+    count = """
+import os, signal
+left = {left}
+def counted(call):
+    def wrapper(*arguments, **options):
+        global left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        print(left)
+        return call(*arguments, **options)
+    return wrapper
+for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
+    setattr(os, name, counted(getattr(os, name)))
+"""
+    straight, steps = tmp_path / "straight", [*SHORT, "train.checkpoint_every=3"]
+    done = good(forks.run(*training(SMOKE, data.text, straight, *steps),
+                          before=count.format(left=10**6)))  # fmt: skip
+    operations = 10**6 - int(done.out.splitlines()[-1])
+    assert operations > 100
+    moments = np.linspace(0, operations, 14, endpoint=False).astype(int)
+    for pair in moments.reshape(-1, 2):
+        runs = [tmp_path / f"killed-{moment}" for moment in pair]
+        for before in (count, ""):
+            going = [forks.start(*training(SMOKE, data.text, run, *steps),
+                                 before=before.format(left=moment))
+                     for run, moment in zip(runs, pair, strict=True)]  # fmt: skip
+            assert [f.wait().status for f in going] == ([0, 0] if not before else [-9, -9])
+        for run in runs:
+            same(run, straight)
+            drawn_once(run)
+
+
+def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """As a user does it: torchrun on 2 processes, SIGTERM to it, the same command again."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    steps = ["train.steps=80", "train.validate_every=40", "train.log_every=1"]
+    reference = forks.start(*training(SMOKE, data.text, straight, *steps), ranks=2)
+    first = start(*training(SMOKE, data.text, stopped, *steps), ranks=2)
+    for line in first.stderr or []:
+        if line.startswith("train") and " 20 " in line:
+            first.send_signal(signal.SIGTERM)
+            break
+    _, err = first.communicate()
+    assert first.returncode != 0
+    assert err.count("the same command continues") == 1, err
+    good(command(*training(SMOKE, data.text, stopped, *steps), ranks=2))
+    good(reference.wait())
+    same(stopped, straight)
+    drawn_once(stopped)
+
+
+def test_best_and_patience_survive_a_restart(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Accuracy stands still, so the first validation stays the best and the fourth is the end."""
+    still = ["optim.lr=1e-12", "train.metric=accuracy", "train.patience=3", "train.steps=50",
+             "train.validate_every=2", "train.log_every=1"]  # fmt: skip
+    runs = [tmp_path / "straight", tmp_path / "stopped"]
+    good(forks.run(*training(SMOKE, data.text, runs[0], *still)))
+    line = training(SMOKE, data.text, runs[1], *still)
+    killer = AT_STEP.format(step=4, signal="SIGINT", ranks="0")
+    assert forks.run(*line, before=killer).status == 128 + signal.SIGINT
+    good(forks.run(*line))
+    same(*runs)
+    assert result(runs[1])["steps"] == 8
+    assert result(runs[1])["selected"] == "checkpoints/step_2"
+    kept = {p.name for p in (runs[1] / "checkpoints").iterdir()}
+    assert kept == {"step_2", "step_5", "step_8"}  # the best, and the newest two
+
+
+def test_damaged_checkpoint_is_set_aside(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """A flipped bit in the newest checkpoint, twice over: the one before it serves as well."""
+    runs = [tmp_path / "straight", tmp_path / "damaged"]
+    good(forks.run(*training(SMOKE, data.text, runs[0], *SHORT)))
+    line = training(SMOKE, data.text, runs[1], *SHORT)
+    for kind in ("optimizer", "model"):
+        killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
+        assert forks.run(*line, before=killer).status == -signal.SIGKILL
+        flip(runs[1] / f"checkpoints/step_8/{kind}.safetensors", -9)
+    done = good(forks.run(*line))
+    assert "model.safetensors is damaged" in done.err
+    assert "step_8 is set aside as damaged_step_8" in done.err
+    assert "continuing" in done.err
+    assert "from step 6" in done.err
+    same(runs[1], runs[0])
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip the lowest bit of one byte."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+# ------------------------------------------------------------------------------------ ranks
+
+
+def test_ranks_and_micro_batches_give_one_gradient(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Without dropout: 2 ranks, 3 ranks and 4 micro-batches against one process."""
+    runs = {"one": (1, "1"), "two": (2, "1"), "three": (3, "1"), "four": (1, "4")}
+    going = [
+        forks.start(*training(SMOKE, data.text, tmp_path / name, *SHORT, *NO_DROPOUT,
+                               f"batch.accumulate={accumulate}"), ranks=ranks)
+        for name, (ranks, accumulate) in runs.items()
+    ]  # fmt: skip
+    for fork in going:
+        good(fork.wait())
+    for name in list(runs)[1:]:
+        for a, b in zip(log(tmp_path / "one"), log(tmp_path / name), strict=True):
+            for key in ("loss", "grad_norm", "lr", "accuracy"):
+                assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-5), (name, key)
+        weights = [load_file(tmp_path / n / "checkpoints/step_15/model.safetensors")
+                   for n in ("one", name)]  # fmt: skip
+        for key, tensor in weights[0].items():
+            torch.testing.assert_close(weights[1][key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("overrides", [[], ["batch.tokens=150"], ["head=classify"]])
+def test_ranks_share_one_batch(overrides: list[str], data: Toys, tmp_path: Path) -> None:
+    """World size and accumulation decide neither order nor masks: each row is there once."""
+    line = training(SMOKE, data.classes, tmp_path / "run", *overrides)[1:]
+    whole, _, _ = everything(line, 1, 1)
+    for ranks, accumulate in ((2, 1), (1, 3), (3, 2), (5, 3)):
+        rows, sizes, ends = everything(line, ranks, accumulate)
+        assert rows == whole
+        assert len(set(ends)) == 1
+        if ranks == 2:  # the tokens are shared as evenly as the rows allow
+            assert abs(sizes[0] - sizes[1]) <= 2 * 20
+
+
+def everything(
+    line: list[str], ranks: int, accumulate: int
+) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, int]]]:
+    """(row -> its tokens and targets, tokens of each rank, (position, tokens) by rank) of the
+    second step."""
+    recipe = load(Recipe, [*line, f"batch.accumulate={accumulate}"])
+    rows: dict[int, tuple[list[int], ...]] = {}
+    sizes, ends = [], []
+    for rank in range(ranks):
+        feed = Feed(prepare(recipe, Ranks(rank, ranks, torch.device("cpu"))))
+        position, batches, tokens = feed.take(feed.take(0)[0])
+        for batch in batches:
+            found = by_row(batch)
+            assert not set(found) & set(rows)
+            rows |= found
+        sizes.append(sum(len(batch.tokens) for batch in batches))
+        ends.append((position, tokens))
+    return rows, sizes, ends
+
+
+def by_row(batch: Batch) -> dict[int, tuple[list[int], ...]]:
+    found: dict[int, tuple[list[int], ...]] = {}
+    for i, row in enumerate(batch.rows):
+        begin, end = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
+        masks = [0] * len(batch.tokens)
+        if batch.places is not None and batch.targets is not None:
+            for place, target in zip(batch.places, batch.targets, strict=True):
+                masks[place] = int(target)
+        label = [] if batch.labels is None else [int(batch.labels[i])]
+        found[int(row)] = (batch.tokens[begin:end].tolist(), masks[begin:end], label)
+    return found
+
+
+# ------------------------------------------------------------------- what may change, what not
+
+
+def test_raised_steps_continue_and_other_settings_are_refused(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *SHORT, "train.select=last")
+    good(forks.run(*line))
+    before = snapshot(run)
+
+    done = good(forks.run(*line))
+    assert done.err == f"{run} is finished: see {run / 'result.json'}\n"
+    refused(forks.run(*line, "optim.lr=0.5"), "optim.lr=0.001 is now 0.5", "overwrite=true")
+    refused(forks.run(*line, "train.steps=14"), "train.steps=15 is now 14")
+    refused(forks.run(*line, "seed=1", "model.dropout=0"), "seed=0", "model.dropout=0.1")
+    refused(forks.run(*line, f"data={data.classes}"), "data.store=")
+    assert good(forks.run(*line, "system.precision=bf16", "train.log_every=3")).out == ""
+    assert snapshot(run) == before
+
+    # stopped within what was added: by now there is no result, as the selected one is gone
+    killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
+    longer = [*line, "train.steps=30", "train.log_every=3", "train.checkpoint_every=5"]
+    assert forks.run(*longer, before=killer).status == -signal.SIGKILL
+    assert not (run / "result.json").exists()
+    assert "continuing" in good(forks.run(*longer)).err
+    assert result(run)["selected"] == "checkpoints/step_30"
+    steps = [record["step"] for record in log(run) if record["event"] == "train"]
+    assert steps == [2, 4, 6, 8, 10, 12, 14, 15, 18, 21, 24, 27, 30]
+    assert len([record for record in log(run) if record["event"] == "end"]) == 2
+    drawn_once(run)
+    assert read_json(run / "config.json")["config"]["train"]["steps"] == 30
+
+    good(forks.run(*line, "optim.lr=0.5", "overwrite=true"))
+    assert result(run)["steps"] == 15
+    assert (run / "checkpoints/step_15").is_dir()
+    assert not (run / "checkpoints/step_30").exists()
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
+    """When every file below a directory was last written, and its size."""
+    found = {str(path): path.stat() for path in directory.rglob("*")}
+    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+
+
+def test_second_process_is_refused(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """While one process has a run, another is refused, even with overwrite=true."""
+    go, run = tmp_path / "go", tmp_path / "run"
+    wait = f"""
+import pathlib, time
+from xformer.monitor import Monitor
+original = Monitor.advance
+def advance(self, done):
+    original(self, done)
+    while done == 2 and not pathlib.Path({str(go)!r}).exists():
+        time.sleep(0.01)
+Monitor.advance = advance
+"""
+    line = training(SMOKE, data.text, run, *SHORT)
+    first = forks.start(*line, before=wait)
+    while not (run / "log.jsonl").is_file():
+        pass
+    try:
+        refused(forks.run(*line), str(run), "in use by another process")
+        refused(forks.run(*line, "overwrite=true"), str(run), "in use by another process")
+    finally:
+        go.touch()
+    good(first.wait())
+    assert result(run)["steps"] == 15
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture(scope="session")
+def trained(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short finished run on text."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    good(forks.run(*training(SMOKE, data.text, run, "train.steps=4", "train.validate_every=2")))
+    return run
+
+
+# what is put behind a good command line, and words of the answer
+BAD_INPUT: list[tuple[list[str], list[str]]] = [
+    (["optim.rl=1"], ["unknown key optim.rl; did you mean optim.lr?"]),
+    (["steps=1"], ["unknown key steps; did you mean train.steps?"]),
+    (["model.hiden=32"], ["unknown key model.hiden; did you mean model.hidden?"]),
+    (["optim.lr=fast"], ["optim.lr='fast'", "number"]),
+    (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
+    (["train.epochs=inf"], ["train.epochs=inf", "finite"]),
+    (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
+    (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
+    (["optim.schedule=cosin"], ["optim.schedule='cosin'", "'cosine'"]),
+    (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs 2 values"]),
+    (["optim=3"], ["optim=3", "optim.KEY=VALUE"]),
+    (["optim.lr.x=3"], ["optim.lr={'x': 3}"]),
+    (["model.heads=3"], ["model.hidden=32 is no multiple of model.heads=3"]),
+    (["head=clasify"], ["head='clasify'", "'classify'"]),
+    (["data="], [" is not a store"]),
+    (["nonsense"], ["'nonsense' is not of the form key=value"]),
+    (["=5"], ["'=5' is not of the form key=value"]),
+    (["optim..lr=5"], ["'optim..lr=5' is not of the form key=value"]),
+    (["data={toys}/absent"], ["absent is not a store"]),
+    (["data={toys}/raw"], ["raw is not a store"]),
+    (["data={toys}/splice", "init={trained}"], ["splice was made with another tokenizer"]),
+    (["data={toys}/splice", "init={trained}", "mapping=symbol:0"], ["mapping='symbol:0'",
+                                                                   "symbols:SEED"]),
+    (["mapping=shift:x"], ["mapping='shift:x'"]),
+    (["head=classify"], ["head=classify needs a store of kind class", "text is text"]),
+    (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
+    (["init={toys}/absent"], ["absent does not exist"]),
+    (["init={toys}/text"], ["text is not a checkpoint"]),
+    (["init={trained}", "model.hidden=64"], ["model.hidden=64", "has 32"]),
+    (["init={trained}", "model.layers=3"], ["model.layers=3", "has 2"]),
+    (["model.vocab_size=10"], ["model.vocab_size=10 is below the tokenizer's"]),
+    (["batch.max_tokens=65"], ["batch.max_tokens=65", "takes 64"]),
+    (["batch.tokens=19"], ["batch.tokens=19 is below"]),
+    (['surgery=[{op="cleen"}]'], ["surgery.0", "its op must be one of 'clean'"]),
+    (['surgery=[{op="clean", sed=1}]'], ["unknown key surgery.0.sed"]),
+    (['surgery=[{op="clean", seed="x"}]'], ["surgery.0.seed='x'", "integer"]),
+    (["surgery=[{}]"], ["an operation is written like"]),
+    (["surgery=clean"], ["surgery='clean'", "list"]),
+    (["train.metric=f1"], ["train.metric='f1' is none of loss, accuracy, perplexity"]),
+    (["data={no_valid}"], ["no split 'valid'", "train.select=last"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def no_valid(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the split train alone."""
+    store = tmp_path_factory.mktemp("no-valid") / "store"
+    done = command("preprocess.py", "text", "--input", data.raw / "train.txt", "--tokenizer",
+                   data.tokenizer, "--output", store)  # fmt: skip
+    assert done.status == 0, done.err
+    return store
+
+
+@pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: " ".join(case[0]))
+def test_bad_input_costs_one_line(
+    case: tuple[list[str], list[str]], forks: Forks, data: Toys, trained: Path, no_valid: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    overrides, words = case
+    names = {"toys": data.text.parent, "trained": trained, "no_valid": no_valid}
+    given = [o if o.startswith("surgery") else o.format(**names) for o in overrides]
+    refused(forks.run(*training(SMOKE, data.text, tmp_path / "run", *given)), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_recipes(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    not_toml = str(data.raw / "classes/train.tsv")
+    for recipe, words in (
+        ("recipes/pretrain/smoek.toml", "smoek.toml does not exist; did you mean smoke.toml?"),
+        ("recipes/pretrain", "the recipe recipes/pretrain is a directory"),
+        ("setup.py/x.toml", "the recipe setup.py/x.toml does not exist"),
+        (not_toml, f"{not_toml} is not TOML"),
+    ):
+        refused(forks.run(*training(recipe, data.text, tmp_path / "run")), words)
+    refused(forks.run("train.py"), "the first argument must be a recipe")
+    refused(forks.run("train.py", "run=x"), "the first argument must be a recipe")
+    refused(forks.run("train.py", SMOKE, f"run={tmp_path / 'run'}"), "data", "must be given")
+    refused(forks.run("train.py", SMOKE, f"data={data.text}"), "run must be given: run=...")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_places_for_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    file, foreign = tmp_path / "file", tmp_path / "foreign"
+    file.write_text("dear diary")
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("final")
+    for overwrite in ("false", "true"):
+        for run, words in (
+            (file, "is a file"),
+            (file / "below", "is a file"),
+            (foreign, "is not a run (it holds thesis.tex)"),
+        ):
+            line = training(SMOKE, data.text, run, f"overwrite={overwrite}")
+            refused(forks.run(*line), str(run), words)
+    assert file.read_text() == "dear diary"
+    assert [p.name for p in foreign.iterdir()] == ["thesis.tex"]
+
+
+def test_torchrun_says_it_once(data: Toys, tmp_path: Path) -> None:
+    """Rank 0 speaks, although another rank may fail before it; the launcher adds its report."""
+    done = command(*training(SMOKE, data.text, tmp_path / "run", "optim.rl=1"), ranks=2)
+    assert done.status == 1
+    lines = [line for line in done.err.splitlines() if "error: " in line]
+    assert lines == ["error: unknown key optim.rl; did you mean optim.lr?"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------- damage
+
+
+def test_damaged_store(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """A cut file is refused at once; a flipped bit stops the run and is named, with its block."""
+    store, run = tmp_path / "store", tmp_path / "run"
+    shutil.copytree(data.text, store)
+    tokens = store / "train/tokens.npy"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-1])
+    refused(forks.run(*training(SMOKE, store, run)), str(tokens), "bytes")
+    tokens.unlink()
+    refused(forks.run(*training(SMOKE, store, run)), str(tokens), "missing")
+    tokens.write_bytes(b"\x94" + whole[1:])
+    refused(forks.run(*training(SMOKE, store, run)), str(tokens), "not a .npy file")
+    assert not run.exists()
+    for place in (-2, -1):  # another word; and an id that no vocabulary holds, a crash
+        tokens.write_bytes(whole)
+        flip(tokens, place)
+        if place == -1:
+            tokens.write_bytes(tokens.read_bytes()[:-1] + b"\xff")
+        for ranks in (1, 2):
+            line = training(
+                SMOKE, store, run, "overwrite=true", "train.steps=80", "train.log_every=90"
+            )
+            done = forks.run(*line, ranks=ranks)
+            assert done.status == 1
+            assert f"error: {tokens} is damaged in block 0" in done.err.splitlines()[-1]
+            assert "Traceback" not in done.err
+            assert not (run / "result.json").exists()
+
+
+def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """No space left: one line, status 1; what was written before is whole and serves later."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("small file systems cannot be mounted here")
+    straight, disk, rescued = (tmp_path / name for name in ("straight", "disk", "rescued"))
+    disk.mkdir()
+    script = f"""
+        mount -t tmpfs -o size=700k tmpfs {disk}
+        "$@"
+        status=$?
+        cp -r {disk}/run {rescued}
+        exit $status
+    """
+    line = training(SMOKE, data.text, disk / "run", *SHORT)
+    full = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, *line],
+        cwd=ROOT, env={**os.environ, **QUIET}, text=True, capture_output=True,
+    )  # fmt: skip
+    assert (full.returncode, "Traceback" in full.stderr) == (1, False), full.stderr
+    assert "No space left on device" in full.stderr.splitlines()[-1], full.stderr
+    assert {p.name for p in (rescued / "checkpoints").iterdir()} == {"step_4", "step_6"}
+    for run in (rescued, straight):
+        good(forks.run(*training(SMOKE, data.text, run, *SHORT)))
+    same(rescued, straight)
+
+
+# --------------------------------------------------------------------------------- learning
+
+
+def test_learns_what_can_be_learnt(learned: dict[str, Path], data: Toys) -> None:
+    """A class that one token decides, a score that counts tokens, words that share a topic."""
+    scores = {name: result(run)["metrics"]["test"] for name, run in learned.items()}
+    assert scores["classes"]["accuracy"] > 0.95
+    assert scores["scores"]["spearman"] > 0.9
+    words = np.load(data.text / "train/tokens.npy")
+    share = np.bincount(words) / len(words)
+    unigram = -(share[share > 0] * np.log(share[share > 0])).sum()
+    assert scores["text"]["loss"] < unigram - 1
+    losses = [record["loss"] for record in log(learned["text"]) if record["event"] == "train"]
+    assert losses[0] > unigram > losses[-1]
+
+
+def test_schedules(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The logged rates against closed forms, by steps and by epochs, warm-up in either unit."""
+    steps, warm = 20, 5
+    every = ["train.log_every=1", "train.select=last", "optim.lr=0.01", f"train.steps={steps}"]
+    cases = {
+        "linear": ["optim.warmup=5"],
+        "cosine": ["optim.warmup=0.25"],
+        "constant": ["optim.warmup=5", "train.steps=0", "train.epochs=2", "batch.rows=30"],
+    }
+    going = [
+        forks.start(*training(CLASSIFY, data.classes, tmp_path / name, *every,
+                              f"optim.schedule={name}", *overrides))
+        for name, overrides in cases.items()
+    ]  # fmt: skip
+    for fork in going:
+        good(fork.wait())
+    k = np.arange(1, steps + 1)
+    left = np.clip((steps - k + 1) / (steps - warm), 0, 1)
+    falls = {"linear": left, "cosine": (1 - np.cos(np.pi * left)) / 2, "constant": left * 0 + 1}
+    for name, fall in falls.items():
+        rates = [record["lr"] for record in log(tmp_path / name) if record["event"] == "train"]
+        expected = 0.01 * np.where(k <= warm, k / warm, fall)
+        np.testing.assert_allclose(rates, expected, rtol=1e-12, err_msg=name)
+
+
+def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
+    run = learned["text"]
+    drawn_once(run)
+    shown = board(run)
+    expected = {"loss", "accuracy", "perplexity", "lr", "grad_norm", "real_tokens_per_second",
+                "padding", "memory_gib"}  # fmt: skip
+    assert {f"train/{name}" for name in expected} <= set(shown.Tags()["scalars"])
+    assert "validation/loss" in shown.Tags()["scalars"]
+    text = shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"head": "mlm"' in text
+    for record in log(run):
+        assert {"event", "step", "time"} <= set(record)
+        if record["event"] == "train":
+            assert expected <= set(record)
+
+
+def test_help_explains_every_key() -> None:
+    """Each key with its type, default and sentence, in lines of at most 100 columns."""
+    done = good(command("train.py", "--help"))
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("Pre-train or fine-tune")
+    for key in all_keys(Recipe):
+        place = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))
+        assert lines[place + 1].startswith("      "), key
+    for line in (
+        "  data.store: str (required)",
+        "  init: str (optional)",
+        '  head: "mlm" | "classify" | "regress" (required)',
+        "  optim.betas: [float, float] = [0.9, 0.999]",
+        "  overwrite: true | false = false",
+        "  surgery: list of operations = []",
+        '        {op = "clean", seed = int}',
+        "batch.*: How many rows make a step, over all ranks and micro-batches.",
+    ):
+        assert line in lines
