@@ -126,7 +126,8 @@ def test_one_order_of_many_rows_looks_random() -> None:
 def test_seeds_and_epochs_differ(other: Samples) -> None:
     samples = Samples(5000, seed=1)
     first, second = samples.at(np.arange(10_000))[0].reshape(2, 5000)
-    for one, two in ((first, second), (first, other.at(np.arange(5000))[0])):
+    third = other.at(np.arange(5000))[0]
+    for one, two in ((first, second), (first, third), (second, third)):
         assert (one == two).sum() < 10  # one is expected
 
 

@@ -125,25 +125,25 @@ def load(directory: str | Path) -> Tokenizer:
 
     Raises BadInput if there is none, or its files do not agree with the recorded fingerprint.
     """
-    directory = Path(directory)
-    if (directory / "result.json").is_file():
-        directory = directory / read_json(directory / "result.json")["selected"]
-    if not (directory / META).is_file():
-        raise BadInput(f"{directory} holds no tokenizer ({META} is missing)")
-    meta = read_json(directory / META)
+    path = Path(directory)
+    if (path / "result.json").is_file():
+        path = path / str(read_json(path / "result.json")["selected"])
+    if not (path / META).is_file():
+        raise BadInput(f"{path} holds no tokenizer ({META} is missing)")
+    meta = read_json(path / META)
     try:
         fingerprint, _ = meta.pop("fingerprint"), meta.pop("vocab_size")
         pieces = meta.pop("pieces", None)
         if meta["kind"] == "symbols":
             tokenizer = Tokenizer(meta, pieces)
         elif meta["kind"] == "unigram":
-            tokenizer = Tokenizer(meta, _sentencepiece(directory / "spiece.model"))
+            tokenizer = Tokenizer(meta, _sentencepiece(path / "spiece.model"))
         else:
-            tokenizer = Tokenizer(meta, _fast(directory / "tokenizer.json"))
+            tokenizer = Tokenizer(meta, _fast(path / "tokenizer.json"))
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{directory / META} is not a tokenizer's description: {error!r}") from None
+        raise BadInput(f"{path / META} is not a tokenizer's description: {error!r}") from None
     if tokenizer.fingerprint != fingerprint:
-        raise BadInput(f"the tokenizer in {directory} was changed after it was saved")
+        raise BadInput(f"the tokenizer in {path} was changed after it was saved")
     return tokenizer
 
 
