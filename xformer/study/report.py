@@ -99,7 +99,7 @@ def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: lis
     baselines = [unigram_cross_entropy(open_store(p.store)) for p in pre_trained]
     lines = ["**Pre-training** (masked language modelling, nats a token)", ""]
     lines += [
-        "| corpus | validation loss | unigram entropy | accuracy | tokens/s |",
+        "| corpus | validation loss | unigram cross-entropy | accuracy | tokens/s |",
         "|---|---|---|---|---|",
     ]
     for p, unigram in zip(pre_trained, baselines, strict=True):
@@ -184,14 +184,16 @@ def _draw(path: Path, pre_trained: list[PreTrained], baselines: list[float],
 
 
 def draw_pretraining(axes: Any, runs: list[PreTrained], baselines: list[float]) -> None:
-    """Training and validation loss of pre-training runs over the unigram entropy of their data."""
+    """Training and validation loss of pre-training runs, and what knowing frequencies alone would reach."""
     for run, unigram, colour in zip(runs, baselines, COLOURS, strict=False):
         train, valid = events(run.run, "train"), events(run.run, "validation")
         axes.plot([e["step"] for e in train], [e["loss"] for e in train], color=colour,
                   alpha=0.45, lw=1.2, label=f"{run.name}, training")  # fmt: skip
         axes.plot([e["step"] for e in valid], [e["loss"] for e in valid], "o-", ms=3.5,
                   color=colour, label=f"{run.name}, validation")  # fmt: skip
-        axes.axhline(unigram, color=colour, ls=":", lw=1.4, label=f"{run.name}, unigram entropy")
+        axes.axhline(
+            unigram, color=colour, ls=":", lw=1.4, label=f"{run.name}, unigram cross-entropy"
+        )
     axes.set(title="Pre-training", xlabel="step", ylabel="masked-token loss (nats)")
     axes.legend(fontsize=7.5)
 
