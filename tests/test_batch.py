@@ -208,20 +208,18 @@ def test_take_tokens_looks_no_further_than_it_must(tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def million() -> dict[str, np.ndarray]:
-    """A packed batch of a million tokens of all ids alike, its masking at 15 %."""
+    """A packed batch of a million tokens of all ids alike, masked at 15 %."""
     random = np.random.default_rng(0)
-    lengths = random.integers(1, 100, 20_200)
-    tokens = random.integers(0, V, lengths.sum())
-    positions = ragged_arange(np.zeros_like(lengths), lengths)
-    rows = np.arange(len(lengths))
-    row_keys = masking.row_keys(0, rows % 3, rows)
-    assembler = Assembler(split_of([]), BERT, 8)
-    masked, places, targets = masking.mask(
-        tokens, positions, row_keys, lengths, assembler.special, BERT.special["mask"],
-        assembler.ordinary, 0.15,
-    )  # fmt: skip
-    assert len(tokens) > 10**6
-    return {"tokens": tokens, "masked": masked, "places": places, "targets": targets}
+    lengths = random.integers(0, 99, 20_600)
+    tokens = Ragged(random.integers(0, V, lengths.sum()), np.cumsum([0, *lengths]))
+    assembler = Assembler(Split("train", len(tokens), 0, {"tokens": tokens}), BERT, 200)
+    rows = np.arange(len(tokens))
+    plain, masked = assembler.batch(rows), assembler.masked_batch(rows, rows % 3, 0, 0.15)
+    assert len(plain.tokens) > 10**6
+    assert masked.places is not None
+    assert masked.targets is not None
+    return {"tokens": plain.tokens, "masked": masked.tokens, "places": masked.places,
+            "targets": masked.targets}  # fmt: skip
 
 
 def test_masking_rates(million: dict[str, np.ndarray]) -> None:

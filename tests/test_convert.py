@@ -3,6 +3,7 @@ weights giving what `transformers` gives."""
 
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,11 @@ def evil_pickle(source: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(content)
 
 
+def strange_pickle(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(b"\x80\x89(K")  # torch warns of its protocol
+
+
 def truncated(name: str, share: float) -> Callable[[Path], None]:
     def cut(source: Path) -> None:
         if name == "pytorch_model.bin":
@@ -261,6 +267,7 @@ NORM = "bert.encoder.layer.0.output.LayerNorm.bias"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "malicious pickle": (evil_pickle, "pytorch_model.bin is refused"),
     "malicious tensor file": (evil_zip, "pytorch_model.bin is refused"),
+    "strange pickle": (strange_pickle, "pytorch_model.bin is refused"),
     "a list": (lambda s: put_bin(s, [torch.ones(2)]), "is not a table of tensors"),
     "numbered tensors": (lambda s: put_bin(s, {1: torch.ones(2)}), "is not a table of tensors"),
     "cut pickle": (truncated("pytorch_model.bin", 0.7), "pytorch_model.bin is refused"),
@@ -334,12 +341,13 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 def run_here(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
     """`python -m xformer.convert ARGUMENTS`, without a process of its own."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             errors.run(convert.main)
     assert isinstance(ended.value.code, int)
-    return Done(ended.value.code, *capfd.readouterr())
+    out, err = capfd.readouterr()
+    return Done(ended.value.code, out, "".join([*(f"{w.message}\n" for w in warned), err]))
 
 
 def assert_refused(done: Done, message: str, directory: Path) -> None:

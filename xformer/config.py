@@ -14,7 +14,7 @@ from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -240,6 +240,8 @@ def _show(value: Any) -> str:
 def _type_name(annotation: Any) -> str:
     """ "int", "[float, float]", "list of operations", '"a" | "b"' as help shows them."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
     if origin is Literal:
         return " | ".join(map(_show, arguments))
     if origin is tuple:

@@ -28,7 +28,7 @@ class SystemConfig(Settings):
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=1024)
     """CPU threads a process; 0 shares the machine's cores among its processes."""
     deterministic: bool = False
     """On CUDA, use only kernels that repeat bit for bit; the CPU always does."""

@@ -57,13 +57,13 @@ class DataConfig(Settings):
 class BatchConfig(Settings):
     """How many rows make a step, over all ranks and micro-batches."""
 
-    rows: int = Field(32, ge=1)
+    rows: int = Field(32, ge=1, le=2**20)
     """Rows a step; the last step of a run may have fewer."""
-    tokens: int = Field(0, ge=0)
+    tokens: int = Field(0, ge=0, le=2**28)
     """Tokens a step, special ones included: as many rows as fit; 0 counts rows instead."""
     max_tokens: int = Field(128, ge=3)
     """Longest row in tokens, special ones included; longer ones are truncated."""
-    accumulate: int = Field(1, ge=1)
+    accumulate: int = Field(1, ge=1, le=2**20)
     """Micro-batches a rank makes of its share, to save memory."""
 
 
@@ -184,6 +184,8 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         longest = start.config.max_positions
         raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
     split = store.split("train")
+    if "tokens_b" in split.columns and start.config.token_types == 1:
+        raise BadInput(f"{store.path} holds pairs of texts: model.token_types must be 2, or 0")
     array = mapping.build(recipe.mapping, store, start.tokenizer)
     head = Head(
         recipe.head,

@@ -184,7 +184,7 @@ def _draw(path: Path, pre_trained: list[PreTrained], baselines: list[float],
 
 
 def draw_pretraining(axes: Any, runs: list[PreTrained], baselines: list[float]) -> None:
-    """Training and validation loss of pre-training runs, and what knowing frequencies alone would reach."""
+    """Training and validation loss of runs, and what knowing token frequencies would reach."""
     for run, unigram, colour in zip(runs, baselines, COLOURS, strict=False):
         train, valid = events(run.run, "train"), events(run.run, "validation")
         axes.plot([e["step"] for e in train], [e["loss"] for e in train], color=colour,
