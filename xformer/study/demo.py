@@ -25,6 +25,7 @@ from xformer.data.errors import Failure, run
 from xformer.study.report import FineTuned, PreTrained, write_report
 
 SEEDS = (0, 1, 2)
+STARTS = {"english": "English", "nesting": "brackets", "scratch": "scratch"}
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 PRETRAIN = "recipes/pretrain/demo.toml"
@@ -65,15 +66,11 @@ def stages(demo: Path) -> list[Stage]:
     for name, store in (("english", english), ("nesting", nesting)):
         path = demo / f"pretrain-{name}"
         command = [*TORCHRUN, "train.py", PRETRAIN, f"data={store}", f"run={path}"]
-        done.append(Stage(f"pre-train on {name}", 80, [command], [path]))
+        done.append(Stage(f"pre-train on {name}", 90, [command], [path]))
     for seed in SEEDS:
-        names = ("english", "nesting", "scratch")
-        paths = [demo / f"finetune-{name}-{seed}" for name in names]
-        done += [
-            Stage(f"fine-tune from {name}, seed {seed}", 12,
-                  [fine_tune(demo, name, task, path, seed)], [path])
-            for name, path in zip(names, paths, strict=True)
-        ]  # fmt: skip
+        paths = {name: demo / f"finetune-{name}-{seed}" for name in STARTS}
+        commands = [fine_tune(demo, name, task, path, seed) for name, path in paths.items()]
+        done.append(Stage(f"fine-tune each start, seed {seed}", 55, commands, [*paths.values()]))
     return done
 
 
@@ -81,8 +78,8 @@ def fine_tune(demo: Path, start: str, task: str, path: Path, seed: int) -> list[
     """The command that fine-tunes from a start on the task."""
     init = demo / f"pretrain-{'nesting' if start == 'nesting' else 'english'}"
     extra = {"english": [], "nesting": ["mapping=ids"], "scratch": [TWIN]}[start]
-    return [*TORCHRUN, "train.py", FINETUNE, f"data={task}", f"init={init}", *extra,
-            f"seed={seed}", f"run={path}"]  # fmt: skip
+    return [*PYTHON, "train.py", FINETUNE, f"data={task}", f"init={init}", *extra,
+            f"seed={seed}", "system.threads=1", f"run={path}"]  # fmt: skip
 
 
 def execute(stage: Stage, logs: Path) -> Iterator[float]:
@@ -156,7 +153,7 @@ def main() -> None:
                    for n in ("english", "nesting")]  # fmt: skip
     fine_tuned = [
         FineTuned(label, [demo / f"finetune-{name}-{seed}" for seed in SEEDS])
-        for name, label in (("english", "English"), ("nesting", "brackets"), ("scratch", "scratch"))
+        for name, label in STARTS.items()
     ]
     commands = [command for stage in plan for command in stage.commands]
     print(write_report(demo, pre_trained, fine_tuned, commands, seconds))
