@@ -179,3 +179,4 @@ def test_no_file_names_a_place_on_one_machine() -> None:
         if HOME.search(line)
     ]
     assert found == []
+    assert HOME.search("cd /" + "home/me")

@@ -5,6 +5,7 @@ T tokens in the batch, N sequences, H heads, D size of a head, L length, C hidde
 """
 
 import copy
+import errno
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,19 +71,23 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]
 @pytest.mark.parametrize("backend", ["sdpa", "explicit", "triton"])
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
 def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
+    device, tolerance = "cpu", 1e-6
     if backend == "triton":
         pytest.importorskip("triton")
-    (q, k, v), wanted = projections(lengths, 8), projections(lengths, 8)
-    found = attention(q, k, v, layout(np.cumsum([0, *lengths])), backend=backend)
-    expected, _ = padded_attention(wanted[0], wanted[1], wanted[2], lengths)
-    assert distance(found, expected) <= 1e-6
+        if torch.cuda.is_available():  # else by Triton's interpreter
+            device, tolerance = "cuda", 1e-5
+    given, (q, k, v) = projections(lengths, 8), projections(lengths, 8)
+    moved = [x.to(device) for x in given]
+    where = layout(np.cumsum([0, *lengths]), device)
+    found = attention(moved[0], moved[1], moved[2], where, backend=backend).cpu()
+    expected, _ = padded_attention(q, k, v, lengths)
+    assert distance(found, expected) <= tolerance
     direction = torch.randn(expected.shape, generator=seeded(2))
-    found.backward(direction)
-    expected.backward(direction)
-    for name, x, reference in zip("qkv", (q, k, v), wanted, strict=True):
-        assert x.grad is not None
-        assert reference.grad is not None
-        assert float((x.grad - reference.grad).norm()) <= 1e-6 * float(direction.norm()), name
+    gradients = torch.autograd.grad(found, given, direction)
+    wanted = torch.autograd.grad(expected, (q, k, v), direction)
+    for name, gradient, reference in zip("qkv", gradients, wanted, strict=True):
+        # of sequences of one token, q and k have the gradient 0
+        assert float((gradient - reference).norm()) <= tolerance * float(direction.norm()), name
 
 
 def test_explicit_attention_returns_the_maps() -> None:
@@ -469,6 +474,11 @@ def test_one_damaged_byte_is_found_and_named(saved: Path) -> None:
         manifest.write_bytes(damaged)
         with pytest.raises(BadInput, match=str(saved)):
             checkpoints.load(saved)
+    nothing: list[Any] = [[], {}, {"sha256": {}}, {"sha256": []}]
+    for empty in nothing:
+        write_json(manifest, empty)
+        with pytest.raises(BadInput, match=f"{manifest} is damaged"):
+            checkpoints.load(saved)
 
 
 def test_a_missing_file_is_named(saved: Path) -> None:
@@ -498,6 +508,20 @@ def test_an_existing_checkpoint_is_kept_unless_told_otherwise(
     assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
 
 
+def test_a_save_that_fails_leaves_nothing_and_keeps_the_old_one(
+    trained: Checkpoint, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(checkpoints, "write_json", full)
+    for path in (saved, saved.parent / "new"):
+        with pytest.raises(OSError, match="no space left"):
+            checkpoints.save(altered(trained), path, overwrite=True)
+    assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+    assert same_weights(checkpoints.load(saved), trained)
+
+
 def test_a_finished_run_means_the_checkpoint_it_selected(saved: Path, trained: Checkpoint) -> None:
     run = saved.parent / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -515,9 +539,9 @@ def test_weights_that_contradict_the_config_are_named(trained: Checkpoint) -> No
     with pytest.raises(BadInput, match=f"lacks the weight {name}, \\(10, 12\\)"):
         replace(trained, weights=lacking).model()
     with pytest.raises(
-        BadInput, match=f"{name} is \\(9, 12\\) where its config wants \\(10, 12\\)"
+        BadInput, match=f"{name} is \\(12, 10\\) where its config wants \\(10, 12\\)"
     ):
-        replace(trained, weights={**weights, name: weights[name][1:]}).model()
+        replace(trained, weights={**weights, name: weights[name].T}).model()
     with pytest.raises(BadInput, match="its config does not know: extra"):
         replace(trained, weights={**weights, "extra": torch.ones(1)}).model()
 
@@ -568,6 +592,8 @@ def test_fresh_weights_do_not_depend_on_their_neighbours() -> None:
     assert all(torch.equal(w, deep.weights[name]) for name, w in small.weights.items())
     for name, weight in reversed(small.weights.items()):
         assert torch.equal(weight, checkpoints.initialise(name, weight.shape, SMALL, 1)), name
+    ups = [deep.weights[f"encoder.layers.{i}.mlp.up.weight"] for i in range(5)]
+    assert len(torch.stack(ups).unique(dim=0)) == 5
 
 
 def test_fresh_weights_are_as_published() -> None:

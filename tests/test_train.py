@@ -40,7 +40,7 @@ from xformer.distributed import Ranks
 from xformer.train import Feed, Recipe, prepare
 
 SHORT = ["train.steps=15", "train.checkpoint_every=4", "train.validate_every=6",
-         "train.log_every=2"]  # fmt: skip
+         "train.log_every=3"]  # fmt: skip
 # of a run: what depends on the clock or on the moment of a restart
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib"}
 
@@ -48,9 +48,9 @@ CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib"}
 AT_STEP = """
 import os, signal
 from xformer.monitor import Monitor
-original = Monitor.advance
+quiet_advance = Monitor.advance
 def advance(self, done):
-    original(self, done)
+    quiet_advance(self, done)
     if done == {step} and os.environ.get("RANK", "0") in "{ranks}":
         os.kill(os.getpid(), signal.{signal})
 Monitor.advance = advance
@@ -132,7 +132,7 @@ VARIANTS: dict[str, tuple[int, str, list[str]]] = {
 def test_resumed_equals_never_stopped(
     variant: str, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """SIGTERM before step 5 (to one rank alone), then SIGKILL after step 10, dropout on."""
+    """SIGTERM before step 5 (to one rank alone), then SIGKILL after step 11, dropout on."""
     ranks, store, overrides = VARIANTS[variant]
     recipe = SMOKE if store == "text" else CLASSIFY
     runs = [tmp_path / "straight", tmp_path / "stopped"]
@@ -146,7 +146,7 @@ def test_resumed_equals_never_stopped(
     assert done.status == 128 + signal.SIGTERM, done.err
     assert done.err.splitlines()[-1] == (f"stopped at step 5; the same command continues {runs[1]}")
     victims = "1" if ranks == 2 else "012"  # without the one, the other cannot go on
-    killer = AT_STEP.format(step=10 * unit, signal="SIGKILL", ranks=victims)
+    killer = AT_STEP.format(step=11 * unit, signal="SIGKILL", ranks=victims)
     assert forks.run(*stopped, ranks=ranks, before=killer).status in (-signal.SIGKILL, 1)
     assert not (runs[1] / "result.json").exists()
     continued = good(forks.run(*stopped, ranks=ranks))
@@ -180,7 +180,7 @@ for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
                           before=count.format(left=10**6)))  # fmt: skip
     operations = 10**6 - int(done.out.splitlines()[-1])
     assert operations > 100
-    moments = np.linspace(0, operations, 14, endpoint=False).astype(int)
+    moments = np.append(np.arange(6), np.linspace(6, operations, 10, endpoint=False).astype(int))
     for pair in moments.reshape(-1, 2):
         runs = [tmp_path / f"killed-{moment}" for moment in pair]
         for before in (count, ""):
@@ -191,6 +191,7 @@ for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
         for run in runs:
             same(run, straight)
             drawn_once(run)
+            assert [p.name for p in run.rglob(".*")] == [".lock"]
 
 
 def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -213,20 +214,50 @@ def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: P
 
 
 def test_best_and_patience_survive_a_restart(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Accuracy stands still, so the first validation stays the best and the fourth is the end."""
-    still = ["optim.lr=1e-12", "train.metric=accuracy", "train.patience=3", "train.steps=50",
-             "train.validate_every=2", "train.log_every=1"]  # fmt: skip
+    """With these accuracies the sixth step is the best and the twelfth the end, stopped or not."""
+    prescribed = """
+from xformer import train
+from xformer.evaluate import Scores
+accuracies = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.5, 10: 0.6, 12: 0.5}
+original = train._validate
+def validate(job, model, state, monitor):
+    scores = {"loss": 1.0, "accuracy": accuracies[state.step], "perplexity": 1.0}
+    train.score = lambda *_: Scores(scores, None)
+    return original(job, model, state, monitor)
+train._validate = validate
+"""
+    patient = ["train.metric=accuracy", "train.patience=3", "train.steps=50",
+               "train.validate_every=2", "train.log_every=1"]  # fmt: skip
     runs = [tmp_path / "straight", tmp_path / "stopped"]
-    good(forks.run(*training(SMOKE, data.text, runs[0], *still)))
-    line = training(SMOKE, data.text, runs[1], *still)
-    killer = AT_STEP.format(step=4, signal="SIGINT", ranks="0")
-    assert forks.run(*line, before=killer).status == 128 + signal.SIGINT
-    good(forks.run(*line))
+    good(forks.run(*training(SMOKE, data.text, runs[0], *patient), before=prescribed))
+    line = training(SMOKE, data.text, runs[1], *patient)
+    for step, number in ((4, signal.SIGINT), (9, signal.SIGTERM), (11, signal.SIGKILL)):
+        killer = AT_STEP.format(step=step, signal=number.name, ranks="0")
+        status = forks.run(*line, before=prescribed + killer).status
+        assert status == (-9 if number == signal.SIGKILL else 128 + number)
+    good(forks.run(*line, before=prescribed))
     same(*runs)
-    assert result(runs[1])["steps"] == 8
-    assert result(runs[1])["selected"] == "checkpoints/step_2"
+    assert result(runs[1])["steps"] == 12
+    assert result(runs[1])["selected"] == "checkpoints/step_6"
     kept = {p.name for p in (runs[1] / "checkpoints").iterdir()}
-    assert kept == {"step_2", "step_5", "step_8"}  # the best, and the newest two
+    assert kept == {"step_6", "step_10", "step_12"}  # the best, and the newest two
+
+
+def test_every_forward_pass_has_its_own_dropout(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Steps, micro-batches and ranks are seeded apart, and the same again in another run."""
+    spy = """
+import torch
+original = torch.manual_seed
+torch.manual_seed = lambda seed: (print(seed), original(seed))
+"""
+    seeds = []
+    for run in ("a", "b"):
+        line = training(SMOKE, data.text, tmp_path / run, "train.steps=3", "batch.accumulate=2")
+        fork = forks.start(*line, ranks=2, before=spy)
+        good(fork.wait())
+        seeds.append([Path(out).read_text().split() for out, _ in fork.outputs])
+    assert seeds[0] == seeds[1]
+    assert len({seed for rank in seeds[0] for seed in rank}) == 3 * 2 * 2
 
 
 def test_damaged_checkpoint_is_set_aside(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -346,18 +377,18 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     refused(forks.run(*line, "train.steps=14"), "train.steps=15 is now 14")
     refused(forks.run(*line, "seed=1", "model.dropout=0"), "seed=0", "model.dropout=0.1")
     refused(forks.run(*line, f"data={data.classes}"), "data.store=")
-    assert good(forks.run(*line, "system.precision=bf16", "train.log_every=3")).out == ""
+    assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before
 
     # stopped within what was added: by now there is no result, as the selected one is gone
     killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
-    longer = [*line, "train.steps=30", "train.log_every=3", "train.checkpoint_every=5"]
+    longer = [*line, "train.steps=30", "train.log_every=5", "train.checkpoint_every=10"]
     assert forks.run(*longer, before=killer).status == -signal.SIGKILL
     assert not (run / "result.json").exists()
     assert "continuing" in good(forks.run(*longer)).err
     assert result(run)["selected"] == "checkpoints/step_30"
     steps = [record["step"] for record in log(run) if record["event"] == "train"]
-    assert steps == [2, 4, 6, 8, 10, 12, 14, 15, 18, 21, 24, 27, 30]
+    assert steps == [3, 6, 9, 12, 15, 20, 25, 30]
     assert len([record for record in log(run) if record["event"] == "end"]) == 2
     drawn_once(run)
     assert read_json(run / "config.json")["config"]["train"]["steps"] == 30
@@ -538,20 +569,25 @@ def test_damaged_store(forks: Forks, data: Toys, tmp_path: Path) -> None:
     tokens.write_bytes(b"\x94" + whole[1:])
     refused(forks.run(*training(SMOKE, store, run)), str(tokens), "not a .npy file")
     assert not run.exists()
-    for place in (-2, -1):  # another word; and an id that no vocabulary holds, a crash
-        tokens.write_bytes(whole)
-        flip(tokens, place)
-        if place == -1:
-            tokens.write_bytes(tokens.read_bytes()[:-1] + b"\xff")
-        for ranks in (1, 2):
-            line = training(
-                SMOKE, store, run, "overwrite=true", "train.steps=80", "train.log_every=90"
-            )
-            done = forks.run(*line, ranks=ranks)
-            assert done.status == 1
-            assert f"error: {tokens} is damaged in block 0" in done.err.splitlines()[-1]
-            assert "Traceback" not in done.err
-            assert not (run / "result.json").exists()
+    slow = """
+import time
+from xformer.data.store import Store
+original = Store.verify
+Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
+"""
+    flipped, impossible = bytearray(whole), bytearray(whole)
+    flipped[-2] ^= 1  # another word
+    impossible[-1] = 0xFF  # an id that no vocabulary holds: a crash, perhaps before the check
+    for content, before, ranks in (
+        (flipped, "", 1), (flipped, slow, 1), (impossible, slow, 1), (flipped, "", 2),
+    ):  # fmt: skip
+        tokens.write_bytes(content)
+        longer = ["overwrite=true", "train.steps=80", "train.log_every=90"]
+        done = forks.run(*training(SMOKE, store, run, *longer), before=before, ranks=ranks)
+        assert done.status == 1
+        assert f"error: {tokens} is damaged in block 0" in done.err.splitlines()[-1]
+        assert "Traceback" not in done.err
+        assert not (run / "result.json").exists()
 
 
 def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -47,17 +47,24 @@ class Run:
         return None
 
     def begin(self, config: dict[str, Any]) -> None:
-        """Note what the run is made with; from here to its end it has no result."""
+        """Note what the run is made with, and clear what a killed process left half done.
+
+        From here to its end the run has no result.
+        """
         write_json(self.path / "config.json", config)
         (self.path / "result.json").unlink(missing_ok=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
+        for leftover in self.path.glob(".*.json.*"):
+            leftover.unlink()
+        for leftover in (self.path / "checkpoints").glob(".*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def prune(self, best_step: int) -> None:
         """Delete all checkpoints but the newest two and the best."""
         paths = sorted(self._checkpoints(), key=_step)
         for path in paths[:-KEEP]:
             if _step(path) != best_step:
-                shutil.rmtree(path)
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
 
     def _checkpoints(self) -> list[Path]:
         return [p for p in (self.path / "checkpoints").glob("step_*") if p.is_dir()]

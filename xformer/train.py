@@ -198,6 +198,10 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         columns=store.meta["origin"].get("columns"),
     )
     check_task(store, head)
+    if head.pair and start.config.token_types == 1:
+        raise BadInput(
+            f"{store.path} holds pairs; the model's model.token_types=1 cannot tell them"
+        )
     if recipe.head != "mlm":
         labels = np.asarray(split.columns["label"])
         if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():

@@ -105,7 +105,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment vectors, summed and normalised (post-LN) or summed alone."""
+    """Word, position and segment vectors, summed and normalised (also before pre-LN layers)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
