@@ -38,7 +38,7 @@ def read(arguments: argparse.Namespace) -> Task:
         files=[path],
         kind="class",
         metric="accuracy",
-        columns={"text": "sequence", "text_b": None, "label": "class"},
+        columns={"text": "sequence", "text_b": None, "label": "class", "uppercase": True},
         labels=SPLICE_CLASSES,
         tokenizer=tokenizers.symbols(LETTERS),
     )

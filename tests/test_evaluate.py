@@ -10,9 +10,12 @@ from helpers import Done, Forks, command, good, refused
 from scipy.stats import spearmanr
 from toys import TOPICS, Toys
 
+from xformer import checkpoint as checkpoints
+from xformer import metrics
 from xformer.config import all_keys
 from xformer.data.files import read_json
-from xformer.data.store import open_store
+from xformer.data.store import create_store, open_store
+from xformer.data.tokenizers import symbols
 from xformer.evaluate import EvaluateConfig
 
 Runs = dict[str, Path]
@@ -58,7 +61,7 @@ def test_predictions_have_a_line_a_row(
 ) -> None:
     out = tmp_path / "rows.tsv"
     good(evaluate(forks, learned["classes"], f"data={data.classes}", f"predictions={out}"))
-    assert out.read_text().startswith("label\tprobability\tinput\n")
+    assert out.read_text().startswith("label\tprobability\trow\n")
     rows, labels = table(out.read_text()), [label for _, label in raw(data, "classes")]
     assert [row[2] for row in rows] == [str(i) for i in range(60)]
     right = np.mean([row[0] == label for row, label in zip(rows, labels, strict=True)])
@@ -67,7 +70,7 @@ def test_predictions_have_a_line_a_row(
     assert all(0.5 <= float(row[1]) <= 1 for row in rows)
 
     good(evaluate(forks, learned["scores"], f"data={data.scores}", f"predictions={out}"))
-    assert out.read_text().startswith("score\tinput\n")
+    assert out.read_text().startswith("score\trow\n")
     found = [float(row[0]) for row in table(out.read_text())]
     truth = [float(row[1]) for row in raw(data, "scores")]
     scores = read_json(learned["scores"] / "result.json")["metrics"]["test"]
@@ -252,3 +255,31 @@ def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
     for key in all_keys(EvaluateConfig):
         place = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))
         assert lines[place + 1].startswith("      "), key
+
+
+def test_f1_follows_the_task_not_the_split() -> None:
+    """Three classes of which a split shows two: the mean over three, not the F1 of class 1."""
+    labels, answers = np.array([0, 1, 1, 0]), np.array([1, 1, 1, 1])
+    assert metrics.classification(answers, labels, 2)["f1"] == pytest.approx(2 / 3)
+    assert metrics.classification(answers, labels, 3)["f1"] == pytest.approx(2 / 9)
+
+
+def test_a_mapping_belongs_to_its_tokenizer(
+    forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
+    """A store whose letters have other ids is refused, not scored with another mapping."""
+    checkpoint = checkpoints.load(learned["splice"])
+    assert checkpoint.source is not None
+    letters = [p for p in checkpoint.source.pieces if len(p) == 1]
+    with create_store(tmp_path / "other", symbols(reversed(letters)),
+                      {"tokens": "", "label": "int64"}) as store:  # fmt: skip
+        with store.split("test") as split:
+            split.append_ragged("tokens", np.array([5, 6, 7]), np.array([3]))
+            split.append("label", np.zeros(1, np.int64))
+        store.finish("class", checkpoint.head.labels if checkpoint.head else [], "accuracy", {})
+    done = evaluate(forks, learned["splice"], f"data={tmp_path / 'other'}")
+    refused(done, "another tokenizer than the data this checkpoint")
+
+
+def test_keys_of_another_form_are_refused(forks: Forks, learned: dict[str, Path]) -> None:
+    refused(evaluate(forks, learned["text"], "text=[MASK]", "split=valid"), "split=", "text=")

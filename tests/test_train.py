@@ -33,6 +33,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 from toys import Toys
 
+from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
@@ -693,3 +694,21 @@ def test_help_explains_every_key() -> None:
         "batch.*: How many rows make a step, over all ranks and micro-batches.",
     ):
         assert line in lines
+
+
+def test_overwrite_spares_what_is_no_run(forks: Forks, data: Toys, learned: dict[str, Path],
+                                         tmp_path: Path) -> None:  # fmt: skip
+    """A checkpoint has a config.json too: it is no run, and overwrite=true does not empty it."""
+    path = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints.resolve(learned["text"]), path)
+    before = sorted(p.name for p in path.iterdir())
+    refused(forks.run(*training(SMOKE, data.text, path, "overwrite=true")), "is not a run")
+    assert sorted(p.name for p in path.iterdir()) == before
+
+
+def test_a_diverged_run_fails(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    wild = ["optim.lr=1e30", "optim.clip=0", "optim.warmup=0", "train.steps=20"]
+    done = forks.run(*training(SMOKE, data.text, tmp_path / "run", *wild))
+    assert done.status == 1, done
+    assert "the loss is not finite at step" in done.err.splitlines()[-1]
+    assert not (tmp_path / "run/result.json").exists()

@@ -91,10 +91,11 @@ class Checkpoint:
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
         """This checkpoint with another head: what fits is kept, the rest is fresh or dropped.
 
+        A task head is always fresh: labels of equal names may belong to another task.
+
         Returns the checkpoint, the names of the fresh weights and those of the dropped ones.
         """
-        same_task = self.head is not None and self.head.labels == head.labels
-        kept = {k: v for k, v in self.weights.items() if same_task or not k.startswith("task_head")}
+        kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         if head.kind == "mlm":
             kept = {k: v for k, v in kept.items() if not k.startswith("pooler")}
         with torch.device("meta"):

@@ -27,6 +27,14 @@ from xformer.model.heads import Model
 MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
 
 
+# what each form of the command may be given besides
+FORMS = {
+    "data": ("split", "out", "predictions", "mapping", "system"),
+    "text": ("top", "system"),
+    "input": ("out", "system"),
+}
+
+
 class EvaluateConfig(Settings):
     """What to evaluate; give data, text or input."""
 
@@ -111,9 +119,10 @@ def _task_scores(outputs: np.ndarray, split: Split, head: Head) -> Scores:
         return Scores({"loss": loss, **metrics.regression(some[:, 0], labels)}, outputs)
     logits = some - some.max(1, keepdims=True)
     log_probability = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    seen = labels < some.shape[1]  # a class unseen in training is wrong and has no loss
-    loss = float(-log_probability[np.flatnonzero(seen), labels[seen]].mean()) if seen.any() else 0.0
-    return Scores({"loss": loss, **metrics.classification(some.argmax(1), labels)}, outputs)
+    loss = float(-log_probability[np.arange(len(labels)), labels].mean())
+    return Scores(
+        {"loss": loss, **metrics.classification(some.argmax(1), labels, some.shape[1])}, outputs
+    )
 
 
 def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:
@@ -126,7 +135,15 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     if head is None:
         raise BadInput("this checkpoint has no head to score: fine-tune it with train.py first")
     check_task(store, head)
-    array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer)
+    if spec is None and checkpoint.source is not None:  # the very array of training
+        if store.fingerprint != checkpoint.source.fingerprint:
+            raise BadInput(
+                f"{store.path} was made with another tokenizer than the data this checkpoint was "
+                "trained on; make it anew with that one, or give mapping="
+            )
+        array = checkpoint.mapping
+    else:
+        array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer)
     return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
 
 
@@ -175,6 +192,10 @@ def _config(arguments: list[str]) -> EvaluateConfig:
     config = validate(EvaluateConfig, values)
     if sum(x is not None for x in (config.data, config.text, config.input)) != 1:
         raise BadInput("give one of data=STORE, text='...' and input=FILE.tsv")
+    form = next(name for name in FORMS if getattr(config, name) is not None)
+    given = set(values) - set(FORMS[form]) - {form}
+    if given:
+        raise BadInput(f"{given.pop()}= has no meaning with {form}=; {', '.join(FORMS[form])} have")
     for output in (config.out, config.predictions):
         if output and not Path(output).absolute().parent.is_dir():
             raise BadInput(f"{output} cannot be written: {Path(output).parent} is no directory")
@@ -213,7 +234,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     if config.predictions and scores.outputs is not None:
         outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
         rows = [[str(row)] for row in range(len(outputs))]
-        lines = predict.as_lines(head, outputs, rows)
+        lines = predict.as_lines(head, outputs, rows, "row")
         Path(config.predictions).write_text(lines, encoding="utf-8")
 
 

@@ -10,19 +10,26 @@ CLASS = ("accuracy", "f1", "mcc")
 SCORE = ("pearson", "spearman")
 
 
-def classification(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """accuracy, f1, mcc of class numbers, (N,) each.
+def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
+    """accuracy, f1, mcc of class numbers, (N,) each, of a task with so many `classes`.
 
     f1 is that of class 1 where there are two classes (GLUE's), else the mean over classes; mcc is
     Matthews' coefficient (scikit-learn's definition, also for more than two classes).
     """
     from sklearn.metrics import f1_score, matthews_corrcoef
 
-    average = "binary" if max(labels.max(), predictions.max()) <= 1 else "macro"
+    if classes == 2:
+        f1 = f1_score(labels, predictions, average="binary", zero_division=0)
+    else:
+        names = range(classes)
+        f1 = f1_score(labels, predictions, labels=names, average="macro", zero_division=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a single class gives 0, as it should
+        mcc = matthews_corrcoef(labels, predictions)
     return {
         "accuracy": float((predictions == labels).mean()),
-        "f1": float(f1_score(labels, predictions, average=average, zero_division=0)),
-        "mcc": float(matthews_corrcoef(labels, predictions)),
+        "f1": float(f1),
+        "mcc": float(mcc),
     }
 
 

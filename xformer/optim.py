@@ -5,17 +5,22 @@ step is one fused kernel a group and the gradient of all ranks is one reduction.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from xformer.config import Settings
 from xformer.data.errors import BadInput
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGN = 64  # elements: every parameter starts where vector loads like it
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Settings):
@@ -25,7 +30,7 @@ class OptimConfig(Settings):
     """AdamW (Loshchilov & Hutter 2019) or Adam (Kingma & Ba 2015)."""
     lr: float = Field(1e-4, gt=0)
     """Highest learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the two moments."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
@@ -78,17 +83,14 @@ class FlatOptimizer:
         for name, parameter in named:
             parameter.data = self._view(self.flat, name).copy_(parameter.data)
             parameter.grad = self._view(self.gradient, name)
-        groups = []
-        for begin, end, decay in ((0, split, config.weight_decay), (split, offset, 0.0)):
-            group = nn.Parameter(self.flat[begin:end])
-            group.grad = self.gradient[begin:end]
-            groups.append({"params": [group], "weight_decay": decay})
-        kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-        lr = torch.tensor(config.lr) if device.type == "cuda" else config.lr
-        self.optimizer = kinds[config.name](
-            groups, lr=lr, betas=config.betas, eps=config.eps, fused=True
-        )
-        self.clip = config.clip
+        self.moments = {name: torch.zeros_like(self.flat) for name in MOMENTS}
+        # where each group lies, its decay, and the steps it took
+        self.groups = [
+            (slice(begin, end), decay, torch.zeros((), device=device))
+            for begin, end, decay in ((0, split, config.weight_decay), (split, offset, 0.0))
+            if end > begin
+        ]
+        self.config = config
 
     @property
     def counts(self) -> Tensor:
@@ -107,50 +109,43 @@ class FlatOptimizer:
         if world_size > 1:
             dist.all_reduce(self.gradient)
 
+    @torch.no_grad()
     def step(self, count: Tensor, lr: float) -> Tensor:
         """Divide the gradient by `count`, clip it, take a step; the norm before clipping, ()."""
         gradient = self.gradient[: -self.COUNTS]
         scale = 1.0 / count.clamp(min=1.0)
         norm = torch.linalg.vector_norm(gradient) * scale
-        if self.clip > 0:
-            scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        config = self.config
+        if config.clip > 0:
+            scale = scale * (config.clip / (norm + 1e-6)).clamp(max=1.0)
         gradient.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        for part, decay, steps in self.groups:
+            # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
+            first, second = (moment[part] for moment in self.moments.values())
+            adam(
+                [self.flat[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
+                decoupled_weight_decay=config.name == "adamw", lr=lr, weight_decay=decay,
+                beta1=config.betas[0], beta2=config.betas[1], eps=config.eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
         return norm
 
     def state(self) -> dict[str, Tensor]:
         """The moments by parameter name, and the step count."""
-        tensors: dict[str, Tensor] = {}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            flat = self._moment(moment)
-            for name in self.places:
-                tensors[f"{moment}.{name}"] = self._view(flat, name).cpu().clone()
-        first = self.optimizer.param_groups[0]["params"][0]
-        tensors["step"] = self.optimizer.state[first]["step"].cpu().clone()
-        return tensors
-
-    def _moment(self, moment: str) -> Tensor:
-        groups = [group["params"][0] for group in self.optimizer.param_groups]
-        return torch.cat([self.optimizer.state[group][moment] for group in groups])
+        tensors = {
+            f"{moment}.{name}": self._view(flat, name).cpu().clone()
+            for moment, flat in self.moments.items()
+            for name in self.places
+        }
+        return {**tensors, "step": self.groups[0][2].cpu().clone()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Continue from `state()`. Raises BadInput if the parameters were others."""
-        wanted = {f"{m}.{name}" for m in ("exp_avg", "exp_avg_sq") for name in self.places}
+        wanted = {f"{m}.{name}" for m in MOMENTS for name in self.places}
         if wanted | {"step"} != set(tensors):
             raise BadInput("the checkpoint's optimizer state belongs to another model")
-        flats = {}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            flats[moment] = torch.zeros_like(self.flat)
+        for moment, flat in self.moments.items():
             for name in self.places:
-                self._view(flats[moment], name).copy_(tensors[f"{moment}.{name}"])
-        offset = 0
-        for group in self.optimizer.param_groups:
-            parameter = group["params"][0]
-            end = offset + parameter.numel()
-            self.optimizer.state[parameter] = {
-                "step": tensors["step"].clone().to(parameter.device),
-                **{moment: flat[offset:end].clone() for moment, flat in flats.items()},
-            }
-            offset = end
+                self._view(flat, name).copy_(tensors[f"{moment}.{name}"])
+        for _, _, steps in self.groups:
+            steps.copy_(tensors["step"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,8 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int) -> list[list[tuple[fl
     batch = Batch(tokens, np.arange(len(ids)), np.zeros_like(tokens), length, row, places=places)
     with torch.no_grad():
         logits = checkpoint.model().logits(to_device(batch, torch.device("cpu")))
-    best = torch.softmax(logits.float(), 1).topk(min(top, logits.size(1)))
+    likely = torch.softmax(logits.float(), 1)[:, : len(tokenizer)]  # rows beyond have no piece
+    best = likely.topk(min(top, likely.size(1)))
     return [
         [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
         for pair in zip(best.values, best.indices, strict=True)
@@ -55,6 +57,8 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
     source = checkpoint.source or checkpoint.tokenizer
     columns: dict[str, Ragged | np.ndarray] = {}
     for name, column in zip(("tokens", "tokens_b"), zip(*texts, strict=True), strict=False):
+        if (head.columns or {}).get("uppercase"):
+            column = tuple(text.upper() for text in column)
         encoded = source.encode_batch(column)
         offsets = np.concatenate([[0], np.cumsum([len(e) for e in encoded])])
         columns[name] = Ragged(np.concatenate(encoded), offsets)
@@ -77,6 +81,8 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
     have exactly as many columns as there are texts. Raises BadInput naming file and line.
     """
     wanted = 2 if head.pair else 1
+    if path.suffix == ".csv":
+        raise BadInput(f"{path}: rows to predict are separated by tabs; give a .tsv file")
     columns = head.columns or {}
     names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
     try:
@@ -100,6 +106,8 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
             f"{path}:1: its header lacks the column {' or '.join(names)}; without a header each "
             f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
         )
+    if not named and not names[0].isdigit() and names[0] != "sequence":
+        print(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", file=sys.stderr)
     where = [header.index(name) for name in names] if named else list(range(wanted))
     texts = []
     for number, row in rows[1:] if named else rows:
@@ -117,10 +125,9 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return exponent / exponent.sum(1, keepdims=True)
 
 
-def as_lines(head: Head, outputs: np.ndarray, inputs: list[list[str]]) -> str:
+def as_lines(head: Head, outputs: np.ndarray, inputs: list[list[str]], title: str = "input") -> str:
     """A tab-separated table: the label and its probability, or the score, and the input."""
-    title = "label\tprobability\tinput" if head.kind == "classify" else "score\tinput"
-    lines = [title]
+    lines = [f"label\tprobability\t{title}" if head.kind == "classify" else f"score\t{title}"]
     for output, texts in zip(outputs, inputs, strict=True):
         shown = [f"{output[0]:.4f}"]
         if head.kind == "classify":

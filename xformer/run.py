@@ -84,7 +84,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
         if parent.exists() and not parent.is_dir():
             raise BadInput(f"run={path}: {parent} is a file; give a directory")
     known = path / "config.json"
-    strangers = [] if known.exists() or not path.is_dir() else sorted(
+    strangers = [] if not path.is_dir() or _is_run(known) else sorted(
         p.name for p in path.iterdir() if not p.name.startswith(".")
     )  # fmt: skip
     if strangers:
@@ -100,12 +100,19 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     except OSError:
         raise BadInput(f"run={path} is in use by another process") from None
     if overwrite:  # the checkpoints first, and last what makes it a run, lest this is cut short
-        for child in sorted(path.iterdir(), key=lambda p: (p == known, p.name)):
-            if child.is_dir():
-                shutil.rmtree(child)
-            elif child.name != ".lock":
-                child.unlink()
+        for name in ("checkpoints", "tensorboard"):
+            shutil.rmtree(path / name, ignore_errors=True)
+        for name in ("result.json", "log.jsonl", "config.json"):
+            (path / name).unlink(missing_ok=True)
     return Run(path, lock)
+
+
+def _is_run(config: Path) -> bool:
+    """Whether this config.json is a run's; checkpoints and other libraries have one too."""
+    if not config.exists():
+        return False
+    content = read_json(config)
+    return isinstance(content, dict) and "identity" in content
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -100,13 +100,13 @@ class Recipe(Settings):
     """Everything a run is."""
 
     data: DataConfig
-    run: str
+    run: str = Field(min_length=1)
     """Directory of the run; started again with the same settings, it goes on where it was."""
     init: str | None = None
     """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
     head: HeadKind
     """What to predict: masked tokens, a class, or a score."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of order, masks, dropout and fresh weights."""
     mapping: str = "none"
     """What the store's ids mean to the model: none, ids, shift:K, random:SEED, symbols:SEED,
@@ -500,6 +500,10 @@ def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: flo
     mark = _pause(state, mark)
     since = state.since_log
     loss = total / max(count, 1)
+    if not math.isfinite(loss):
+        raise Failure(
+            f"the loss is not finite at step {state.step}; the newest checkpoint is from before"
+        )
     values: dict[str, Any] = {"loss": loss}
     if job.recipe.head == "mlm":
         values["perplexity"] = math.exp(min(loss, 700))

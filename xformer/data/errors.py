@@ -53,6 +53,7 @@ def run(main: Callable[[], None]) -> None:
             errno.EROFS,
             errno.EIO,
             errno.EFBIG,
+            errno.ENAMETOOLONG,
         ):
             raise
         where = f": {error.filename}" if error.filename else ""

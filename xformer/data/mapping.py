@@ -7,7 +7,8 @@
     symbols:SEED    each non-text symbol to a random subword (Kao & Lee 2021, section 2.2)
     unused:SEED     the ablation of `symbols` that uses the vocabulary's unused entries alone
 
-Special tokens keep their meaning. Entries such as [unused7] are never a target of `random` or
+Special tokens keep their meaning (`shift` moves every id of the store; the special tokens around a
+row are added after it). Entries such as [unused7] are never a target of `random` or
 `symbols`: their vectors were never trained, and they bring a model down to scratch (Kao & Lee
 2021).
 """

@@ -104,16 +104,19 @@ def activate(x: Tensor, name: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
+def _table(rows: int, columns: int) -> nn.Embedding:
+    # with a weight given, torch does not initialise it: that imports sympy and more, 1.5 s
+    return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
+
+
 class Embeddings(nn.Module):
     """Word, position and segment vectors, summed and normalised (also before pre-LN layers)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden)
-        self.position = nn.Embedding(config.max_positions, config.hidden)
-        self.segment = (
-            nn.Embedding(config.token_types, config.hidden) if config.token_types else None
-        )
+        self.word = _table(config.vocab_size, config.hidden)
+        self.position = _table(config.max_positions, config.hidden)
+        self.segment = _table(config.token_types, config.hidden) if config.token_types else None
         self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
         self.dropout = config.dropout
 

@@ -15,7 +15,7 @@ class Clean(Settings):
     """Re-initialise every weight: the from-scratch twin (Zhang et al. 2021, 4)."""
 
     op: Literal["clean"] = "clean"
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)
     """Seed of the fresh values; absent: the run's."""
 
 
@@ -23,7 +23,7 @@ class CleanEmbeddings(Settings):
     """Re-initialise the word embeddings alone (Kao & Lee 2021, 3.2: re-emb)."""
 
     op: Literal["clean_embeddings"] = "clean_embeddings"
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)
     """Seed of the fresh values; absent: the run's."""
 
 
