@@ -553,11 +553,8 @@ def _save(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Sta
     path = run.checkpoint_path(state.step)
     try:
         checkpoints.save(made, path, True, optimizer.state(), asdict(state))
-    except Exception as error:
-        # safetensors and tokenizers report a full disk by exceptions of their own
-        if not (isinstance(error, OSError) or "os error" in str(error)):
-            raise
-        raise Failure(f"{path} could not be written: {error}; older checkpoints are kept") from None
+    except (OSError, Failure) as error:
+        raise Failure(f"{error}; no checkpoint of step {state.step}, older ones are kept") from None
     run.prune(state.best_step)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 
@@ -30,9 +30,12 @@ def write_json(path: Path, value: Any) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -84,8 +87,11 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         else:
             temporary.rename(path)
         sync(path.absolute().parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        # safetensors and tokenizers report a full disk by exceptions of their own
+        if not isinstance(error, OSError) and "os error" in str(error):
+            raise Failure(f"{path} could not be written: {error}") from None
         raise
 
 
