@@ -534,3 +534,12 @@ def test_chunks_hold_every_row_once_in_order_of_length() -> None:
 def test_ragged_arange() -> None:
     starts, lengths = np.array([7, 0, 100, 5]), np.array([3, 0, 1, 2])
     assert ragged_arange(starts, lengths).tolist() == [7, 8, 9, 100, 5, 6]
+
+
+def test_share_truncated_counts_rows_that_lose_tokens() -> None:
+    """Lengths 1 to 10 with two special tokens in 8: those of 7 and more are cut."""
+    lengths = np.arange(1, 11)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    column = Ragged(np.full(offsets[-1], 5), offsets)
+    rows = Assembler(Split("train", 10, 55, {"tokens": column}), tokenizers.symbols("ACGT"), 8)
+    assert rows.share_truncated() == pytest.approx(0.4)

@@ -88,6 +88,13 @@ class Assembler:
             return np.minimum(a, budget), np.zeros_like(a)
         return truncate(a, columns["tokens_b"].lengths(rows), budget)
 
+    def share_truncated(self, most: int = 100_000) -> float:
+        """Share of rows that lose tokens to `max_tokens`, among the first `most`."""
+        rows = np.arange(min(self.split.rows, most))
+        texts = (name for name in ("tokens", "tokens_b") if name in self.split.columns)
+        whole = sum(self.split.columns[name].lengths(rows) for name in texts)
+        return float((whole + self.extra > self.max_tokens).mean()) if len(rows) else 0.0
+
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Tokens of each row in a batch, special ones included."""
         a, b = self.lengths(rows)
