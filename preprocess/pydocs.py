@@ -96,7 +96,7 @@ def docstrings(library: Path) -> Iterator[tuple[str, str]]:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # old escapes in other people's strings
                     tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):
+            except (SyntaxError, ValueError):  # a template, or a test of bad source
                 continue
             name = ".".join(path.relative_to(library).parts)
             yield from _definitions(tree, name.removesuffix(".py").removesuffix(".__init__"))
