@@ -15,9 +15,11 @@ of every passage, so that none gives itself away. The text is the Python Softwar
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sysconfig
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from preprocess.arguments import add_output, check_output
 from preprocess.progress import progress
 from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
@@ -282,3 +285,17 @@ def write(output: Path, overwrite: bool) -> dict[str, int]:
         "words": words,
         "held-out documents": len(valid),
     } | {f"{split} passages": len(rows) for split, rows in task.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pydocs`."""
+    add_output(parser, "DIR")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the demonstration's raw files."""
+    check_output(arguments.output, arguments.overwrite, "english.txt")
+    started = time.monotonic()
+    counts = write(arguments.output, arguments.overwrite)
+    found = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    print(f"{arguments.output}: {found}, {time.monotonic() - started:.1f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -13,6 +14,7 @@ import numpy as np
 
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
+from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 
 BLOCK = 2**22  # values read at once
@@ -160,3 +162,32 @@ def verify(path: Path) -> None:
         bad += [f"{path / name} block {block} (of {CHECKED} bytes)" for block in wrong]
     if bad:
         raise Failure(f"damaged: {', '.join(bad)}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `stats`."""
+    parser.add_argument("store", type=Path, metavar="STORE", help="The store's directory.")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+        help="Also write the numbers to this file (default: the screen alone).")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print, and perhaps write, a store's description."""
+    if arguments.json is not None and arguments.json.is_dir():
+        raise BadInput(f"{arguments.json} is a directory; give a file")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise BadInput(f"{arguments.json.parent} does not exist")
+    found = describe(open_store(arguments.store))
+    show(found)
+    if arguments.json is not None:
+        write_json(arguments.json, found)
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `verify`."""
+    parser.add_argument("store", type=Path, metavar="STORE", help="The store's directory.")
+
+
+def run_verify(arguments: argparse.Namespace) -> None:
+    """Verify a store."""
+    verify(arguments.store)

@@ -17,7 +17,9 @@ Many sequences are made at once, one time step after the other, in arrays of (ti
 
 from __future__ import annotations
 
+import argparse
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +27,20 @@ from typing import Any
 
 import numpy as np
 
+from preprocess.arguments import (
+    add_output,
+    check_output,
+    length_range,
+    number,
+    origin,
+    share,
+    summarise,
+)
 from preprocess.progress import progress
 from preprocess.stats import id_counts
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
-from xformer.data.store import SplitWriter, Store, create_store
+from xformer.data.store import SplitWriter, Store, create_store, open_store
 
 BLOCK = 2**20  # tokens made at once
 SPECIAL = 5  # ids 0 to 4
@@ -203,3 +214,50 @@ def write_store(
         )
         store.finish("text", [], None, {**origin, "synthetic": made})
         return store.splits
+
+
+ABOUTS = {
+    "uniform": "Tokens drawn one by one, all alike.",
+    "zipf": "Tokens drawn one by one by frequency: a store's, or 1 / rank.",
+    "nesting": "A stack grammar: nested pairs of equal tokens.",
+    "flat": "Pairs of equal tokens that need not nest.",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options of `synthetic NAME`."""
+    parser.set_defaults(generator=name, frequencies=None, push=0.4)
+    add = parser.add_argument
+    add("--tokens", type=number(1), required=True, metavar="N",
+        help="Tokens of the split train; a twentieth more makes the split valid.")  # fmt: skip
+    add("--lengths", type=length_range, default=(90, 120), metavar="LEAST:MOST",
+        help="Tokens in a sequence, drawn evenly (default: 90:120).")  # fmt: skip
+    add("--vocab-size", type=number(6), metavar="N", help="Ids of the vocabulary, five special "
+        "ones included (default: that of --frequencies, or 30000).")  # fmt: skip
+    add("--distinct", type=number(1), metavar="N", help="Different tokens that occur; the most "
+        "frequent, else the first (default: all).")  # fmt: skip
+    add("--seed", type=number(0), default=0, metavar="N",
+        help="Draws the corpus (default: %(default)s).")  # fmt: skip
+    if name != "uniform":
+        add("--frequencies", type=Path, metavar="STORE", help="Draw tokens as often as they "
+            "occur in this store, never its special ones (default: "
+            f"{'1 / rank' if name == 'zipf' else 'all alike'}).")  # fmt: skip
+    if name in ("nesting", "flat"):
+        add("--push", type=share, default=0.4, metavar="P", help="The probability that a step "
+            "opens a pair (default: %(default)s).")  # fmt: skip
+    add_output(parser, "STORE")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Make an artificial corpus."""
+    check_output(arguments.output, arguments.overwrite, "store.json")
+    frequencies = open_store(arguments.frequencies) if arguments.frequencies else None
+    corpus = Corpus(
+        arguments.generator, arguments.tokens, arguments.lengths, arguments.seed,
+        arguments.distinct, arguments.push,
+    )  # fmt: skip
+    started = time.monotonic()
+    written = write_store(
+        arguments.output, corpus, arguments.vocab_size, frequencies, origin(), arguments.overwrite
+    )
+    summarise(arguments.output, written, started)

@@ -7,7 +7,9 @@ it in `preprocess/cli.py`'s table.
 
 from __future__ import annotations
 
+import argparse
 import math
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,9 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from preprocess.arguments import add_output, check_output, number, origin, summarise
 from preprocess.binarize import BATCH, sources
 from preprocess.progress import progress
 from preprocess.words import Encoder
+from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
@@ -261,3 +265,34 @@ def input_files(source: Path, endings: Sequence[str]) -> dict[str, Path]:
         if path.stat().st_size == 0:
             raise BadInput(f"{path} is empty")
     return files
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None]) -> None:
+    """The options of every task, with `add_own` for those of its own."""
+    add = parser.add_argument
+    add("--input", type=Path, required=True, metavar="FILE|DIR",
+        help="The raw file, or a directory that holds the train, valid (or dev) and test "
+        "files. A single file is split 90/5/5.")  # fmt: skip
+    add("--tokenizer", type=Path, metavar="TOK", help="The directory of a tokenizer, a store or a "
+        "checkpoint (default: the alphabet of the task, if it has one).")  # fmt: skip
+    add("--seed", type=number(0), default=0, metavar="N",
+        help="Draws the splits of a single file (default: %(default)s).")  # fmt: skip
+    add_own(parser)
+    add_output(parser, "STORE")
+
+
+def run(read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespace) -> None:
+    """Encode a labelled task into a store."""
+    check_output(arguments.output, arguments.overwrite, "store.json")
+    if not arguments.input.exists():
+        raise BadInput(f"{arguments.input} does not exist")
+    task = read(arguments)
+    tokenizer = tokenizers.load(arguments.tokenizer) if arguments.tokenizer else task.tokenizer
+    if tokenizer is None:
+        raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")
+    started = time.monotonic()
+    written = write_task(
+        task, arguments.output, tokenizer, arguments.seed, origin(), arguments.overwrite
+    )
+    size = sum(path.stat().st_size for path in task.files)
+    summarise(arguments.output, written, started, size)

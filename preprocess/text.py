@@ -7,16 +7,21 @@ that the ids are those of the whole document.
 
 from __future__ import annotations
 
+import argparse
 import codecs
+import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.binarize import BATCH, RowCutter, not_utf8, sources
+from preprocess.arguments import add_output, check_output, expression, number, origin, summarise
+from preprocess.binarize import BATCH, RowCutter, check_files, not_utf8, sources
 from preprocess.progress import progress
 from preprocess.words import Encoder
+from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
@@ -170,3 +175,44 @@ def write_store(
         origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
         store.finish("text", [], None, origin)
         return store.splits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `text`."""
+    add = parser.add_argument
+    add("--input", type=Path, nargs="+", required=True, metavar="FILE",
+        help="Raw text in UTF-8, for the split train.")  # fmt: skip
+    for split in ("valid", "test"):
+        add(f"--{split}", type=Path, nargs="+", default=[], metavar="FILE",
+            help=f"Raw text for the split {split} (default: no such split).")  # fmt: skip
+    add("--tokenizer", type=Path, required=True, metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint.")  # fmt: skip
+    add("--max-tokens", type=number(1), default=510, metavar="N", help="Tokens in a row at most; "
+        "longer documents are cut into several rows (default: %(default)s).")  # fmt: skip
+    add("--lines", action="store_true", help="Every line is a document (default: documents are "
+        "separated by blank lines).")  # fmt: skip
+    add("--skip-lines", type=expression, metavar="REGEX", help="Leave out lines in which this "
+        r"expression is found, such as '^\[\d+\]' for footnotes (default: none).")  # fmt: skip
+    add("--workers", type=number(1, 4096), metavar="N",
+        help="Threads that encode (default: all cores).")  # fmt: skip
+    add_output(parser, "STORE")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Encode text files into a store."""
+    splits = {"train": arguments.input, "valid": arguments.valid, "test": arguments.test}
+    splits = {name: paths for name, paths in splits.items() if paths}
+    files = [path for paths in splits.values() for path in paths]
+    check_output(arguments.output, arguments.overwrite, "store.json")
+    check_files(files)
+    if arguments.workers:  # read by the tokenizers' thread pool when it starts
+        os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
+    tokenizer = tokenizers.load(arguments.tokenizer)
+    options = TextOptions(arguments.lines, arguments.skip_lines)
+    started = time.monotonic()
+    written = write_store(
+        arguments.output, splits, tokenizer, options, arguments.max_tokens, origin(),
+        arguments.overwrite,
+    )  # fmt: skip
+    size = sum(path.stat().st_size for path in files)
+    summarise(arguments.output, written, started, size)

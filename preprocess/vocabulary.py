@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from preprocess.arguments import add_output, check_output, number
+from preprocess.binarize import check_files
 from preprocess.progress import Progress, progress
 from preprocess.text import TextOptions, read_documents
 from xformer.data import tokenizers
@@ -84,3 +88,45 @@ def save(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None
     """Write the tokenizer's directory, whole or not at all."""
     with atomic_directory(output, overwrite) as directory:
         tokenizer.save(directory)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tokenizer`."""
+    add = parser.add_argument
+    add("--kind", choices=tokenizers.KINDS, required=True, help="wordpiece: BERT's; bpe: RoBERTa's "
+        "byte-level pairs; unigram: SentencePiece; symbols: one id a character.")  # fmt: skip
+    add("--input", type=Path, nargs="+", metavar="FILE", default=[],
+        help="Raw text in UTF-8.")  # fmt: skip
+    add("--vocab-size", type=number(6), metavar="N", help="Pieces in the vocabulary, the five "
+        "special tokens included; a small text may give fewer.")  # fmt: skip
+    add("--cased", action="store_true", help="Keep upper case and accents in wordpiece (default: "
+        "lower-cased; the other kinds are always cased).")  # fmt: skip
+    add("--alphabet", metavar="LETTERS", help="The letters of a symbols tokenizer, in the order of "
+        "their ids; then neither --input nor --vocab-size is needed.")  # fmt: skip
+    add_output(parser, "TOK")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Learn a vocabulary, or write down an alphabet."""
+    kind, output = arguments.kind, arguments.output
+    check_output(output, arguments.overwrite, tokenizers.META, ("store.json", "config.json"))
+    started = time.monotonic()
+    if arguments.alphabet is not None:
+        if kind != "symbols":
+            raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")
+        if arguments.input:
+            raise BadInput("give either --alphabet or --input, not both")
+        tokenizer = tokenizers.symbols(arguments.alphabet)
+    else:
+        for option in ("input", "vocab_size"):
+            if not getattr(arguments, option):
+                raise BadInput(f"--{option.replace('_', '-')} is required for --kind {kind}")
+        check_files(arguments.input)
+        tokenizer = learn(
+            kind, arguments.input, arguments.vocab_size, lowercase=not arguments.cased
+        )
+    save(tokenizer, output, arguments.overwrite)
+    fewer = arguments.vocab_size and kind != "symbols" and len(tokenizer) < arguments.vocab_size
+    note = " (the text holds no more)" if fewer else ""
+    seconds = time.monotonic() - started
+    print(f"{output}: {kind} tokenizer of {len(tokenizer):,} pieces{note}, {seconds:.1f} s")

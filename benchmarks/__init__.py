@@ -1,0 +1,1 @@
+"""Side-by-side measurements; `docs/benchmarks.md` holds what they printed."""

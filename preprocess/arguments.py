@@ -1,0 +1,120 @@
+"""What the sub-commands of `preprocess.py` share: argument types, the checks of an output before
+any work, the record of the command, the one-line summary."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from xformer.data.errors import BadInput
+from xformer.data.files import refuse_existing
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaint is one line that suggests the nearest valid choice."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            valid = re.sub(r"'", "", wrong[2])
+            near = get_close_matches(wrong[1], valid.split(", "), 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            where = message[: wrong.start()].removeprefix("argument ")
+            message = f"{where}{wrong[1]!r} is none of {valid}{hint}"
+        elif wrong := re.match(r"unrecognized arguments: (\S+)", message):
+            options = [option for action in self._actions for option in action.option_strings]
+            near = get_close_matches(wrong[1].split("=")[0], options, 1, 0.5)
+            message += f"; did you mean {near[0]}?" if near else f" (see {self.prog} --help)"
+        raise BadInput(message)
+
+
+def number(least: int, most: int = 2**62) -> Callable[[str], int]:
+    """An argument type: a whole number between `least` and `most`, `_` and `,` allowed in it."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text.replace(",", ""))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"{value} is not allowed; it must be {bound}")
+        return value
+
+    return parse
+
+
+def expression(text: str) -> re.Pattern[str]:
+    """An argument type: a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+
+
+def length_range(text: str) -> tuple[int, int]:
+    """An argument type: LEAST:MOST, or one length."""
+    least, _, most = text.partition(":")
+    try:
+        found = int(least), int(most or least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LEAST:MOST, such as 90:120") from None
+    if not 1 <= found[0] <= found[1] <= 2**14:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 1 <= LEAST <= MOST <= {2**14}")
+    return found
+
+
+def share(text: str) -> float:
+    """An argument type: a number above 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    """`--output` and `--overwrite`."""
+    parser.add_argument("--output", type=Path, required=True, metavar=what,
+        help="The directory to write. It appears whole, or not at all.")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true",
+        help="Replace the output if it exists (default: refuse).")  # fmt: skip
+
+
+def check_output(path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...] = ()) -> None:
+    """Raise BadInput if `path` may not be written: it exists without --overwrite, or it is not a
+    directory of the same kind (one that holds `mark` and nothing named in `foreign`)."""
+    refuse_existing(path, overwrite)
+    if path.exists() and (
+        not (path / mark).is_file() or any((path / name).exists() for name in foreign)
+    ):
+        raise BadInput(f"{path} is something else than this command writes: it is not overwritten")
+
+
+def origin() -> dict[str, Any]:
+    """Where a store comes from: the command line, as it was typed."""
+    return {"command": ["preprocess.py", *sys.argv[1:]]}
+
+
+def summarise(
+    output: Path, splits: dict[str, dict[str, Any]], started: float, size: int = 0
+) -> None:
+    """Print the one line that says what was written, and how fast (`size`: bytes read)."""
+    seconds = max(time.monotonic() - started, 1e-9)
+    parts = [f"{name} {split['rows']:,} rows, {split['tokens']:,} tokens"
+             for name, split in splits.items()]  # fmt: skip
+    tokens = sum(split["tokens"] for split in splits.values())
+    rate = (
+        f"{size / 1e6 / seconds:.1f} MB/s" if size else f"{tokens / 1e6 / seconds:.1f} M tokens/s"
+    )
+    print(f"{output}: {'; '.join(parts)}; {seconds:.1f} s, {rate}")
