@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from preprocess import dna, pydocs, stats, synthetic, tasks, text, tsv, vocabulary
+from preprocess import (dna, glue, music, protein, pydocs, sequences, stats, synthetic, tasks, text, tsv, vocabulary)
 from preprocess.arguments import Parser
 from xformer.data.errors import Interrupted
 
@@ -60,12 +60,20 @@ COMMANDS = {
 }
 TASKS = {
     "tsv": Reader(
-        tsv.add_arguments, tsv.read, "Any delimited file with columns of text, label or score."
+        tsv.add_arguments,
+        tsv.read,
+        "Any delimited file, JSON lines or parquet with columns of text, label or score.",
     ),
+    **{name: Reader(glue.add_arguments, partial(glue.read, name=name), task.about)
+       for name, task in glue.TASKS.items()},
     "dna/splice": Reader(
         dna.add_arguments, dna.read, "The UCI splice-junction file: 60 letters, EI, IE or N."
     ),
-}
+    **{name: Reader(partial(sequences.add_arguments, form=form),
+                    partial(sequences.read, form=form), (dna.ABOUTS | protein.ABOUTS)[name])
+       for name, form in (dna.TASKS | protein.TASKS).items()},
+    "music/maestro": Reader(music.add_arguments, music.read, music.ABOUT),
+}  # fmt: skip
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """Labelled examples -> a store with a `label` column: what every task's reader returns, the checks
-and the splitting they share, and the table of task names.
+and the splitting they share.
 
 To add a task: write a module with `add_arguments(parser)` and `read(arguments) -> Task`, and name
 it in `preprocess/cli.py`'s table.
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+import sys
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,16 +24,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from preprocess.arguments import add_output, check_output, number, origin, summarise
-from preprocess.binarize import BATCH, sources
+from preprocess.bad import BadRows
+from preprocess.binarize import BATCH, check_files, sources
 from preprocess.progress import progress
+from preprocess.tables import ending
 from preprocess.words import Encoder
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
-from xformer.data.store import SplitWriter, create_store
+from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
+SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
 SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is `train`
 MAX_CLASSES = 1000
 
@@ -43,6 +49,9 @@ class Row(NamedTuple):
     label: str | None
     file: Path
     line: int
+    id: str | None = None  # the source's own name for it
+    group: str | None = None  # rows of a group are judged together, as segments of one piece
+    key: str | None = None  # equal keys are never drawn into two splits (None: the texts)
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ class Task:
     """What a reader makes of its arguments.
 
     `rows` reads everything anew each time it is called. `labels` fixes the classes and their order
-    (None: the sorted names found). `columns` says which column of the raw file is which, for
-    programs that read such files later. `tokenizer` is used where the user gives none.
+    (None: the sorted names found in training). `columns` says which column of the raw file is
+    which, for programs that read such files later. `tokenizer` is used where the user gives none.
     """
 
     rows: Callable[[], Iterator[Row]]
@@ -59,6 +68,7 @@ class Task:
     kind: str  # "class" or "score"
     metric: str
     columns: dict[str, Any]
+    bad: BadRows
     labels: list[str] | None = None
     tokenizer: Tokenizer | None = None
     pairs: bool = False
@@ -66,11 +76,14 @@ class Task:
 
 @dataclass
 class Survey:
-    """What one pass over the rows finds: counts, the labels' first places, each text's key."""
+    """What one pass over the rows finds: counts, labels, each text's key, whether ids are given."""
 
     rows: dict[str, int] = field(default_factory=dict)
-    first: dict[str, dict[str, str]] = field(default_factory=dict)  # split -> label -> file:line
+    labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> label -> rows
+    first: dict[str, str] = field(default_factory=dict)  # label -> file:line
     keys: array[int] = field(default_factory=lambda: array("Q"))
+    ids: bool = False
+    groups: bool = False
 
 
 def check_metric(kind: str, metric: str | None) -> str:
@@ -93,8 +106,9 @@ def write_task(
 ) -> dict[str, dict[str, Any]]:
     """Check every row, then encode and write them all. Returns rows and tokens of every split.
 
-    A source without splits is divided 90/5/5 by `seed`; equal texts stay together. The label
-    column is int64 (a class id, -1 where a test row has none) or float32 (NaN where none).
+    A source without splits is divided 90/5/5 by `seed`; equal texts, and rows of one group, stay
+    together. The label column is int64 (a class id; UNLABELLED where a row has none, UNSEEN where
+    its class is in no row of training) or float32 (NaN where none).
     Raises BadInput naming file and line of a label or score that cannot be.
     """
     survey = _survey(task, seed)
@@ -102,33 +116,63 @@ def write_task(
     if drawn is not None:
         origin = {**origin, "seed": seed}
         survey = _survey(task, seed, drawn)
-    labels = _class_names(task, survey, drawn is not None) if task.kind == "class" else []
-    names: list[str] = [name for name in ("train", "valid", "test") if name in survey.rows]
+    labels = _class_names(task, survey) if task.kind == "class" else []
+    unseen = _unseen(survey, labels) if task.kind == "class" else {}
+    order = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
+    names: list[str] = [name for name in order if name in survey.rows]
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
-    columns = {**dict.fromkeys(texts, ""), "label": _dtype(task.kind)}
-    with create_store(output, tokenizer, columns, texts, overwrite) as store:
+    columns = {**dict.fromkeys(texts, ""), "label": "int64" if labels else "float32"}
+    columns |= {"id": "uint8"} if survey.ids else {}
+    columns |= {"group": "int64"} if survey.groups else {}
+    ragged = [*texts, "id"] if survey.ids else texts
+    with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
-            encoder = Encoder(tokenizer)
+            writer = _Writer(splits, Encoder(tokenizer), labels)
             with progress("encoding", sum(survey.rows.values()), "rows") as shown:
                 for batch in _batches(_rows(task, drawn)):
-                    _append(splits, batch, encoder, labels)
+                    writer.append(batch)
                     shown.add(len(batch))
         origin = {**origin, "sources": sources(task.files), "columns": task.columns}
+        origin |= task.bad.as_origin() | ({"unseen": unseen} if unseen else {})
         # splits close in reverse; the store lists them in their usual order
         store.splits = {name: store.splits[name] for name in names}
         store.finish(task.kind, labels, task.metric, origin)
         return store.splits
 
 
-def _dtype(kind: str) -> str:
-    return "int64" if kind == "class" else "float32"
-
-
 def _rows(task: Task, drawn: Sequence[str] | None) -> Iterator[Row]:
-    if drawn is None:
-        return task.rows()
-    return (row._replace(split=split) for row, split in zip(task.rows(), drawn, strict=True))
+    """The rows that can be used, each with its split."""
+    splits = iter(drawn) if drawn is not None else None
+    ids: set[bytes] = set()
+    for row in task.rows():
+        reason = _wrong(task, row)
+        if reason is None and row.id is not None:
+            name = blake2b(f"{row.split}\0{row.id}".encode(), digest_size=16).digest()
+            reason = f"an earlier row has the id {row.id!r} too" if name in ids else None
+            ids.add(name)
+        if reason is not None:
+            task.bad(row.file, row.line, reason)
+        else:
+            yield row if splits is None else row._replace(split=next(splits))
+
+
+def _wrong(task: Task, row: Row) -> str | None:
+    if row.label is None:
+        return "the label is empty" if row.split in ("train", "valid", "") else None
+    if task.kind == "score":
+        fine = math.isfinite(_number(row.label))
+        return None if fine else f"the score {row.label!r} is not a number"
+    if task.labels and row.label not in task.labels:
+        return f"label {row.label!r} is none of {', '.join(task.labels)}"
+    return None
+
+
+def _number(label: str) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        return math.nan
 
 
 def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey:
@@ -136,36 +180,23 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
     salt = seed.to_bytes(8, "little", signed=True)
     for row in _rows(task, drawn):
         survey.rows[row.split] = survey.rows.get(row.split, 0) + 1
-        if row.label is None and row.split in ("train", "valid", ""):
-            raise BadInput(f"{row.file}:{row.line}: the label is empty")
-        if task.kind == "score" and row.label is not None:
-            _number(row)
-        elif row.label is not None:
-            first = survey.first.setdefault(row.split, {})
-            if row.label not in first:
-                first[row.label] = f"{row.file}:{row.line}"
-                if len(first) > MAX_CLASSES:
-                    raise BadInput(
-                        f"{row.file}: the label column holds more than {MAX_CLASSES} classes; "
-                        "are these numbers (--kind score)?"
-                    )
+        if task.kind == "class" and row.label is not None:
+            survey.labels.setdefault(row.split, Counter())[row.label] += 1
+            survey.first.setdefault(row.label, f"{row.file}:{row.line}")
+            if len(survey.first) > MAX_CLASSES:
+                raise BadInput(
+                    f"{row.file}: the label column holds more than {MAX_CLASSES} classes; "
+                    "are these numbers (--kind score)?"
+                )
+        survey.ids |= row.id is not None
+        survey.groups |= row.group is not None
         if not row.split:
-            text = "\0".join(text.strip() for text in row.texts).encode()
-            key = blake2b(text, digest_size=8, salt=salt).digest()
+            text = row.key or "\0".join(text.strip() for text in row.texts)
+            key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
             survey.keys.append(int.from_bytes(key, "little"))
     if not survey.rows:
         raise BadInput(f"{task.files[0]} holds no example")
     return survey
-
-
-def _number(row: Row) -> float:
-    try:
-        value = float(row.label or "")
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise BadInput(f"{row.file}:{row.line}: the score {row.label!r} is not a number")
-    return value
 
 
 def _draw_splits(task: Task, survey: Survey) -> list[str]:
@@ -186,17 +217,27 @@ def _draw_splits(task: Task, survey: Survey) -> list[str]:
     return [names[i] for i in of_key[group]]
 
 
-def _class_names(task: Task, survey: Survey, drawn: bool) -> list[str]:
-    labels = task.labels or sorted(survey.first.get("train", {}))
-    for split, first in survey.first.items():
-        for label in sorted(set(first) - set(labels)):
-            if task.labels:
-                raise BadInput(f"{first[label]}: label {label!r} is not among --labels")
-            hint = "; another --seed may draw it there" if drawn else ""
-            raise BadInput(f"{first[label]}: label {label!r} is in {split} and not in train{hint}")
+def _class_names(task: Task, survey: Survey) -> list[str]:
+    labels = task.labels or sorted(survey.labels.get("train", ()))
     if len(labels) < 2:
         raise BadInput(f"{task.files[0]}: there is one class only, {', '.join(labels)}")
     return labels
+
+
+def _unseen(survey: Survey, labels: list[str]) -> dict[str, dict[str, int]]:
+    """split -> class -> rows of the classes that training has not; says so on standard error."""
+    found: dict[str, dict[str, int]] = {}
+    for split, counts in survey.labels.items():
+        if unseen := {label: n for label, n in sorted(counts.items()) if label not in labels}:
+            found[split] = unseen
+            named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
+            more = ", ..." if len(unseen) > 5 else ""
+            print(
+                f"warning: {sum(unseen.values())} rows of {split} are of {len(unseen)} classes that"
+                f" training has not ({named}{more}); they count as wrong",
+                file=sys.stderr,
+            )
+    return found
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -213,70 +254,116 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _append(
-    splits: dict[str, SplitWriter], batch: list[Row], encoder: Encoder, labels: list[str]
-) -> None:
-    class_ids = {label: i for i, label in enumerate(labels)}
-    for name, split in splits.items():
-        rows = [row for row in batch if row.split == name]
-        if rows:
-            for i, column in enumerate(split.offsets):
-                split.append_ragged(column, *encoder.encode([row.texts[i] for row in rows]))
-            split.append("label", np.array([_label(row, class_ids) for row in rows]))
+class _Writer:
+    """Appends rows to their splits."""
+
+    def __init__(self, splits: dict[str, SplitWriter], encoder: Encoder, labels: list[str]):
+        self.splits, self.encoder = splits, encoder
+        self.class_ids = {label: i for i, label in enumerate(labels)}
+        self.groups: dict[str, dict[str, int]] = {name: {} for name in splits}
+
+    def append(self, batch: list[Row]) -> None:
+        for name, split in self.splits.items():
+            rows = [row for row in batch if row.split == name]
+            if not rows:
+                continue
+            for i, column in enumerate(c for c in ("tokens", "tokens_b") if c in split.offsets):
+                split.append_ragged(column, *self.encoder.encode([row.texts[i] for row in rows]))
+            split.append("label", np.array([self._label(row.label) for row in rows]))
+            if "id" in split.offsets:
+                split.append_texts("id", [row.id or "" for row in rows])
+            if "group" in split.writers:
+                groups = self.groups[name]
+                numbers = [groups.setdefault(row.group or "", len(groups)) for row in rows]
+                split.append("group", np.array(numbers))
+
+    def _label(self, label: str | None) -> float:
+        if self.class_ids:
+            return UNLABELLED if label is None else self.class_ids.get(label, UNSEEN)
+        return math.nan if label is None else _number(label)
 
 
-def _label(row: Row, class_ids: dict[str, int]) -> float:
-    if class_ids:
-        return -1 if row.label is None else class_ids[row.label]
-    return math.nan if row.label is None else _number(row)
+# -------------------------------------------------------------------------------- the files
 
 
-def find_splits(directory: Path, endings: Sequence[str]) -> dict[str, Path]:
-    """split -> file for a directory with train, valid (or dev) and test files of one ending.
+def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[str, list[Path]]:
+    """split -> files, from --input (a directory, or one file, whose split is "") and from --train,
+    --valid and --test, which go before what the directory holds.
 
-    Raises BadInput if there is no training file, or files of several endings.
+    Raises BadInput where a file is missing or empty, or there is none for training.
     """
-    stems = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid"}
-    stems["test"] = "test"
-    found: dict[str, Path] = {}
-    for path in sorted(directory.iterdir()):
-        split = stems.get(path.stem)
-        if split is None or path.suffix not in endings or not path.is_file():
-            continue
-        if split in found:
-            raise BadInput(
-                f"{directory} holds both {found[split].name} and {path.name}: which is {split}?"
-            )
-        found[split] = path
-    if "train" not in found:
-        raise BadInput(f"{directory} holds no training file (train{', train'.join(endings)})")
-    if len({path.suffix for path in found.values()}) > 1:
-        names = ", ".join(path.name for path in found.values())
-        raise BadInput(f"{directory} holds files of several endings: {names}")
-    return {name: found[name] for name in ("train", "valid", "test") if name in found}
+    source: Path | None = arguments.input
+    given = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
+    given = {name: paths for name, paths in given.items() if paths}
+    if source is None and "train" not in given:
+        raise BadInput("give --input FILE|DIR, or --train FILE")
+    if source is None:
+        files = given
+    elif source.is_dir():
+        files = find_splits(source, endings) | given
+        if "train" not in files:
+            raise BadInput(f"{source} holds no training file (train{', train'.join(endings)})")
+    elif given:
+        raise BadInput(f"--{next(iter(given))} goes with a directory; {source} is a file")
+    else:
+        files = {"": [source]}
+    for paths in files.values():
+        check_files(paths)
+    return {name: files[name] for name in ("", "train", "valid", "test") if name in files}
 
 
-def input_files(source: Path, endings: Sequence[str]) -> dict[str, Path]:
-    """split -> file; a single file has the split "". Raises BadInput, also for empty files."""
-    files = find_splits(source, endings) if source.is_dir() else {"": source}
-    for path in files.values():
-        if not path.is_file():
-            raise BadInput(f"{path} does not exist")
-        if path.stat().st_size == 0:
-            raise BadInput(f"{path} is empty")
-    return files
+def find_splits(directory: Path, endings: Sequence[str]) -> dict[str, list[Path]]:
+    """split -> files of a directory: `train.tsv`, `dev.tsv`, else names that end so or are parts of
+    a whole, as `sts-train.csv` or `validation-00000-of-00001.parquet`.
+
+    Raises BadInput where two files could be the same split, or they have several endings.
+    """
+    names = "|".join(SPLITS)
+    if not directory.is_dir():
+        raise BadInput(f"{directory} does not exist")
+    files = [p for p in sorted(directory.iterdir()) if p.is_file() and ending(p) in endings]
+    found: dict[str, list[Path]] = {}
+    for pattern in (rf"({names})", rf"(?:.*[-_.])?({names})(-\d+-of-\d+)?"):
+        for path in files:
+            stem = path.name.removesuffix(path.suffix if ending(path) == path.suffix else
+                                          f"{ending(path)}{path.suffix}")  # fmt: skip
+            match = re.fullmatch(pattern, stem)
+            if match is None:
+                continue
+            others = found.setdefault(SPLITS[match[1]], [])
+            if others and not (match.lastindex == 2 and "-of-" in others[0].name):
+                raise BadInput(
+                    f"{directory} holds both {others[0].name} and {path.name}: which is "
+                    f"{SPLITS[match[1]]}?"
+                )
+            others.append(path)
+        if "train" in found:
+            break
+        found = {}
+    every = [path for paths in found.values() for path in paths]
+    if len({ending(path) for path in every}) > 1:
+        raise BadInput(f"{directory} holds files of several endings: "
+                       f"{', '.join(path.name for path in every)}")  # fmt: skip
+    return found
+
+
+# -------------------------------------------------------------------------------- the command
 
 
 def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None]) -> None:
     """The options of every task, with `add_own` for those of its own."""
     add = parser.add_argument
-    add("--input", type=Path, required=True, metavar="FILE|DIR",
-        help="The raw file, or a directory that holds the train, valid (or dev) and test "
-        "files. A single file is split 90/5/5.")  # fmt: skip
+    add("--input", type=Path, metavar="FILE|DIR", help="The raw file, or a directory that holds "
+        "the train, valid (or dev) and test files. A single file is split 90/5/5.")  # fmt: skip
+    for split in ("train", "valid", "test"):
+        add(f"--{split}", type=Path, nargs="+", metavar="FILE", help=f"The files of the split "
+            f"{split} (default: what --input holds).")  # fmt: skip
     add("--tokenizer", type=Path, metavar="TOK", help="The directory of a tokenizer, a store or a "
         "checkpoint (default: the alphabet of the task, if it has one).")  # fmt: skip
     add("--seed", type=number(0), default=0, metavar="N",
         help="Draws the splits of a single file (default: %(default)s).")  # fmt: skip
+    add("--skip-bad", action="store_true", help="Leave out rows that cannot be read, list and "
+        "count them (default: the first one ends the command).")  # fmt: skip
     add_own(parser)
     add_output(parser, "STORE")
 
@@ -284,15 +371,17 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
 def run(read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespace) -> None:
     """Encode a labelled task into a store."""
     check_output(arguments.output, arguments.overwrite, "store.json")
-    if not arguments.input.exists():
+    if arguments.input is not None and not arguments.input.exists():
         raise BadInput(f"{arguments.input} does not exist")
+    tokenizer = tokenizers.load(arguments.tokenizer) if arguments.tokenizer else None
+    started = time.monotonic()
     task = read(arguments)
-    tokenizer = tokenizers.load(arguments.tokenizer) if arguments.tokenizer else task.tokenizer
+    tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:
         raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")
-    started = time.monotonic()
     written = write_task(
         task, arguments.output, tokenizer, arguments.seed, origin(), arguments.overwrite
     )
+    task.bad.report()
     size = sum(path.stat().st_size for path in task.files)
     summarise(arguments.output, written, started, size)

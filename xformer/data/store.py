@@ -5,6 +5,7 @@
     STORE/train/tokens.npy        every row's ids end to end (uint16 where the vocabulary allows)
     STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]], int64
     STORE/train/label.npy         a plain column: one value a row
+    STORE/train/context.text.npy  a column of the table `context`, which has rows of its own
 
 Any program reads it with `np.load(file, mmap_mode="r")`.
 """
@@ -26,6 +27,8 @@ from xformer.data.errors import BadInput
 from xformer.data.files import BLOCK, atomic_directory, block_checksums, read_json, write_json
 
 FORMAT = 1
+TEXTS = ("tokens", "tokens_b")  # the columns of ids
+UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the training classes
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
 
@@ -45,6 +48,10 @@ class Ragged:
     def __getitem__(self, row: int) -> np.ndarray:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
+    def text(self, row: int) -> str:
+        """Row of a column of UTF-8 bytes as a string."""
+        return self[row].tobytes().decode()
+
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Tokens in each of the rows, int64."""
         return self.offsets[rows + 1] - self.offsets[rows]
@@ -52,7 +59,10 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Split:
-    """One named part of a store: `columns` maps a name to a Ragged or to a plain array."""
+    """One named part of a store: `columns` maps a name to a Ragged or to a plain array.
+
+    A column named `table.column` belongs to a table beside the rows, with an entry for each of its
+    own (a passage that many rows share)."""
 
     name: str
     rows: int
@@ -61,7 +71,7 @@ class Split:
 
 
 class Store:
-    """An opened store. `kind` is "text", "class" or "score"; `labels` are the class names."""
+    """An opened store. `kind` is "text", "class", "score" or "span"; `labels` the class names."""
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path
@@ -112,18 +122,20 @@ class Store:
         meta = self.meta["splits"][name]
         columns: dict[str, Any] = {}
         for column in self.meta["columns"]:
+            table = column.partition(".")[0] if "." in column else None
+            rows = meta["tables"][table] if table else meta["rows"]
             values = self._map(f"{name}/{column}.npy", meta)
             if f"{name}/{column}.offsets.npy" in meta["files"]:
                 offsets = self._map(f"{name}/{column}.offsets.npy", meta)
-                if len(offsets) != meta["rows"] + 1 or offsets[-1] != len(values):
+                if len(offsets) != rows + 1 or offsets[-1] != len(values):
                     raise BadInput(
                         f"{self.path / name}/{column}.offsets.npy contradicts its values"
                     )
                 columns[column] = Ragged(values, offsets)
             else:
                 columns[column] = values
-            if len(columns[column]) != meta["rows"]:
-                raise BadInput(f"{self.path / name}/{column}.npy has not {meta['rows']} rows")
+            if len(columns[column]) != rows:
+                raise BadInput(f"{self.path / name}/{column}.npy has not {rows} rows")
         return Split(name, meta["rows"], meta["tokens"], columns)
 
     def _map(self, file: str, meta: dict[str, Any]) -> np.ndarray:
@@ -167,10 +179,11 @@ def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 class NpyWriter:
-    """A one-dimensional .npy file written piece by piece; memory does not grow with it."""
+    """A .npy file written piece by piece; memory does not grow with it. A dtype such as "(2,)i4"
+    gives rows of two."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self.path, self.dtype, self.length = path, dtype, 0
+        self.path, self.dtype, self.shape, self.length = path, dtype.base, dtype.shape, 0
         self.file: BinaryIO = path.open("wb")
         self.file.write(b"\0" * HEADER)
 
@@ -181,7 +194,8 @@ class NpyWriter:
     def close(self) -> None:
         """Write the header that the final length calls for."""
         descr = np.lib.format.dtype_to_descr(self.dtype)
-        head = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': ({self.length},), }}"
+        shape = (self.length, *self.shape)
+        head = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
         magic = np.lib.format.magic(1, 0) + (HEADER - 10).to_bytes(2, "little")
         self.file.seek(0)
         self.file.write(magic + head.ljust(HEADER - 11).encode() + b"\n")
@@ -204,6 +218,12 @@ class SplitWriter:
         """Rows of a plain column."""
         self.writers[column].append(values)
 
+    def append_texts(self, column: str, texts: Sequence[str]) -> None:
+        """Rows of a ragged column of UTF-8 bytes."""
+        parts = [text.encode() for text in texts]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        self.append_ragged(column, np.frombuffer(b"".join(parts), np.uint8), lengths)
+
     def append_ragged(self, column: str, values: np.ndarray, lengths: np.ndarray) -> None:
         """Rows of a ragged column: `values` end to end, and each row's length."""
         ends = self.writers[column].length + np.cumsum(lengths, dtype=np.int64)
@@ -215,16 +235,21 @@ class SplitWriter:
             writer.close()
 
     def describe(self) -> dict[str, Any]:
-        lengths = {c: w.length - 1 for c, w in self.offsets.items()}
-        lengths |= {c: w.length for c, w in self.writers.items() if c not in self.offsets}
-        if len(set(lengths.values())) != 1:
+        lengths: dict[str, set[int]] = {}  # by table; "" is the rows
+        for column, writer in self.writers.items():
+            ends = self.offsets.get(column)
+            table = column.partition(".")[0] if "." in column else ""
+            lengths.setdefault(table, set()).add(ends.length - 1 if ends else writer.length)
+        if any(len(found) != 1 for found in lengths.values()):
             raise ValueError(f"columns of different lengths: {lengths}")
+        tables = {table: found.pop() for table, found in lengths.items()}
         files = {}
         for path in sorted(self.directory.glob("*.npy")):
             name = f"{self.directory.name}/{path.name}"
             files[name] = {"bytes": path.stat().st_size, "sha256": block_checksums(path)}
-        tokens = sum(self.writers[c].length for c in self.offsets)
-        return {"rows": next(iter(lengths.values())), "tokens": tokens, "files": files}
+        tokens = sum(self.writers[c].length for c in TEXTS if c in self.writers)
+        rows = {"rows": tables.pop(""), "tokens": tokens}
+        return rows | ({"tables": tables} if tables else {}) | {"files": files}
 
 
 class StoreWriter:
@@ -235,7 +260,7 @@ class StoreWriter:
         small = len(tokenizer) <= 2**16
         ids = np.dtype(np.uint16 if small else np.uint32)
         self.directory, self.tokenizer, self.ragged = directory, tokenizer, ragged
-        self.columns = {c: ids if c in ragged else np.dtype(t) for c, t in columns.items()}
+        self.columns = {c: ids if c in TEXTS else np.dtype(t) for c, t in columns.items()}
         self.splits: dict[str, dict[str, Any]] = {}
 
     @contextmanager
@@ -279,8 +304,8 @@ def create_store(path: Path, tokenizer: tokenizers.Tokenizer, columns: dict[str,
                  ) -> Iterator[StoreWriter]:  # fmt: skip
     """A new store that appears whole at `path` when the block ends, or not at all.
 
-    `columns` maps each column to its dtype (ignored for the ragged ones, which hold ids). Raises
-    BadInput if `path` exists, unless `overwrite`, and then only if it is a store.
+    `columns` maps each column to its dtype (ignored for `tokens` and `tokens_b`, which hold ids).
+    Raises BadInput if `path` exists, unless `overwrite`, and then only if it is a store.
     """
     if overwrite and path.exists() and not (path / "store.json").is_file():
         raise BadInput(f"{path} exists and is not a store: it is not overwritten")

@@ -1,0 +1,174 @@
+"""The nine GLUE tasks (Wang et al. 2019), as GLUE distributes them or with named columns.
+
+GLUE's own files are separated by tabs, without quoting, and every task has columns of its own;
+copies elsewhere are csv, JSON lines or parquet with the names of Hugging Face's `glue`. Classes
+may be written as names or as their numbers. GLUE's dev set is the split `valid`; a test set whose
+labels GLUE keeps to itself has none here. Metrics as in Kao & Lee 2021, table 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from preprocess.bad import BadRows
+from preprocess.binarize import check_files, read_lines
+from preprocess.tables import ENDINGS, Table, ending
+from preprocess.tasks import SPLITS, Row, Task, find_splits, input_files
+from xformer.data.errors import BadInput
+
+NUMBERS = ["0", "1", "2"]
+ENTAILMENT = ("entailment", "not_entailment")
+
+
+@dataclass(frozen=True)
+class Glue:
+    """One task: the names its columns go by, its classes in the order of their numbers (none: a
+    score), its metric; `broken`: GLUE's files are known to hold rows that lack columns."""
+
+    about: str
+    text: tuple[str, ...]
+    text_b: tuple[str, ...] = ()
+    label: tuple[str, ...] = ("label",)
+    labels: tuple[str, ...] = ()
+    metric: str = "accuracy"
+    broken: bool = False
+
+
+TASKS = {
+    "glue/cola": Glue("CoLA: is a sentence acceptable?", ("sentence", "4"),
+                      label=("label", "2"), labels=("unacceptable", "acceptable"), metric="mcc"),
+    "glue/sst2": Glue("SST-2: does a film review like it?", ("sentence",),
+                      labels=("negative", "positive")),
+    "glue/mrpc": Glue("MRPC: do two sentences say the same?", ("#1 String", "sentence1"),
+                      ("#2 String", "sentence2"), ("Quality", "label"),
+                      ("not_equivalent", "equivalent"), "f1"),
+    "glue/qqp": Glue("QQP: do two questions ask the same? Broken rows are skipped and counted.",
+                     ("question1",), ("question2",), ("is_duplicate", "label"),
+                     ("not_duplicate", "duplicate"), "f1", broken=True),
+    "glue/stsb": Glue("STS-B: how similar are two sentences, 0 to 5?", ("sentence1",),
+                      ("sentence2",), ("score", "label", "similarity_score"), metric="spearman"),
+    "glue/mnli": Glue("MNLI: entailment, neutral or contradiction? Matched and mismatched.",
+                      ("sentence1", "premise"), ("sentence2", "hypothesis"),
+                      ("gold_label", "label"), ("entailment", "neutral", "contradiction")),
+    "glue/qnli": Glue("QNLI: does a sentence answer a question?", ("question",), ("sentence",),
+                      labels=ENTAILMENT),
+    "glue/rte": Glue("RTE: does one sentence follow from another?", ("sentence1",),
+                     ("sentence2",), labels=ENTAILMENT),
+    "glue/wnli": Glue("WNLI: does a pronoun mean this noun?", ("sentence1",), ("sentence2",),
+                      labels=ENTAILMENT[::-1]),
+}  # fmt: skip
+MNLI_SPLITS = re.compile(
+    r"(dev|validation|test)_(matched|mismatched)(-\d+-of-\d+)?\.\w+(\.gz|\.zst)?"
+)
+MRPC_TRAIN, MRPC_TEST = "msr_paraphrase_train.txt", "msr_paraphrase_test.txt"
+MRPC_DEV = ("dev_ids.tsv", "mrpc_dev_ids.tsv")
+MRPC_IDS = ["#1 ID", "#2 ID"]
+
+
+class Part(NamedTuple):
+    """One file; `dev` are the pairs of ids in it that belong to the split valid."""
+
+    split: str
+    table: Table
+    dev: frozenset[tuple[str, ...]] = frozenset()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """GLUE's tasks have no options beside those of every task."""
+
+
+def read(arguments: argparse.Namespace, name: str) -> Task:
+    """The task `name` from its directory. Raises BadInput for a missing file or column."""
+    glue = TASKS[name]
+    source: Path | None = arguments.input
+    if source is not None and source.is_file():
+        raise BadInput(f"{source} is a file; give the task's directory, or --train FILE")
+    if name == "glue/mnli" and source is not None:
+        parts = _mnli(arguments, source, glue)
+    elif source is not None and (source / MRPC_TRAIN).is_file() and not arguments.train and (
+        name == "glue/mrpc" and "train" not in find_splits(source, ENDINGS)
+    ):
+        parts = _original_mrpc(arguments, source, glue)
+    else:
+        parts = [Part(split, _open(path, split, glue))
+                 for split, paths in input_files(arguments, ENDINGS).items() for path in paths]
+    bad = BadRows(arguments.skip_bad or glue.broken)
+    first = parts[0].table
+    return Task(
+        rows=lambda: (row for part in parts for row in _rows(part, glue, bad)),
+        files=[part.table.path for part in parts],
+        kind="class" if glue.labels else "score",
+        metric=glue.metric,
+        columns={
+            "text": glue.text[0] if first.columns[0] == "1" else first.find(glue.text),
+            "text_b": first.find(glue.text_b),
+            "label": first.find(glue.label),
+        },
+        bad=bad,
+        labels=list(glue.labels) or None,
+        pairs=bool(glue.text_b),
+    )
+
+
+def _open(path: Path, split: str, glue: Glue) -> Table:
+    """One file with all the columns it must have; the labels of a test set may be missing."""
+    table = Table(path)
+    if table.find(glue.text) is None and "4" in glue.text and ending(path) in (".tsv", ".txt"):
+        table = Table(path, replace(table.form, header=False))  # CoLA's training file
+    for names in (glue.text, glue.text_b, glue.label):
+        if names and table.find(names) is None and not (split.startswith("test") and
+                                                        names == glue.label):
+            raise table.missing(names[0])
+    return table
+
+
+def _rows(part: Part, glue: Glue, bad: BadRows) -> Iterator[Row]:
+    split, table, dev = part
+    texts = [column for names in (glue.text, glue.text_b) if (column := table.find(names))]
+    label = table.find(glue.label)
+    wanted = [*texts, *([label] if label else []), *(MRPC_IDS if dev else [])]
+    for line, values in table.rows(wanted, bad):
+        found = (values[len(texts)] or "").strip() if label else ""
+        if found in NUMBERS[: len(glue.labels)]:
+            found = glue.labels[int(found)]
+        elif found == "-1" and split.startswith("test"):  # Hugging Face's mark of a hidden label
+            found = ""
+        if dev:
+            split = "valid" if tuple(map(str, values[-2:])) in dev else "train"
+        pair = tuple(value or "" for value in values[: len(texts)])
+        yield Row(split, pair, found or None, table.path, line)
+
+
+def _mnli(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:
+    """MNLI's matched sets are the splits valid and test, beside them the mismatched ones."""
+    found: dict[str, list[Path]] = find_splits(directory, ENDINGS)
+    for path in sorted(directory.iterdir()):
+        if match := MNLI_SPLITS.fullmatch(path.name):
+            mismatched = "_mismatched" if match[2] == "mismatched" else ""
+            found.setdefault(SPLITS[match[1]] + mismatched, []).append(path)
+    given = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
+    found |= {name: paths for name, paths in given.items() if paths}
+    for name in ("train", "valid", "valid_mismatched"):
+        if name not in found:
+            raise BadInput(f"{directory} holds no file of the split {name} "
+                           "(train.tsv, dev_matched.tsv, dev_mismatched.tsv)")
+    check_files(path for paths in found.values() for path in paths)
+    return [Part(split, _open(path, split, glue)) for split, paths in found.items()
+            for path in paths]
+
+
+def _original_mrpc(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:
+    """Microsoft's two files: GLUE drew its dev set from the training file, by pairs of ids."""
+    lists = [directory / name for name in MRPC_DEV if (directory / name).is_file()]
+    if not lists and not arguments.valid:
+        raise BadInput(f"{directory} lacks {MRPC_DEV[0]}, the ids of GLUE's dev set")
+    dev = frozenset(tuple(line.split("\t")) for path in lists[:1] for _, line in read_lines(path))
+    test = arguments.test or [directory / MRPC_TEST]
+    check_files([directory / MRPC_TRAIN, *test])
+    parts = [Part("train", _open(directory / MRPC_TRAIN, "train", glue), dev)]
+    return parts + [Part("test", _open(path, "test", glue)) for path in test]

@@ -1,0 +1,145 @@
+"""Music -> pitches (Kao & Lee 2021, section 2.2 and appendix G.4): who composed a piece?
+
+A piece is the pitches of its notes (0 to 127) in order of their onset, the lower first where notes
+begin together, without drums. It is cut into segments of 128 (the last may be shorter); each is a
+row, and the rows of a piece are one `group`, over which evaluation votes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from preprocess.arguments import number
+from preprocess.bad import BadRows
+from preprocess.binarize import check_files
+from preprocess.tables import Table
+from preprocess.tasks import SPLITS, Row, Task
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+
+ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
+MIDI = (".mid", ".midi")
+COLUMNS = ["canonical_composer", "split", "midi_filename"]
+
+
+class Piece(NamedTuple):
+    """One MIDI file; `file` and `line` say where it is named."""
+
+    path: Path
+    name: str
+    composer: str
+    split: str
+    file: Path
+    line: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `music/maestro`."""
+    parser.add_argument("--segment", type=number(1), default=128, metavar="N",
+        help="Notes in a row at most (default: %(default)s).")  # fmt: skip
+
+
+def read(arguments: argparse.Namespace) -> Task:
+    """The task of a MAESTRO directory or its table, or of a directory with one a composer.
+
+    Raises BadInput where there is no such thing, or a piece is missing or is no MIDI file.
+    """
+    source: Path | None = arguments.input
+    if source is None or arguments.train or arguments.valid or arguments.test:
+        raise BadInput("the table of pieces names the splits; give --input FILE|DIR alone")
+    bad = BadRows(arguments.skip_bad)
+    table = _table(source) if source.is_dir() else source
+    pieces = _by_directory(source) if table is None else _maestro(table, bad)
+    if not pieces:
+        raise BadInput(f"{source} names no piece")
+    return Task(
+        rows=lambda: _rows(pieces, arguments.segment, bad),
+        files=[piece.path for piece in pieces if piece.path.is_file()] + ([table] if table else []),
+        kind="class",
+        metric="accuracy",
+        columns={"text": "pitches", "text_b": None, "label": "composer"},
+        bad=bad,
+        tokenizer=tokenizers.symbols(map(str, range(128)), separated=True),
+    )
+
+
+def _table(directory: Path) -> Path | None:
+    """MAESTRO's table of pieces in its directory."""
+    for ending in (".csv", ".json"):
+        if found := sorted(directory.glob(f"maestro*{ending}")):
+            return found[0]
+    return None
+
+
+def _maestro(path: Path, bad: BadRows) -> list[Piece]:
+    """The pieces of MAESTRO's csv, or json (a list of pieces in v1, an object of columns later)."""
+    check_files([path])
+    table = Table(path)
+    for name in COLUMNS:
+        if name not in table.columns:
+            raise table.missing(name)
+    pieces = []
+    for line, (composer, split, name) in table.rows(COLUMNS, bad):
+        if split not in SPLITS:
+            bad(path, line, f"the split {split!r} is none of {', '.join(SPLITS)}")
+        elif not composer or not name:
+            bad(path, line, "the composer or the MIDI file is not named")
+        else:
+            place = path.parent / name
+            pieces.append(Piece(place, name, composer, SPLITS[split], path, line))
+    return pieces
+
+
+def _by_directory(directory: Path) -> list[Piece]:
+    """The pieces of a directory with one for each composer; they have no split."""
+    files = sorted(p for p in directory.glob("*/**/*") if p.suffix.lower() in MIDI)
+    if not files:
+        raise BadInput(
+            f"{directory} holds neither maestro*.csv or .json nor a directory a composer with MIDI"
+        )
+    names = [path.relative_to(directory) for path in files]
+    return [Piece(path, str(name), name.parts[0], "", path, 1)
+            for path, name in zip(files, names, strict=True)]  # fmt: skip
+
+
+def _rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
+    for piece in pieces:
+        try:
+            notes = pitches(piece.path)
+        except ValueError as error:
+            bad(piece.file, piece.line, f"{piece.name}: {error}")
+            continue
+        whole = " ".join(map(str, notes))
+        for start in range(0, len(notes), segment):
+            text = " ".join(map(str, notes[start : start + segment]))
+            name = f"{piece.name}:{start // segment}"
+            yield Row(piece.split, (text,), piece.composer, piece.file, piece.line, name,
+                      piece.name, whole)  # fmt: skip
+
+
+def pitches(path: Path) -> list[int]:
+    """The pitches of a MIDI file's notes in order of onset, then pitch; drums are left out.
+
+    Raises ValueError saying what is wrong with the file.
+    """
+    try:
+        import symusic
+    except ImportError:
+        raise BadInput("MIDI files need pip install 'xformer[formats]'") from None
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    try:
+        score = symusic.Score(str(path), ttype="tick")
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"not a MIDI file ({str(error).splitlines()[0]})") from None
+    notes = [track.notes.numpy() for track in score.tracks if not track.is_drum and track.notes]
+    if not notes:
+        raise ValueError("there is no note in it")
+    onset = np.concatenate([track["time"] for track in notes])
+    pitch = np.concatenate([track["pitch"] for track in notes])
+    return pitch[np.lexsort((pitch, onset))].tolist()
