@@ -4,17 +4,21 @@ into rows, the record of what was read. All of it streams: memory does not grow 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from preprocess.bad import BadRows
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
 from xformer.data.store import SplitWriter
 
 BATCH = 2**20  # characters encoded at once
+PACKED = (".gz", ".zst")  # endings of packed files
 
 
 def check_files(paths: Iterable[Path]) -> None:
@@ -36,23 +40,104 @@ def sources(paths: Iterable[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of a UTF-8 file; a byte-order mark is dropped.
+def open_binary(path: Path, read: Callable[[int], None] = lambda _: None) -> BinaryIO:
+    """A file's bytes, unpacked on the way where its name ends in .gz or .zst.
 
-    Raises BadInput naming file and line where the bytes are not UTF-8.
+    `read` is told how many bytes were read from the disk. Reading raises BadInput naming the file
+    where the packed data is damaged or ends too early, and where `zstandard` is not installed.
     """
+    blocks = _disk(path, read)
+    if path.suffix == ".gz":
+        blocks = _unpack(path, blocks, lambda: zlib.decompressobj(wbits=31), zlib.error)
+    elif path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise BadInput(
+                f"{path} needs the package zstandard: pip install 'xformer[formats]'"
+            ) from None
+        machine = zstandard.ZstdDecompressor()
+        blocks = _unpack(path, blocks, machine.decompressobj, zstandard.ZstdError)
+    return io.BufferedReader(_Blocks(blocks), 2**16)
+
+
+def plain_name(path: Path) -> Path:
+    """The file's name without the ending of its packing."""
+    return path.with_suffix("") if path.suffix in PACKED else path
+
+
+def _disk(path: Path, read: Callable[[int], None]) -> Iterator[bytes]:
+    # what one block of packed bytes may become is bounded (by 128 KiB for every 4 bytes of zstd)
+    size = 2**12 if path.suffix in PACKED else 2**16
     with path.open("rb") as file:
+        while block := file.read(size):
+            read(len(block))
+            yield block
+
+
+def _unpack(
+    path: Path, blocks: Iterator[bytes], new: Callable[[], Any], damage: type[Exception]
+) -> Iterator[bytes]:
+    """The bytes of one packed stream after the other, as `cat a.gz b.gz` makes them."""
+    machine = new()
+    try:
+        for block in blocks:
+            while block:
+                if machine.eof:
+                    block = block.lstrip(b"\0")  # padding of tapes
+                    if not block:
+                        break
+                    machine = new()
+                yield machine.decompress(block)
+                block = machine.unused_data if machine.eof else b""
+    except damage as error:
+        raise BadInput(f"{path} is damaged, or no {path.suffix} file: {error}") from None
+    if not machine.eof:
+        raise BadInput(f"{path} ends too early: it is not whole")
+
+
+class _Blocks(io.RawIOBase):
+    """A file over an iterator of blocks."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self.blocks, self.rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.rest:
+            block = next(self.blocks, None)
+            if block is None:
+                return 0
+            self.rest = memoryview(block)
+        view = memoryview(buffer)
+        size = min(len(view), len(self.rest))
+        view[:size] = self.rest[:size]
+        self.rest = self.rest[size:]
+        return size
+
+
+def read_lines(path: Path, bad: BadRows | None = None) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its end) of a UTF-8 file, which may be packed; a byte-order
+    mark is dropped.
+
+    A line that is not UTF-8 goes to `bad` (default: raises BadInput naming file and line).
+    """
+    bad = bad or BadRows(skip=False)
+    with open_binary(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise not_utf8(path, number, error) from None
+                bad(path, number, not_utf8(error))
+                continue
             yield number, text.removesuffix("\n").removesuffix("\r")
 
 
-def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> BadInput:
-    """The one line that says where a file stops being UTF-8."""
-    return BadInput(f"{path}:{line}: not valid UTF-8 ({error.reason}); convert the file to UTF-8")
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why a line cannot be read, and what helps."""
+    return f"not valid UTF-8 ({error.reason}); convert the file to UTF-8"
 
 
 class RowCutter:

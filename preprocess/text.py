@@ -57,7 +57,7 @@ def read_pieces(path: Path, read: Callable[[int], None]) -> Iterator[tuple[str, 
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 line = number + error.object[: error.start].count(b"\n")
-                raise not_utf8(path, line, error) from None
+                raise BadInput(f"{path}:{line}: {not_utf8(error)}") from None
             read(len(data))
             number += text.count("\n")
             *lines, rest = (rest + text).split("\n")

@@ -1,0 +1,51 @@
+"""Rows that cannot be used: the first one ends the work, or all are left out and counted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from xformer.data.errors import BadInput
+
+SHOWN = 10  # bad rows listed one by one
+
+
+class BadRows:
+    """What readers call for a row they cannot use.
+
+    Without `skip` the call raises BadInput naming file and line; with it the row is remembered and
+    the reader goes on with the next. Files may be read more than once: a row counts once. Memory
+    grows with the number of bad rows alone (a line number each).
+    """
+
+    def __init__(self, skip: bool):
+        self.skip = skip
+        self.lines: dict[Path, set[int]] = {}
+        self.first: list[str] = []
+
+    def __call__(self, path: Path, line: int, reason: str) -> None:
+        """Note that `line` of `path` is bad. Raises BadInput unless bad rows are skipped."""
+        message = f"{path}:{line}: {reason}"
+        if not self.skip:
+            raise BadInput(message)
+        known = self.lines.setdefault(path, set())
+        if line not in known:
+            known.add(line)
+            if len(self.first) < SHOWN:
+                self.first.append(message)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+    def report(self) -> None:
+        """List the first bad rows and say how many there are, on standard error."""
+        if len(self):
+            rows = "1 bad row was" if len(self) == 1 else f"{len(self):,} bad rows were"
+            first = f", of which the first {SHOWN} are" if len(self) > SHOWN else ""
+            lines = [f"{rows} left out{first}:", *(f"  {message}" for message in self.first)]
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def as_origin(self) -> dict[str, Any]:
+        """For a store's origin: how many rows were left out, if leaving out was asked for."""
+        return {"skipped_rows": len(self)} if self.skip else {}

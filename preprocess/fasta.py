@@ -1,0 +1,68 @@
+"""FASTA: a line with ">" and a name, then the lines of a sequence."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from preprocess.bad import BadRows
+from preprocess.binarize import not_utf8, open_binary
+from xformer.data.errors import BadInput
+
+LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes and the stop
+
+_SPACE = string.whitespace.encode()
+
+
+def read_fasta(path: Path, bad: BadRows | None = None) -> Iterator[tuple[int, str, str]]:
+    """(line number of the header, header without ">", sequence) of every record, streamed.
+
+    White space in sequences is dropped and letters are made upper case. The file may be compressed
+    (see `open_binary`). Memory holds one record. A record without a sequence, with a letter other
+    than A to Z and `*` (Chiang and Lee 2020, section 3, use A to Z), or with bytes that are not
+    UTF-8 goes to `bad` with its line (default: raises BadInput). Raises BadInput naming file and
+    line for text before the first header.
+    """
+    bad = bad or BadRows(skip=False)
+    start, header, good, parts = 0, "", True, list[bytes]()
+    with open_binary(path) as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.startswith(b">"):
+                if start and _has_sequence(path, start, good, parts, bad):
+                    yield start, header, b"".join(parts).decode()
+                start, good, parts = number, True, []
+                try:
+                    header = line[1:].decode().strip()
+                except UnicodeDecodeError as error:
+                    bad(path, number, not_utf8(error))
+                    good = False
+            elif start == 0 and line.strip():
+                raise BadInput(f"{path}:{number}: text before the first header, a line `>name`")
+            elif good:
+                parts.append(line.translate(None, _SPACE).upper())
+                good = _is_sequence(path, number, parts[-1], bad)
+    if start == 0:
+        raise BadInput(f"{path} holds no FASTA record (a line `>name`, then a sequence)")
+    if _has_sequence(path, start, good, parts, bad):
+        yield start, header, b"".join(parts).decode()
+
+
+def _has_sequence(path: Path, line: int, good: bool, parts: list[bytes], bad: BadRows) -> bool:
+    if good and not any(parts):
+        bad(path, line, "a record without a sequence")
+        return False
+    return good
+
+
+def _is_sequence(path: Path, line: int, letters: bytes, bad: BadRows) -> bool:
+    wrong = letters.translate(None, LETTERS.encode())
+    if not wrong:
+        return True
+    try:
+        bad(path, line, f"{wrong.decode()[0]!r} is no letter of a sequence (A to Z and *)")
+    except UnicodeDecodeError as error:
+        bad(path, line, not_utf8(error))
+    return False
