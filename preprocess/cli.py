@@ -13,7 +13,20 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from preprocess import (dna, glue, music, protein, pydocs, sequences, stats, synthetic, tasks, text, tsv, vocabulary)
+from preprocess import (
+    dna,
+    glue,
+    music,
+    protein,
+    pydocs,
+    sequences,
+    stats,
+    synthetic,
+    tasks,
+    text,
+    tsv,
+    vocabulary,
+)
 from preprocess.arguments import Parser
 from xformer.data.errors import Interrupted
 

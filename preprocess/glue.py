@@ -90,13 +90,19 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
         raise BadInput(f"{source} is a file; give the task's directory, or --train FILE")
     if name == "glue/mnli" and source is not None:
         parts = _mnli(arguments, source, glue)
-    elif source is not None and (source / MRPC_TRAIN).is_file() and not arguments.train and (
-        name == "glue/mrpc" and "train" not in find_splits(source, ENDINGS)
+    elif (
+        source is not None
+        and (source / MRPC_TRAIN).is_file()
+        and not arguments.train
+        and (name == "glue/mrpc" and "train" not in find_splits(source, ENDINGS))
     ):
         parts = _original_mrpc(arguments, source, glue)
     else:
-        parts = [Part(split, _open(path, split, glue))
-                 for split, paths in input_files(arguments, ENDINGS).items() for path in paths]
+        parts = [
+            Part(split, _open(path, split, glue))
+            for split, paths in input_files(arguments, ENDINGS).items()
+            for path in paths
+        ]
     bad = BadRows(arguments.skip_bad or glue.broken)
     first = parts[0].table
     return Task(
@@ -121,8 +127,11 @@ def _open(path: Path, split: str, glue: Glue) -> Table:
     if table.find(glue.text) is None and "4" in glue.text and ending(path) in (".tsv", ".txt"):
         table = Table(path, replace(table.form, header=False))  # CoLA's training file
     for names in (glue.text, glue.text_b, glue.label):
-        if names and table.find(names) is None and not (split.startswith("test") and
-                                                        names == glue.label):
+        if (
+            names
+            and table.find(names) is None
+            and not (split.startswith("test") and names == glue.label)
+        ):
             raise table.missing(names[0])
     return table
 
@@ -155,11 +164,14 @@ def _mnli(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Pa
     found |= {name: paths for name, paths in given.items() if paths}
     for name in ("train", "valid", "valid_mismatched"):
         if name not in found:
-            raise BadInput(f"{directory} holds no file of the split {name} "
-                           "(train.tsv, dev_matched.tsv, dev_mismatched.tsv)")
+            raise BadInput(
+                f"{directory} holds no file of the split {name} "
+                "(train.tsv, dev_matched.tsv, dev_mismatched.tsv)"
+            )
     check_files(path for paths in found.values() for path in paths)
-    return [Part(split, _open(path, split, glue)) for split, paths in found.items()
-            for path in paths]
+    return [
+        Part(split, _open(path, split, glue)) for split, paths in found.items() for path in paths
+    ]
 
 
 def _original_mrpc(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,7 +84,8 @@ def _maestro(path: Path, bad: BadRows) -> list[Piece]:
         if name not in table.columns:
             raise table.missing(name)
     pieces = []
-    for line, (composer, split, name) in table.rows(COLUMNS, bad):
+    for line, values in table.rows(COLUMNS, bad):
+        composer, split, name = (value or "" for value in values)
         if split not in SPLITS:
             bad(path, line, f"the split {split!r} is none of {', '.join(SPLITS)}")
         elif not composer or not name:
@@ -128,13 +129,13 @@ def pitches(path: Path) -> list[int]:
     Raises ValueError saying what is wrong with the file.
     """
     try:
-        import symusic
+        from symusic import Score
     except ImportError:
         raise BadInput("MIDI files need pip install 'xformer[formats]'") from None
     if not path.is_file():
         raise ValueError("there is no such file")
     try:
-        score = symusic.Score(str(path), ttype="tick")
+        score: Any = Score(str(path), ttype="tick")
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"not a MIDI file ({str(error).splitlines()[0]})") from None
     notes = [track.notes.numpy() for track in score.tracks if not track.is_drum and track.notes]

@@ -115,7 +115,7 @@ def _records(
     path: Path, label: str | None, arguments: argparse.Namespace, form: Sequences, bad: BadRows
 ) -> Iterator[Record]:
     if ending(path) in FASTA or (ending(path) == ".txt" and _looks_like_fasta(path)):
-        for line, header, sequence in read_fasta(path):
+        for line, header, sequence in read_fasta(path, bad):
             name, *fields = header.split() or [""]
             found = label or (fields[0] if fields else None)
             yield Record(line, sequence, found, name)
@@ -135,8 +135,8 @@ def _records(
                 there = ", ".join(map(repr, table.columns))
                 raise BadInput(f"{path} has the columns {there}; give {option} COLUMN")
             wanted.append(column)
-        for line, (sequence, found) in table.rows(wanted, bad):
-            yield Record(line, (sequence or "").strip(), found)
+        for line, values in table.rows(wanted, bad):
+            yield Record(line, (values[0] or "").strip(), values[1])
 
 
 def _looks_like_fasta(path: Path) -> bool:

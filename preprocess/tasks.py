@@ -233,8 +233,8 @@ def _unseen(survey: Survey, labels: list[str]) -> dict[str, dict[str, int]]:
             named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
             more = ", ..." if len(unseen) > 5 else ""
             print(
-                f"warning: {sum(unseen.values())} rows of {split} are of {len(unseen)} classes that"
-                f" training has not ({named}{more}); they count as wrong",
+                f"warning: {split}: {sum(unseen.values())} rows of classes that training has not "
+                f"({named}{more}); they count as wrong",
                 file=sys.stderr,
             )
     return found

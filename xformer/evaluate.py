@@ -19,7 +19,7 @@ from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
 from xformer.data.batch import Assembler, chunks
 from xformer.data.errors import BadInput
-from xformer.data.store import Split, Store, open_store
+from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model.encoder import to_device
 from xformer.model.heads import Model
@@ -109,20 +109,30 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
 
 
 def _task_scores(outputs: np.ndarray, split: Split, head: Head) -> Scores:
+    """The loss is a mean over rows; where rows form groups, metrics are over groups: a group has
+    the class most of its rows vote for, or their mean score (Kao & Lee 2021, appendix G.4)."""
     labels = np.asarray(split.columns["label"])
-    known = ~np.isnan(labels) if head.kind == "regress" else labels >= 0
+    known = ~np.isnan(labels) if head.kind == "regress" else labels != UNLABELLED
     if not known.any():
         raise BadInput(f"the split {split.name!r} has no labels to score against")
     some, labels = outputs[known].astype(np.float64), labels[known]
+    groups = np.asarray(split.columns["group"])[known] if "group" in split.columns else None
     if head.kind == "regress":
         loss = float(((some[:, 0] - labels) ** 2).mean())
+        if groups is not None:
+            some, labels = (
+                metrics.mean_by_group(some, groups),
+                metrics.first_by_group(labels, groups),
+            )
         return Scores({"loss": loss, **metrics.regression(some[:, 0], labels)}, outputs)
     logits = some - some.max(1, keepdims=True)
     log_probability = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    loss = float(-log_probability[np.arange(len(labels)), labels].mean())
-    return Scores(
-        {"loss": loss, **metrics.classification(some.argmax(1), labels, some.shape[1])}, outputs
-    )
+    seen = np.flatnonzero(labels != UNSEEN)  # the others have no probability, and are never right
+    losses = -log_probability[seen, labels[seen]]
+    if groups is not None:
+        some, labels = metrics.vote(log_probability, groups), metrics.first_by_group(labels, groups)
+    found = metrics.classification(some.argmax(1), labels, some.shape[1])
+    return Scores(({"loss": float(losses.mean())} if len(seen) else {}) | found, outputs)
 
 
 def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:

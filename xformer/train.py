@@ -29,7 +29,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, take_rows, take_tokens
-from xformer.data.store import Store, open_store
+from xformer.data.store import UNLABELLED, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.evaluate import check_task, score
 from xformer.model.encoder import ModelConfig, to_device
@@ -563,7 +563,7 @@ def _save(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Sta
 
 
 def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) -> None:
-    """Score the selected checkpoint on 'test', where that has labels, and write result.json."""
+    """Score the selected checkpoint on the splits held out that have labels; write result.json."""
     best = job.recipe.train.select == "best" and state.best_step > 0
     chosen = run.checkpoint_path(state.best_step if best else state.step)
     if best and state.best_step != state.step:
@@ -571,8 +571,9 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
     metrics = {"valid": state.best_scores if best else state.last_scores}
     if not metrics["valid"]:
         del metrics["valid"]
-    if "test" in job.store.splits and _has_labels(job, "test"):
-        metrics["test"] = _score(job, model, "test")
+    for split in job.store.splits:
+        if split not in ("train", "valid") and _has_labels(job, split):
+            metrics[split] = _score(job, model, split)
     for split, scores in metrics.items():
         monitor.event("end", state.step, split=split, **scores)
     if job.ranks.rank == 0:
@@ -591,7 +592,7 @@ def _has_labels(job: Job, split: str) -> bool:
     if job.recipe.head == "mlm":
         return True
     labels = np.asarray(job.store.split(split).columns["label"])
-    return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels >= 0).any())
+    return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels != UNLABELLED).any())
 
 
 @contextmanager
