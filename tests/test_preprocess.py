@@ -639,7 +639,7 @@ REFUSED = [
     ([*TSV, "wordpiece"], "holds no training file"),
     ([*TSV, "t.tsv", "--text", "txt"], "no column 'txt'; it has 'text', 'label', 'score'; did you"),
     ([*TSV, "t.tsv", "--no-header"], "a column is a number from 1, not 'text'"),
-    ([*TSV, "t.tsv", "--no-header", "--text", "9", "--label", "1"], "t.tsv has 3 columns; there is no 9"),
+    ([*TSV, "t.tsv", "--no-header", "--text", "9", "--label", "1"], "3 columns; there is no 9"),
     ([*TSV, "t.tsv", "--metric", "pearson"], "--metric pearson does not fit --kind class"),
     ([*TSV, "t.tsv", "--labels", "a,c"], r"t.tsv:3: label 'b' is none of a, c"),
     ([*TSV, "t.tsv", "--delimiter", "::"], "'::' is not one character"),
