@@ -20,6 +20,7 @@ from preprocess import (
     protein,
     pydocs,
     sequences,
+    squad,
     stats,
     synthetic,
     tasks,
@@ -116,6 +117,7 @@ def make_parser() -> Parser:
     for name, reader in TASKS.items():
         add = partial(tasks.add_arguments, add_own=reader.add_arguments)
         _add(names, name, add, partial(tasks.run, reader.read), reader.about)
+    _add(names, "squad", squad.add_arguments, squad.run, squad.ABOUT)
     about = "Make an artificial corpus, straight into a store."
     names = commands.add_parser("synthetic", help=about, description=about).add_subparsers(
         metavar="GENERATOR", required=True

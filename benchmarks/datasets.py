@@ -1,0 +1,206 @@
+"""Every data set of a directory -> a store, and a table of what came out.
+
+    python benchmarks/datasets.py DATA --output docs/data.md
+
+DATA holds real data under the names below (GLUE's tasks, SQuAD, DNA, protein, music, text in five
+languages, Java); what it lacks is left out and named. The commands in the table are those that run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
+
+ROOT = Path(__file__).parents[1]
+SKIP = r"^\[\d+\]"  # footnotes of the Wikipedia text
+
+
+class Entry(NamedTuple):
+    """A data set: the arguments of `preprocess.py`, in which DATA and the tokenizers TOK stand for
+    directories, and figures=True for one drawn by `stats`."""
+
+    name: str
+    arguments: str
+    figure: bool = False
+
+
+TASKS = [
+    *(Entry(f"GLUE {name}", f"task glue/{name.lower().replace('-', '')} --input DATA/glue/{name} "
+            "--tokenizer TOK/uncased") for name in ("CoLA", "SST-2", "MRPC", "RTE", "WNLI", "STS-B")),
+    Entry("GLUE MRPC, test labels", "task glue/mrpc --input DATA/glue/MRPC "
+          "--test DATA/glue/MRPC/msr_paraphrase_test.txt --tokenizer TOK/uncased"),
+    Entry("GLUE SST-2, test labels", "task glue/sst2 --input DATA/glue/SST-2 "
+          "--test DATA/glue/SST-2/test-labeled.tsv --tokenizer TOK/uncased"),
+    Entry("STS-B, clean copy", "task tsv --input DATA/glue/STS-B/stsb-multi-mt --no-header --text 1 "
+          "--text-b 2 --label 3 --kind score --tokenizer TOK/uncased"),
+    Entry("STS-B, original", "task tsv --input DATA/glue/STS-B/original --no-header --text 6 "
+          "--text-b 7 --label 5 --kind score --tokenizer TOK/uncased"),
+    Entry("SQuAD 2.0", "task squad --train DATA/squad/train-subset-1.json "
+          "--valid DATA/squad/dev-v2.0.rebuilt.json --tokenizer TOK/uncased"),
+    Entry("SQuAD 1.1", "task squad --valid DATA/squad/dev-v1.1.rebuilt.json "
+          "--tokenizer TOK/uncased"),
+    Entry("DNA splice", "task dna/splice --input DATA/dna/uci_splice", True),
+    *(Entry(f"DNA {name}", f"task dna/{name.lower()} --train DATA/dna/GUE/EMP/{name}/dev.csv "
+            f"--test DATA/dna/GUE/EMP/{name}/test.csv") for name in ("H3", "H4", "H3K9ac")),
+    Entry("DNA core promoters", "task dna --input DATA/dna/GUE/prom/prom_core_all"),
+    Entry("DNA E. coli promoters", "task dna --input DATA/dna/ecoli_promoter/v9d3.csv"),
+    Entry("DNA enhancers", "task dna --input DATA/dna/enhancer/bert_enhancer_dataset.csv"),
+    Entry("Protein localization", "task protein/localization "
+          "--input DATA/protein/localization_multiloc/multiloc"),
+    Entry("Protein fluorescence", "task protein/fluorescence --input DATA/protein/fluorescence",
+          True),
+    Entry("Protein stability", "task protein/stability --label stabilityscore_cnn_calibrated "
+          "--input DATA/protein/stability_rocklin/stability_designs.csv"),
+    Entry("Music MAESTRO", "task music/maestro --input DATA/music/maestro-v1-subset", True),
+    Entry("German articles", "task tsv --input DATA/lang/de/10kGNAD_test.csv --no-header --text 2 "
+          "--label 1 --delimiter semicolon --quoting ' --tokenizer TOK/cased"),
+]  # fmt: skip
+CORPORA = [
+    Entry("English Wikipedia", "text --input DATA/english_wikipedia/train.txt "
+          "--valid DATA/english_wikipedia/valid.txt --test DATA/english_wikipedia/test.txt "
+          f"--skip-lines {SKIP} --tokenizer TOK/uncased", True),
+    Entry("English, RoBERTa's pieces", "text --input DATA/english_wikipedia/train.txt "
+          f"--skip-lines {SKIP} --tokenizer TOK/gpt2"),
+    Entry("Java", "text --input DATA/java --tokenizer TOK/cased", True),
+    Entry("Amino acids", "text --input MADE/amino --tokenizer TOK/amino", True),
+    Entry("Japanese", "text --input MADE/ja.txt --lines --tokenizer TOK/chinese"),
+    Entry("Chinese", "text --input MADE/zh.jsonl --field text --tokenizer TOK/chinese", True),
+    Entry("Kannada", "text --input DATA/lang/kn/allama.json --field name --tokenizer TOK/kannada"),
+    Entry("Kannada lines", "text --input DATA/lang/kn/entity_kannada.txt --lines "
+          "--tokenizer TOK/kannada"),
+]  # fmt: skip
+SYNTHETIC = [
+    *(Entry(f"synthetic {name}", f"synthetic {name} --tokens 23500000 --vocab-size 28996", figure)
+      for name, figure in (("uniform", False), ("zipf", True), ("nesting", True), ("flat", False))),
+    *(Entry(f"synthetic nesting, {n} tokens", f"synthetic nesting --tokens 23500000 --distinct {n} "
+            "--vocab-size 28996") for n in (50, 500, 5000)),
+]  # fmt: skip
+TOKENIZERS = {
+    "uncased": "--from DATA/vocabs/bert-base-uncased.vocab.txt",
+    "cased": "--from DATA/vocabs/bert-base-cased.vocab.txt --cased",
+    "chinese": "--from DATA/vocabs/bert-base-chinese.vocab.txt",
+    "gpt2": "--from DATA/vocabs/gpt2.vocab.json",
+    "amino": "--kind symbols --alphabet ACDEFGHIKLMNPQRSTVWYBJOUXZ*",
+    "kannada": "--kind wordpiece --cased --vocab-size 2000 --input DATA/lang/kn/entity_kannada.txt",
+}
+
+
+def main() -> None:
+    """Run everything and write the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("data", type=Path, help="The directory of the raw data.")
+    parser.add_argument("--output", type=Path, required=True, help="The table, as Markdown.")
+    parser.add_argument("--figures", type=Path, help="A directory for a figure a kind of corpus.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory)
+        _make(arguments.data, made)
+        places = {"DATA": arguments.data, "TOK": made / "tok", "MADE": made}
+        for name, options in TOKENIZERS.items():
+            _run(f"tokenizer {options}", places, made / "tok" / name)
+        lines = ["# Every data set", "", *_INTRODUCTION]
+        for title, entries in (("Tasks", TASKS), ("Corpora", CORPORA), ("Synthetic", SYNTHETIC)):
+            lines += ["", f"## {title}", "", *_HEAD]
+            for i, entry in enumerate(entries):
+                store = made / f"{title}{i}"
+                seconds = _run(entry.arguments, places, store)
+                lines.append(_line(entry, open_store(store), seconds))
+                print(lines[-1], flush=True)
+                if entry.figure and arguments.figures:
+                    name = entry.name.lower().replace(" ", "-")
+                    _stats(store, arguments.figures / f"{name}.png")
+    arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+_INTRODUCTION = [
+    "Made by `python benchmarks/datasets.py DATA --output docs/data.md`. Rows of train / valid /",
+    "test; labels of the training split (a test set with `-` has none); seconds of the whole command",
+    "on two cores, start-up included.",
+]
+_HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]
+
+
+def _make(data: Path, made: Path) -> None:
+    """What the publishers' files need before a command can read them."""
+    (made / "tok").mkdir()
+    (made / "amino").mkdir()
+    for name in ("conservation", "secondary_structure"):
+        with zipfile.ZipFile(data / f"protein/flip/{name}_splits.zip") as packed:
+            text = packed.read("splits/sequences.fasta")
+        (made / "amino" / f"{name}.fasta").write_bytes(text)
+    japanese = (data / "lang/ja/train.ja").read_text(encoding="utf-8")
+    (made / "ja.txt").write_text(japanese.replace(" ", ""), encoding="utf-8")
+    books = json.loads((data / "lang/zh/zh_ncv.json").read_text(encoding="utf-8-sig"))
+    with (made / "zh.jsonl").open("w", encoding="utf-8") as file:
+        for book in books:
+            for chapter in book["chapters"]:
+                file.write(json.dumps({"text": "\n".join(chapter)}, ensure_ascii=False) + "\n")
+
+
+def _run(options: str, places: dict[str, Path], output: Path) -> float:
+    arguments = []
+    for word in options.split():
+        head, slash, rest = word.partition("/")
+        arguments.append(str(places[head] / rest) if head in places and slash else
+                         str(places[head]) if head in places else word)  # fmt: skip
+    command = [sys.executable, "preprocess.py", *arguments, "--output", str(output)]
+    started = time.monotonic()
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)}\n{ended.stderr}")
+    return time.monotonic() - started
+
+
+def _stats(store: Path, figure: Path) -> None:
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "preprocess.py", "stats", str(store), "--figure", str(figure)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def _line(entry: Entry, store: Store, seconds: float) -> str:
+    splits = {name: store.split(name) for name in store.splits}
+    rows = " / ".join(f"{split.rows:,}" for split in splits.values())
+    if "group" in splits[store.splits[0]].columns:
+        groups = (len(np.unique(split.columns["group"])) for split in splits.values())
+        rows += " of " + " / ".join(f"{n:,}" for n in groups)
+    tokens = sum(split.tokens for split in splits.values())
+    labels = _labels(store, splits)
+    return (
+        f"| {entry.name} | {rows} | {labels} | {tokens:,} | {seconds:.1f} | `{entry.arguments}` |"
+    )
+
+
+def _labels(store: Store, splits: dict[str, Split]) -> str:
+    """The training split's labels, counted; by group where there are groups."""
+    if store.kind == "text":
+        return ""
+    split = splits.get("train") or next(iter(splits.values()))
+    labels = np.asarray(split.columns["label"])
+    if store.kind == "span":
+        answers = split.columns["question.answers"]
+        found = sum(answers.text(i) != "[]" for i in range(len(answers)))
+        return f"{found:,} answerable, {len(answers) - found:,} not"
+    if store.kind == "score":
+        return f"{np.nanmin(labels):.2f} to {np.nanmax(labels):.2f}"
+    if "group" in split.columns:
+        labels = labels[np.unique(split.columns["group"], return_index=True)[1]]
+    text = ", ".join(f"{name} {(labels == i).sum():,}" for i, name in enumerate(store.labels))
+    test = splits.get("test")
+    hidden = test is not None and (np.asarray(test.columns["label"]) == UNLABELLED).all()
+    unseen = sum(int((np.asarray(s.columns["label"]) == UNSEEN).sum()) for s in splits.values())
+    return text + ("; test -" if hidden else "") + (f"; unseen {unseen}" if unseen else "")
+
+
+if __name__ == "__main__":
+    main()
