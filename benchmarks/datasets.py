@@ -37,13 +37,14 @@ class Entry(NamedTuple):
 
 TASKS = [
     *(Entry(f"GLUE {name}", f"task glue/{name.lower().replace('-', '')} --input DATA/glue/{name} "
-            "--tokenizer TOK/uncased") for name in ("CoLA", "SST-2", "MRPC", "RTE", "WNLI", "STS-B")),
+            "--tokenizer TOK/uncased")
+      for name in ("CoLA", "SST-2", "MRPC", "RTE", "WNLI", "STS-B")),
     Entry("GLUE MRPC, test labels", "task glue/mrpc --input DATA/glue/MRPC "
           "--test DATA/glue/MRPC/msr_paraphrase_test.txt --tokenizer TOK/uncased"),
     Entry("GLUE SST-2, test labels", "task glue/sst2 --input DATA/glue/SST-2 "
           "--test DATA/glue/SST-2/test-labeled.tsv --tokenizer TOK/uncased"),
-    Entry("STS-B, clean copy", "task tsv --input DATA/glue/STS-B/stsb-multi-mt --no-header --text 1 "
-          "--text-b 2 --label 3 --kind score --tokenizer TOK/uncased"),
+    Entry("STS-B, clean copy", "task tsv --input DATA/glue/STS-B/stsb-multi-mt --no-header "
+          "--text 1 --text-b 2 --label 3 --kind score --tokenizer TOK/uncased"),
     Entry("STS-B, original", "task tsv --input DATA/glue/STS-B/original --no-header --text 6 "
           "--text-b 7 --label 5 --kind score --tokenizer TOK/uncased"),
     Entry("SQuAD 2.0", "task squad --train DATA/squad/train-subset-1.json "
@@ -125,8 +126,8 @@ def main() -> None:
 
 _INTRODUCTION = [
     "Made by `python benchmarks/datasets.py DATA --output docs/data.md`. Rows of train / valid /",
-    "test; labels of the training split (a test set with `-` has none); seconds of the whole command",
-    "on two cores, start-up included.",
+    "test; labels of the training split (a test set with `-` has none); seconds of the whole",
+    "command on two cores, start-up included.",
 ]
 _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]
 

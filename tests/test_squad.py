@@ -1,0 +1,199 @@
+"""`preprocess.py task squad`: windows, labels, and answers given back as the exact text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import command
+
+from preprocess import cli
+from xformer.data import tokenizers
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput
+from xformer.data.spans import answer
+from xformer.data.store import Split, Store, open_store
+
+CONTEXT = (
+    "\u00c9milie's caf\u00e9 (opened in 1973) sold 3,000 cups; the \u5317\u4eac branch did not. "
+    * 6
+)
+WORDS = "abcdefghijklmnopqrstuvwxyz0123456789\u5317\u4eac.,;()'?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """WordPiece over single characters and a few words, so that answers fall inside of words."""
+    pieces = [*tokenizers.BERT_SPECIAL.values(), *WORDS, *(f"##{c}" for c in WORDS), "cafe", "cups"]
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True).save(path)
+    return path
+
+
+def question(number: int, text: str | None, start: int = -1, **more: Any) -> dict[str, Any]:
+    start = CONTEXT.index(text) if text and start < 0 else start
+    answers = [] if text is None else [{"text": text, "answer_start": start}]
+    return {"id": f"q{number}", "question": f"what is {number}?", "answers": answers, **more}
+
+
+def squad(*questions: dict[str, Any], context: str = CONTEXT) -> dict[str, Any]:
+    paragraphs = [{"context": context, "qas": list(questions)}]
+    return {"version": "v2.0", "data": [{"title": "Caf\u00e9", "paragraphs": paragraphs}]}
+
+
+def write(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value), encoding="utf-8")
+    return path
+
+
+def make(monkeypatch, tmp_path: Path, tokenizer: Path, value: Any, *options: object) -> Store:
+    raw = write(tmp_path / "raw.json", value)
+    arguments = ["--train", raw, "--tokenizer", tokenizer, "--output", tmp_path / "s", *options]
+    monkeypatch.setattr("sys.argv", ["preprocess.py", "task", "squad", *map(str, arguments)])
+    cli.main()
+    return open_store(tmp_path / "s")
+
+
+def rows_of(split: Split, number: int) -> np.ndarray:
+    return np.flatnonzero(split.columns["group"] == number)
+
+
+def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, tokenizer):
+    last = CONTEXT.rindex("branch did")
+    found = make(
+        monkeypatch, tmp_path, tokenizer,
+        squad(question(0, "1973"), question(1, "branch did", last), question(2, None),
+              question(3, "\u00c9milie's caf\u00e9 (opened"), question(4, "\u5317\u4eac")),
+        "--max-tokens", 60, "--stride", 25, "--max-question", 7,
+    )  # fmt: skip
+    assert (found.kind, found.metric) == ("span", "f1")
+    split = found.split("train")
+    context = found.tokenizer().encode_batch([CONTEXT])[0]
+    assert split.columns["context.text"].text(0) == CONTEXT
+    room = 60 - 7 - 3
+    texts = ["1973", "branch did", "", "\u00c9milie's caf\u00e9 (opened", "\u5317\u4eac"]
+    for number, text in enumerate(texts):
+        rows = rows_of(split, number)
+        starts = split.columns["window"][rows]
+        assert starts.tolist() == list(range(0, len(context) - room + 25, 25))
+        for row, start in zip(rows, starts, strict=True):
+            assert split.columns["tokens_b"][row].tolist() == context[start : start + room].tolist()
+            first, end = split.columns["label"][row]
+            assert answer(split, row, first, end) == (text if first >= 0 else "")
+        inside = split.columns["label"][rows][:, 0] >= 0
+        assert inside.any() == bool(text)
+    # the first occurrence is in the first window, the last one in the last
+    assert split.columns["label"][rows_of(split, 0)][0, 0] >= 0
+    assert split.columns["label"][rows_of(split, 1)][:-2].max() == -1
+    assert split.columns["question.id"].text(3) == "q3"
+    assert [json.loads(split.columns["question.answers"].text(i)) for i in range(5)] == [
+        [text] if text else [] for text in texts
+    ]
+    rows = np.arange(split.rows)
+    sizes = Assembler(split, found.tokenizer(), 60).sizes(rows)
+    assert sizes.max() == 60  # nothing is truncated when a batch is built
+    assert Assembler(split, found.tokenizer(), 60).share_truncated() == 0
+
+
+def test_a_label_is_in_every_window_that_holds_the_answer(monkeypatch, tmp_path, tokenizer):
+    start = CONTEXT.index("3,000", 150)
+    value = squad(question(0, "3,000 cups", start))
+    found = make(monkeypatch, tmp_path, tokenizer, value, "--max-tokens", 80, "--stride", 10,
+                 "--max-question", 10)  # fmt: skip
+    split = found.split("train")
+    starts, ends = (split.columns[f"context.{name}"][0] for name in ("starts", "ends"))
+    held = 0
+    for row in range(split.rows):
+        window = split.columns["window"][row]
+        n = len(split.columns["tokens_b"][row])
+        whole = starts[window] <= start and ends[window + n - 1] >= start + len("3,000 cups")
+        assert (split.columns["label"][row][0] >= 0) == whole
+        held += whole
+    assert held > 3
+
+
+def test_hidden_and_several_answers(monkeypatch, tmp_path, tokenizer):
+    several = question(0, "1973")
+    several["answers"].append({"text": "in 1973", "answer_start": CONTEXT.index("in 1973")})
+    hidden = question(1, None)
+    del hidden["answers"]
+    plausible = question(2, "1973", is_impossible=True)
+    found = make(monkeypatch, tmp_path, tokenizer, squad(several, hidden, plausible))
+    columns = found.split("train").columns
+    answers = [json.loads(columns["question.answers"].text(i)) for i in range(3)]
+    assert answers == [["1973", "in 1973"], None, []]
+    assert columns["label"][rows_of(found.split("train"), 2)].max() == -1
+
+
+def test_dev_sets_of_squad(shared, tmp_path):
+    vocabulary = (shared / "vocabs/bert-base-uncased.vocab.txt").read_text(encoding="utf-8")
+    pieces = {piece: i for i, piece in enumerate(vocabulary.splitlines())}
+    (tmp_path / "tok").mkdir()
+    tokenizers.wordpiece(pieces, lowercase=True).save(tmp_path / "tok")
+    said = command(
+        "preprocess.py", "task", "squad", "--train", shared / "squad/train-subset-1.json",
+        "--valid", shared / "squad/dev-v2.0.rebuilt.json", "--tokenizer", tmp_path / "tok",
+        "--output", tmp_path / "s",
+    )  # fmt: skip
+    assert "valid: 35 articles, 11,873 questions, 5,945 without an answer" in said.out
+    split = open_store(tmp_path / "s").split("valid")
+    columns = split.columns
+    assert len(columns["question.id"]) == 11_873
+    assert np.array_equal(np.unique(columns["group"]), np.arange(11_873))
+    assert len(columns["context.text"]) == 1_204
+    answers = [json.loads(columns["question.answers"].text(i)) for i in range(11_873)]
+    assert sum(not found for found in answers) == 5_945
+    exact, seen = 0, set()
+    for row in np.flatnonzero(columns["label"][:, 0] >= 0):
+        text = answer(split, row, *columns["label"][row])
+        wanted = answers[columns["group"][row]][0]
+        assert wanted in text  # tokens are never narrower than the answer
+        if columns["group"][row] not in seen:
+            exact += text == wanted
+        seen.add(int(columns["group"][row]))
+    assert len(seen) == 5_928  # every answer is whole in some window
+    assert exact / len(seen) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("value", "phrase"),
+    [
+        (squad(question(0, "1973", 3)), r"raw.json:1: q0: the context has .* at 3, not '1973'"),
+        (squad(question(0, "1973", 10**6)), "raw.json:1: q0: the context has ''"),
+        (squad(question(0, "1973"), question(0, None)), "raw.json:2: an earlier question has"),
+        ({"data": [{"title": "x"}]}, "not of SQuAD's form .* KeyError\\('paragraphs'\\)"),
+        ([1], "not of SQuAD's form"),
+        ({"data": []}, "would be empty"),
+    ],
+)  # fmt: skip
+def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
+    with pytest.raises(BadInput, match=phrase):
+        make(monkeypatch, tmp_path, tokenizer, value)
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "phrase"),
+    [
+        (["--stride", 400], "--stride 400 would leave gaps: .* hold only 317"),
+        (["--max-tokens", 70], "--stride 128 would leave gaps"),
+        (["--valid", "missing.json"], "missing.json does not exist"),
+        (["--input", "nowhere"], "nowhere is no directory"),
+    ],
+)
+def test_refused_options(monkeypatch, tmp_path, tokenizer, options, phrase):
+    with pytest.raises(BadInput, match=phrase):
+        make(monkeypatch, tmp_path, tokenizer, squad(question(0, "1973")), *options)
+    assert not (tmp_path / "s").exists()
+
+
+def test_bad_questions_are_skipped_and_counted(monkeypatch, tmp_path, tokenizer, capsys):
+    value = squad(question(0, "1973", 3), question(1, "1973"), question(1, None))
+    found = make(monkeypatch, tmp_path, tokenizer, value, "--skip-bad")
+    assert found.meta["origin"]["skipped_rows"] == 2
+    assert "raw.json:1: q0" in capsys.readouterr().err
+    assert len(found.split("train").columns["question.id"]) == 1
+    assert found.split("train").columns["label"][0, 0] >= 0
