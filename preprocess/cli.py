@@ -28,6 +28,7 @@ from preprocess import (
     tsv,
     vocabulary,
 )
+from preprocess import vocabulary_figures as figures
 from preprocess.arguments import Parser
 from xformer.data.errors import Interrupted
 
@@ -52,7 +53,11 @@ class Reader(NamedTuple):
 
 
 COMMANDS = {
-    "tokenizer": Command(vocabulary.add_arguments, vocabulary.run, "Learn a vocabulary from text."),
+    "tokenizer": Command(
+        vocabulary.add_arguments,
+        vocabulary.run,
+        "Learn a vocabulary from text, or bring in a published one.",
+    ),
     "text": Command(
         text.add_arguments, text.run, "Encode plain text into a store for pre-training."
     ),
@@ -65,6 +70,16 @@ COMMANDS = {
         stats.add_verify_arguments,
         stats.run_verify,
         "Check every block of a store's files against its checksum.",
+    ),
+    "vocab-overlap": Command(
+        figures.add_overlap_arguments,
+        figures.run_overlap,
+        "Count the English-like pieces of two vocabularies, and those that both have.",
+    ),
+    "english-contexts": Command(
+        figures.add_contexts_arguments,
+        figures.run_contexts,
+        "Measure how much of a store is English-like.",
     ),
     "pydocs": Command(
         pydocs.add_arguments,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors
-from xformer.data import tokenizers
+from xformer.data import published
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json
-from xformer.data.tokenizers import Tokenizer
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import Model
 
@@ -100,7 +98,9 @@ def from_hf(directory: Path) -> Imported:
         shape = Model(config, head.kind if head else None, head.outputs if head else 0,
                       pooler="pooler.weight" in weights).state_dict()  # fmt: skip
     check_weights(weights, shape, str(file))
-    tokenizer = _tokenizer(directory)
+    tokenizer = published.read(directory)
+    if tokenizer.kind != "wordpiece":
+        raise BadInput(f"{directory}: the vocabulary is not BERT's WordPiece")
     if len(tokenizer) > config.vocab_size:
         raise BadInput(
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
@@ -234,39 +234,6 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
             raise BadInput(f"{file}: {theirs[0]} and its fellows do not fit: {shapes}")
         weights[ours] = torch.cat(parts)
     return weights, used
-
-
-def _tokenizer(directory: Path) -> Tokenizer:
-    """BERT's tokenizer from tokenizer.json, else from vocab.txt and tokenizer_config.json."""
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        fast = read_json(path)
-        with suppress(KeyError, TypeError, AttributeError):
-            model, rules = fast["model"], fast["normalizer"]
-            if (model.get("type", "WordPiece"), rules["type"]) == ("WordPiece", "BertNormalizer"):
-                lowercase, accents = rules.get("lowercase", True), rules.get("strip_accents")
-                chinese = rules.get("handle_chinese_chars", True)
-                return tokenizers.wordpiece(model["vocab"], lowercase, accents, chinese)
-        raise BadInput(f"{path} is not BERT's WordPiece")
-    path = directory / "vocab.txt"
-    try:
-        # not splitlines(): a piece may be U+2028 and the like
-        pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except FileNotFoundError:
-        raise BadInput(f"{directory} has neither tokenizer.json nor vocab.txt") from None
-    except UnicodeDecodeError:
-        raise BadInput(f"{path} is not UTF-8") from None
-    if len(set(pieces)) != len(pieces):
-        raise BadInput(f"{path} holds a piece twice")
-    options: dict[str, Any] = {}
-    if (directory / "tokenizer_config.json").is_file():
-        options = read_json(directory / "tokenizer_config.json")
-    return tokenizers.wordpiece(
-        {piece: i for i, piece in enumerate(pieces)},
-        options.get("do_lower_case", True),
-        options.get("strip_accents"),
-        options.get("tokenize_chinese_chars", True),
-    )
 
 
 def account(imported: Imported) -> str:
