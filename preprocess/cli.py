@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from preprocess import dna, pydocs, stats, synthetic, tasks, text, tsv, vocabulary
+from preprocess import dna, fetch, pydocs, stats, synthetic, tasks, text, tsv, vocabulary
 from preprocess.arguments import Parser
 from xformer.data.errors import Interrupted
 
@@ -38,6 +38,11 @@ class Reader(NamedTuple):
 
 
 COMMANDS = {
+    "fetch": Command(
+        fetch.add_arguments,
+        fetch.run,
+        "Download a public data set from its publisher, checked against its SHA-256.",
+    ),
     "tokenizer": Command(vocabulary.add_arguments, vocabulary.run, "Learn a vocabulary from text."),
     "text": Command(
         text.add_arguments, text.run, "Encode plain text into a store for pre-training."
