@@ -210,7 +210,7 @@ def _network(url: str) -> Iterator[None]:
         raise _BrokenError(f"the server cannot be reached: {error.reason}") from None
     except TimeoutError:
         raise _BrokenError(f"nothing came for {TIMEOUT:.0f} s") from None
-    except (HTTPException, OSError) as error:
+    except (HTTPException, OSError, ValueError) as error:  # ValueError: a host that cannot be
         raise _BrokenError(f"the connection broke: {error or type(error).__name__}") from None
 
 

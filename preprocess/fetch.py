@@ -115,10 +115,9 @@ def _file(where: str, value: Any) -> File:
     if not isinstance(value, dict) or not value.keys() <= {"url", "name", "bytes", "sha256"}:
         raise BadInput(f"{where}: a file has url, and may have name, bytes and sha256: {value!r}")
     url = value.get("url", "")
-    address = urlsplit(url) if isinstance(url, str) and re.fullmatch(r"[!-~]+", url) else None
-    if address is None or address.scheme not in ("https", "http") or not address.hostname:
+    if not isinstance(url, str) or not re.fullmatch(r"https?://[\w.:-]+/[!-~]*", url, re.ASCII):
         raise BadInput(f"{where}: url = {url!r} is no address that begins with https://")
-    name = value.get("name", unquote(address.path).rpartition("/")[2])
+    name = value.get("name", unquote(urlsplit(url).path).rpartition("/")[2])
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise BadInput(f"{where}: {name!r} is no plain name of a file: give `name`")
     size, checksum = value.get("bytes"), value.get("sha256")
@@ -248,7 +247,7 @@ def table(catalogue: dict[str, DataSet]) -> str:
     rows = [("name", "MB", "from", "licence")]
     for data in catalogue.values():
         sizes = [file.bytes for file in data.files]
-        size = "?" if not sizes or None in sizes else f"{sum(filter(None, sizes)) / 1e6:.1f}"
+        size = "?" if not sizes or None in sizes else f"{sum(filter(None, sizes)) / 1e6:.2f}"
         hosts = sorted({urlsplit(file.url).hostname or "" for file in data.files})
         rows.append((data.name, size, ", ".join(hosts) or "(by hand)", data.licence))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]

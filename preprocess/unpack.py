@@ -24,7 +24,7 @@ from xformer.data.errors import Failure
 
 MEMBERS = 100_000  # files and directories in one archive
 BLOCK = 2**20  # bytes written at once
-HEADERS = 2048  # bytes a member of a tar file may take beside its content
+HEADERS = 2**20  # bytes of headers between two members of a tar file: they are read into memory
 TARS: dict[str, Callable[..., Any]] = {
     ".tar": open, ".tar.gz": gzip.open, ".tgz": gzip.open, ".tar.bz2": bz2.open,
     ".tar.xz": lzma.open,
@@ -96,15 +96,18 @@ class Unpacker:
 
     def _tar_members(self, path: Path, ending: str) -> Iterator[tuple[str, _Readable | None]]:
         with TARS[ending](path, "rb") as file:
-            # headers are read into memory, so they are counted as well
-            counted = _Counted(file, self.left + HEADERS * MEMBERS, self._too_large(path.name))
+            counted = _Counted(file, path.name)
             with tarfile.open(fileobj=counted, mode="r|") as archive:  # type: ignore[call-overload]
                 for member in archive:
                     if not (member.isreg() or member.isdir()):
                         raise _refused(path.name, member.name, "is neither file nor directory")
                     if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later
                         tarfile.data_filter(member, str(self.directory))
+                    if member.size > self.left:
+                        raise self._too_large(path.name)
+                    counted.left += member.size
                     yield member.name, archive.extractfile(member) if member.isreg() else None
+                    counted.left = HEADERS
 
     def _write(self, archive: str, name: str, source: _Readable | None) -> None:
         target = self.directory / self._claim(archive, name, source is None)
@@ -126,6 +129,8 @@ class Unpacker:
             raise _refused(archive, name, "leads out of the archive's own directory")
         if not parts and not is_directory:
             raise _refused(archive, name, "is no name of a file")
+        if re.search("[\ud800-\udfff]", name):  # where tarfile could not decode a byte
+            raise _refused(archive, name, "has a name that is not UTF-8")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])
             is_file = depth == len(parts) and not is_directory
@@ -144,16 +149,16 @@ class Unpacker:
 
 
 class _Counted:
-    """A stream that raises `error` once more than `left` bytes have been read from it."""
+    """A stream of which no more than `left` bytes may be read until `left` is set anew."""
 
-    def __init__(self, file: IO[bytes], left: int, error: Failure):
-        self.file, self.left, self.error = file, left, error
+    def __init__(self, file: IO[bytes], name: str):
+        self.file, self.name, self.left = file, name, HEADERS
 
     def read(self, size: int = -1, /) -> bytes:
         data = self.file.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise self.error
+            raise Failure(f"{self.name} cannot be unpacked: headers of more than {HEADERS:,} bytes")
         return data
 
 
