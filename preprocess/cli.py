@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from preprocess import (
     dna,
+    fetch,
     glue,
     music,
     protein,
@@ -53,6 +54,11 @@ class Reader(NamedTuple):
 
 
 COMMANDS = {
+    "fetch": Command(
+        fetch.add_arguments,
+        fetch.run,
+        "Download a public data set from its publisher, checked against its SHA-256.",
+    ),
     "tokenizer": Command(
         vocabulary.add_arguments,
         vocabulary.run,
