@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from preprocess import corpora
 from preprocess.arguments import add_output, check_output, number
-from preprocess.binarize import check_files
+from preprocess.bad import BadRows
 from preprocess.progress import Progress, progress
 from preprocess.text import TextOptions, read_documents
 from xformer.data import published, tokenizers
@@ -20,20 +21,22 @@ from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
 
-def learn(kind: str, paths: list[Path], vocab_size: int, lowercase: bool) -> tokenizers.Tokenizer:
+def learn(
+    kind: str, paths: list[Path], vocab_size: int, lowercase: bool, options: TextOptions
+) -> tokenizers.Tokenizer:
     """A vocabulary of `vocab_size` pieces from the files' documents, read as a stream.
 
-    Raises BadInput for bytes that are not UTF-8, for files without text, and where the text cannot
+    Raises BadInput for what cannot be read, for files without text, and where the text cannot
     give that many pieces.
     """
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
     if kind == "wordpiece":  # without them its trainer's choice among equals is random
         with progress("looking for characters", total, "B") as shown:
-            for text, _ in read_documents(paths, TextOptions(), shown.add):
+            for text, _ in read_documents(paths, options, shown.add):
                 characters.update(text)
     with progress("reading", total, "B") as shown:
-        return _Training(kind, paths, vocab_size, lowercase, characters, shown).result()
+        return _Training(kind, paths, vocab_size, lowercase, characters, options, shown).result()
 
 
 class _Training(threading.Thread):
@@ -41,10 +44,10 @@ class _Training(threading.Thread):
 
     def __init__(
         self, kind: str, paths: list[Path], vocab_size: int, lowercase: bool,
-        characters: set[str], shown: Progress,
+        characters: set[str], options: TextOptions, shown: Progress,
     ):  # fmt: skip
         super().__init__(daemon=True)
-        self.paths, self.shown = paths, shown
+        self.paths, self.options, self.shown = paths, options, shown
         self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
         self.problems: list[Exception] = []  # in the order they arose: the first is the cause
         self.learned: tokenizers.Tokenizer | None = None
@@ -60,7 +63,7 @@ class _Training(threading.Thread):
         """The files' texts; what goes wrong is kept, as the libraries that read them reword it."""
         found = False
         try:
-            for text, _ in read_documents(self.paths, TextOptions(), self.shown.add):
+            for text, _ in read_documents(self.paths, self.options, self.shown.add):
                 if self.stopped.is_set():
                     self.parked.set()
                     threading.Event().wait()  # for the end of the process
@@ -70,7 +73,7 @@ class _Training(threading.Thread):
         except (BadInput, OSError) as error:
             self.problems.append(error)
         if not found:
-            names = ", ".join(map(str, self.paths))
+            names = corpora.names(self.paths)
             self.problems.append(BadInput(f"{names}: there is no text in it"))
 
     def result(self) -> tokenizers.Tokenizer:
@@ -98,8 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kind", choices=tokenizers.KINDS, help="What to learn. wordpiece: BERT's; bpe: RoBERTa's "
         "byte-level pairs; unigram: SentencePiece; symbols: one id a character.")  # fmt: skip
-    add("--input", type=Path, nargs="+", metavar="FILE", default=[],
-        help="Raw text in UTF-8 to learn from.")  # fmt: skip
+    add("--input", nargs="+", metavar="FILE|DIR|GLOB", default=[], help="Raw text in UTF-8: files, "
+        "directories (all their files with known endings), or quoted globs such as "
+        "'text/**/*.txt'.")  # fmt: skip
+    corpora.add_arguments(parser)
     add("--vocab-size", type=number(6), metavar="N", help="Pieces in the vocabulary, the five "
         "special tokens included; a small text may give fewer.")  # fmt: skip
     add("--from", type=Path, metavar="PATH", dest="source", help="Learn nothing: bring in a "
@@ -140,10 +145,13 @@ def run(arguments: argparse.Namespace) -> None:
         for option in ("input", "vocab_size"):
             if not getattr(arguments, option):
                 raise BadInput(f"--{option.replace('_', '-')} is required for --kind {kind}")
-        check_files(arguments.input)
-        size = arguments.vocab_size
-        tokenizer = learn(kind, arguments.input, size, lowercase=not arguments.cased)
-        if kind != "symbols" and len(tokenizer) < size:
+        files = corpora.find_files(arguments.input, arguments.format)
+        corpora.check_distinct({"--input": files})
+        bad = BadRows(arguments.skip_bad)
+        options = TextOptions(format=arguments.format, json_field=arguments.field, bad=bad)
+        tokenizer = learn(kind, files, arguments.vocab_size, not arguments.cased, options)
+        bad.report()
+        if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
             note = " (the text holds no more)"
     save(tokenizer, output, arguments.overwrite)
     what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
