@@ -83,7 +83,8 @@ class _Source:
             if name is not None and not CLASSES.fullmatch(str(name)):
                 raise BadInput(f"{file}: the rules of {name} are not known")
             yield file, said
-        file = self.beside("tokenizer.json")
+        own = self.form == "tokenizer.json"
+        file = self.file if own else self.beside("tokenizer.json")
         if file.is_file():
             yield file, _rules(read_json(file))
 
