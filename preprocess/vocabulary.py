@@ -157,6 +157,6 @@ def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
         if re.search("[A-Z]", piece) and i not in special
     }
     used = {i for ids in tokenizer.encode_batch([*capitals.values()]) for i in ids.tolist()}
-    if not capitals or used & set(capitals):
+    if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
         return ""
     return f" (lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"

@@ -176,6 +176,12 @@ def test_what_is_no_vocabulary_is_refused_in_one_line(monkeypatch, tmp_path, cas
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
+def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
+    tokenizers.symbols("ACGT").save(tmp_path)
+    with pytest.raises(BadInput, match="is a tokenizer already; give it as it is"):
+        here(monkeypatch, "tokenizer", "--from", tmp_path, "--output", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
