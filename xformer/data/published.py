@@ -34,6 +34,9 @@ CLASSES = re.compile(
     r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert)Tokenizer(Fast)?"
     r"|PreTrainedTokenizerFast|TokenizersBackend"
 )
+# what tokenizer_config.json may say
+OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents",
+           "add_prefix_space")  # fmt: skip
 ALBERT_STEPS = re.compile(
     r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
 )
@@ -43,8 +46,6 @@ WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": "##",
              "max_input_chars_per_word": 100}  # fmt: skip
 BPE = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "",
        "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
-OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents",
-           "add_prefix_space")  # fmt: skip
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
 
 
