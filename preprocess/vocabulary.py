@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from preprocess import corpora
 from preprocess.arguments import add_output, check_output, number
 from preprocess.bad import BadRows
@@ -160,12 +158,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
     """A remark where a vocabulary of cased text is used on lower-cased text."""
-    one, other = tokenizer.encode_batch(["A Word", "a word"])
     special = set(tokenizer.special.values())
-    capitals = sum(
-        re.search("[A-Z]", piece) is not None and i not in special
+    capitals = {
+        i: piece.strip("#▁")
         for i, piece in enumerate(tokenizer.pieces)
-    )
-    if not capitals or not np.array_equal(one, other):
+        if re.search("[A-Z]", piece) and i not in special
+    }
+    used = {i for ids in tokenizer.encode_batch([*capitals.values()]) for i in ids.tolist()}
+    if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
         return ""
-    return f" (lower-cased: {capitals:,} pieces with capitals are never used; see --cased)"
+    return f" (lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"

@@ -1,19 +1,25 @@
-"""Tokenizers: learnt, saved, loaded, decoded; and the word table gives the tokenizer's own ids."""
+"""Tokenizers: learnt, saved, loaded, decoded; the word table gives the tokenizer's own ids; those
+which are published give the ids of transformers, on real text and on odd Unicode; offsets."""
 
+import csv
+import io
 import json
+import shutil
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from preprocess import words
 from preprocess.words import Encoder
-from xformer.data import tokenizers
+from xformer.data import published, tokenizers
 from xformer.data.errors import BadInput
 
-SHARED = Path(__file__).parents[1].parent / "shared/data"
 TEXTS = [
     "It's the first of 17 tests, isn't it? Don't panic: we're done.",
     "  Two  spaces,\ttabs and\n\nnew lines\r\n stay where they are. ",
@@ -205,26 +211,322 @@ def test_a_tokenizer_with_other_rules_has_no_word_table(learned):
     same_as_direct(encoder, TEXTS)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data in ../shared is not there")
-@pytest.mark.parametrize("cased", [True, False])
-def test_the_word_table_on_real_text_with_bert_s_vocabulary(cased):
-    name = "bert-base-cased" if cased else "bert-base-uncased"
-    lines = (SHARED / f"vocabs/{name}.vocab.txt").read_text(encoding="utf-8").split("\n")
-    vocabulary = {piece: i for i, piece in enumerate(lines) if piece}
-    tokenizer = tokenizers.wordpiece(vocabulary, lowercase=not cased)
-    text = (SHARED / "english_wikipedia/test.txt").read_text(encoding="utf-8")
-    encoder = Encoder(tokenizer)
-    assert encoder.rules is not None
-    same_as_direct(encoder, text.split("\n"))
+# ------------------------------------------------------------------------- published tokenizers
+
+SAMPLE = 15_000  # characters of each corpus
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data in ../shared is not there")
-def test_the_word_table_on_real_text_with_roberta_s_vocabulary():
-    vocabulary = json.loads((SHARED / "vocabs/gpt2.vocab.json").read_text(encoding="utf-8"))
-    for piece in tokenizers.ROBERTA_SPECIAL.values():
-        vocabulary[piece] = len(vocabulary)
-    lines = (SHARED / "vocabs/gpt2.merges.txt").read_text(encoding="utf-8").splitlines()[1:]
-    merges = [(first, second) for first, second in (line.split(" ") for line in lines if line)]
-    encoder = Encoder(tokenizers.byte_bpe(vocabulary, merges))
-    text = (SHARED / "english_wikipedia/test.txt").read_text(encoding="utf-8")
-    same_as_direct(encoder, text.split("\n\n"))
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings(part)
+
+
+@pytest.fixture(scope="module")
+def corpora(shared: Path) -> dict[str, list[str]]:
+    """Some real text of every sort, cut into texts as its own format says."""
+
+    def read(name: str) -> str:
+        return (shared / name).read_text(encoding="utf-8-sig")
+
+    java = sorted((shared / "java").rglob("*.java"))
+    german = csv.reader(io.StringIO(read("lang/de/10kGNAD_test.csv")), delimiter=";", quotechar="'")
+    every = {
+        "English": read("english_wikipedia/test.txt").split("\n"),
+        "paragraphs": read("english_wikipedia/valid.txt").split("\n\n"),
+        "German": [row[1] for row in german],
+        "Chinese": list(strings(json.loads(read("lang/zh/zh_ncv.json")))),
+        "Japanese": read("lang/ja/train.ja").replace(" ", "").split("\n"),
+        "Kannada": [*read("lang/kn/entity_kannada.txt").split("\n")[:150],
+                    *strings(json.loads(read("lang/kn/allama.json")))],
+        "Java": [path.read_text(encoding="utf-8") for path in java[::30]],
+        "GLUE": [*read("glue/CoLA/dev.tsv").replace("\t", "\n").split("\n")[:400],
+                 *read("glue/STS-B/dev.tsv").replace("\t", "\n").split("\n")],
+    }  # fmt: skip
+    for name, texts in every.items():
+        sizes = np.cumsum([len(text) for text in texts])
+        every[name] = texts[: int(np.searchsorted(sizes, SAMPLE)) + 1]
+        assert sum(map(len, every[name])) > 0.5 * SAMPLE, name
+    return every
+
+
+def spiece(corpora: dict[str, list[str]], user_defined: str) -> bytes:
+    """A model in ALBERT's layout, learnt from real text of many sorts."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = [line for texts in corpora.values() for text in texts for line in text.split("\n")]
+    plain = ["".join(c for c in unicodedata.normalize("NFKD", line) if not unicodedata.combining(c))
+             for line in lines]  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line.lower() for line in plain]),
+        model_writer=model, vocab_size=4000, model_type="unigram", max_sentence_length=2**20,
+        character_coverage=0.998, pad_id=0, unk_id=1, bos_id=-1, eos_id=-1, pad_piece="<pad>",
+        control_symbols=["[CLS]", "[SEP]", "[MASK]"], user_defined_symbols=list(user_defined),
+        minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+class Pair(NamedTuple):
+    """Our tokenizer and transformers' own, read from the same files."""
+
+    ours: tokenizers.Tokenizer
+    theirs: Any
+
+    def agree(self, texts: list[str]) -> int:
+        """Assert that both give the same ids, ours directly and by the word table: how many."""
+        wanted = self.theirs(texts, add_special_tokens=False)["input_ids"]
+        assert [ids.tolist() for ids in self.ours.encode_batch(texts)] == wanted
+        values, lengths = Encoder(self.ours).encode(texts)
+        assert lengths.tolist() == list(map(len, wanted))
+        assert values.tolist() == [i for ids in wanted for i in ids]
+        return len(values)
+
+    def spelt(self, text: str) -> bool:
+        """Does the text spell a special token, which is no special token to us?"""
+        return any(token in text for token in self.ours.meta["special"].values())
+
+
+PAIRS = ["uncased", "cased", "chinese", "gpt2", "albert", "albert cased", "albert symbols"]
+
+
+def folder(path: Path, files: dict[str, Path | bytes], options: dict[str, bool]) -> Path:
+    """A Hugging Face directory."""
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    if options:
+        (path / "tokenizer_config.json").write_text(json.dumps(options))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    shared: Path, corpora: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Pair]:
+    transformers = pytest.importorskip("transformers")
+    bert, roberta, albert = (
+        getattr(transformers, f"{name}Tokenizer") for name in ("Bert", "Roberta", "Albert")
+    )
+    vocabularies = shared / "vocabs"
+    plain, symbols = (spiece(corpora, user_defined) for user_defined in ("", '()"-.\u2013£€'))
+    gpt2 = {name: vocabularies / f"gpt2.{name}" for name in ("vocab.json", "merges.txt")}
+    accents = {"do_lower_case": False, "keep_accents": True}
+    table: dict[str, tuple[Any, dict[str, Any], dict[str, bool]]] = {
+        **{name: (bert, {"vocab.txt": vocabularies / f"bert-base-{name}.vocab.txt"},
+                  {"do_lower_case": name == "uncased"})
+           for name in ("uncased", "cased", "chinese")},
+        "gpt2": (roberta, gpt2, {}),
+        "albert": (albert, {"spiece.model": plain}, {}),
+        "albert cased": (albert, {"spiece.model": plain}, accents),
+        "albert symbols": (albert, {"spiece.model": symbols}, {}),
+    }  # fmt: skip
+    found = {}
+    for name, (kind, files, options) in table.items():
+        path = folder(tmp_path_factory.mktemp("published") / "x", files, options)
+        found[name] = Pair(published.read(path), kind.from_pretrained(path))
+    return found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_published_tokenizers_give_the_ids_of_transformers(pairs, corpora, name):
+    pair = pairs[name]
+    for corpus, texts in corpora.items():
+        kept = [text for text in texts if not pair.spelt(text)]
+        assert len(kept) == len(texts), corpus
+        assert pair.agree(kept) > 100, corpus
+
+
+anything = st.text(
+    st.one_of(
+        st.sampled_from(
+            " \n\t.,'`\"-()sdaeiéÉİß\u017fﬁ½㎏ｱﾞΩς中國각\u1100\u1161\u0301\u0327\u0323\u200b"
+            "\u200d\u00ad\ufe0f"
+            "\xa0\u3000\u2028\u0085\x00\x1c\x7f\ufeff\ufffd🙂👩🚀🏽[]<>#▁ĠĊ"
+        ),
+        st.characters(exclude_categories=["Cs"]),
+    ),
+    max_size=40,
+)
+long_word = st.builds(lambda part, times: part * times, anything, st.sampled_from([1, 1, 1, 30]))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_any_unicode_gives_the_ids_of_transformers(pairs, name):
+    pair = pairs[name]
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(st.lists(long_word, min_size=1, max_size=5))
+    def check(texts):
+        assume(not any(map(pair.spelt, texts)))
+        pair.agree(texts)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["cased", "gpt2", "albert", "albert cased", "albert symbols"])
+def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_path, name):
+    ours, theirs = pairs[name]
+    texts = [text for texts in corpora.values() for text in texts[:20]]
+    wanted = [ids.tolist() for ids in ours.encode_batch(texts)]
+    ours.save(tmp_path)
+    theirs.save_pretrained(tmp_path / "fast")
+    # tokenizer.json alone, with nothing beside it, tells the same by its own steps
+    shutil.copy(tmp_path / "fast/tokenizer.json", tmp_path / "alone.json")
+    again = [tokenizers.load(tmp_path), published.read(tmp_path / "fast"),
+             published.read(tmp_path / "alone.json")]  # fmt: skip
+    for other in again:
+        assert (other.kind, other.meta) == (ours.kind, ours.meta)
+        assert [ids.tolist() for ids in other.encode_batch(texts)] == wanted
+        if name != "gpt2":  # which gets its special tokens in another order by transformers
+            assert (other.pieces, other.fingerprint) == (ours.pieces, ours.fingerprint)
+
+
+def test_a_vocabulary_of_gpt2_and_one_of_roberta(pairs, shared, tmp_path):
+    """The same pieces and merges under other ids; GPT-2's gets the special tokens at its end."""
+    gpt2 = pairs["gpt2"].ours
+    assert gpt2.pieces[-5:] == ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    inner = gpt2.pieces[:-5]
+    table = json.loads((shared / "vocabs/gpt2.vocab.json").read_text(encoding="utf-8"))
+    assert inner == sorted(table, key=table.__getitem__)
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", *inner[::-1], "madeupword0000", "<mask>"]
+    vocabulary = json.dumps({piece: i for i, piece in enumerate(pieces)}).encode()
+    files = {"vocab.json": vocabulary, "merges.txt": shared / "vocabs/gpt2.merges.txt"}
+    roberta = published.read(folder(tmp_path / "x", files, {"add_prefix_space": True}))
+    assert [roberta.special[r] for r in ("cls", "pad", "sep", "unk", "mask")] == [0, 1, 2, 3, 50262]
+    text = "It's  a\tstudy 中 "
+    one, other = gpt2.encode_batch([f" {text}"])[0], roberta.encode_batch([text])[0]
+    assert [gpt2.pieces[i] for i in one] == [roberta.pieces[i] for i in other]
+    assert pieces_of(roberta, "Hello x") == [("ĠHello", "Hello"), ("Ġx", "x")]
+
+
+@pytest.mark.parametrize("chinese", [True, False])
+@pytest.mark.parametrize("accents", [True, False, None])
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_bert_s_options_are_those_of_transformers(tmp_path, lowercase, accents, chinese):
+    transformers = pytest.importorskip("transformers")
+    letters = "aAeéEÉ中文"
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    options = {"do_lower_case": lowercase, "strip_accents": accents,
+               "tokenize_chinese_chars": chinese}  # fmt: skip
+    path = folder(tmp_path / "x", {"vocab.txt": "\n".join(pieces).encode()}, options)
+    theirs = transformers.BertTokenizer.from_pretrained(path)
+    Pair(published.read(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
+    # a name before vocab.txt goes before the names of what is beside it
+    for file in path.iterdir():
+        file.rename(path / f"my-{file.name}")
+    Pair(published.read(path / "my-vocab.txt"), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_published_vocabulary_gives_text_no_special_id(pairs, name):
+    ours = pairs[name].ours
+    special = set(ours.special.values()) - {ours.special["unk"]}
+    spelt = ["[SEP] [CLS][MASK] <s> </s> <pad> [PAD]", "a <mask> b [mask]", "x<pad>[SEP]<pad>"]
+    for ids in ours.encode_batch(spelt):
+        assert not special & set(ids.tolist())
+    ids = [ours.special["cls"], *ours.encode_batch(["on the other side"])[0]]
+    assert ours.decode(ids).replace(ours.meta["special"]["cls"], "").strip() == "on the other side"
+
+
+# ------------------------------------------------------------------------------------- offsets
+
+
+def pieces_of(tokenizer: tokenizers.Tokenizer, text: str) -> list[tuple[str, str]]:
+    """(piece, the characters it is made of) of a text."""
+    ((ids, starts, ends),) = tokenizer.encode_with_offsets([text])
+    assert ids.dtype == starts.dtype == ends.dtype == np.int32
+    return [(tokenizer.pieces[i], text[s:e]) for i, s, e in zip(ids, starts, ends, strict=True)]
+
+
+def sound(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> None:
+    """Offsets lie in the text, never go back, hold no outer white space; ids are the usual ones."""
+    found = tokenizer.encode_with_offsets(texts)
+    assert len(found) == len(texts)
+    for text, bare, (ids, starts, ends) in zip(
+        texts, tokenizer.encode_batch(texts), found, strict=True
+    ):
+        assert ids.tolist() == bare.tolist()
+        assert len(ids) == len(starts) == len(ends)
+        assert (np.diff(starts) >= 0).all()
+        assert (np.diff(ends) >= 0).all()
+        for start, end in zip(starts, ends, strict=True):
+            assert 0 <= start <= end <= len(text)
+            assert text[start:end] == text[start:end].strip()
+
+
+def test_offsets_of_wordpiece(pairs):
+    ours = pairs["uncased"].ours
+    text = " Étude  e\u0301te\u0301 naïve中文, “ok” 🙂x"
+    assert pieces_of(ours, text) == [
+        ("et", "Ét"), ("##ude", "ude"), ("et", "e\u0301t"), ("##e", "e"), ("naive", "naïve"),
+        ("中", "中"), ("文", "文"), (",", ","), ("“", "“"), ("ok", "ok"), ("”", "”"),
+        ("[UNK]", "🙂x"),
+    ]  # fmt: skip
+
+
+def test_offsets_of_byte_bpe(pairs):
+    text = "Hello  world 🙂\n\nnaïve x "
+    assert pieces_of(pairs["gpt2"].ours, text) == [
+        ("Hello", "Hello"), ("Ġ", ""), ("Ġworld", "world"), ("ĠðŁĻĤ", "🙂"), ("Ċ", ""), ("Ċ", ""),
+        ("na", "na"), ("Ã¯ve", "ïve"), ("Ġx", "x"), ("Ġ", ""),
+    ]  # fmt: skip
+    found = pieces_of(pairs["gpt2"].ours, "𓂀")  # each token is a part of the character's bytes
+    assert len(found) == 4
+    assert {span for _, span in found} == {"𓂀"}
+
+
+def test_offsets_of_unigram(pairs, learned):
+    for tokenizer in (pairs["albert"].ours, learned["unigram"]):
+        text = "  ﬁne ½ \u3000Été e\u0301te\u0301 "
+        found = pieces_of(tokenizer, text)
+        letters = [span for piece, span in found if piece.strip("▁")]
+        assert letters[0][0] == "ﬁ"  # each piece of a ligature has all of it
+        assert all(letters)
+        for word in ("ﬁne", "½", "Été"):
+            start = text.index(word)
+            ((_, starts, ends),) = tokenizer.encode_with_offsets([text])
+            inside = (starts < start + len(word)) & (ends > start)
+            assert (starts[inside].min(), ends[inside].max()) == (start, start + len(word))
+    found = [("1", "1"), ("▁", ""), ("1", "½"), ("<unk>", "½")]
+    assert pieces_of(learned["unigram"], "1 ½")[1:] == found
+
+
+def test_offsets_of_symbols(learned):
+    text = " ab\tc\u3000é"
+    for kind, spans in (("symbols", ["a", "b", "c", "é"]), ("separated", ["ab", "c", "é"])):
+        assert [span for _, span in pieces_of(learned[kind], text)] == spans
+
+
+@pytest.mark.parametrize("name", ["uncased", "gpt2", "albert"])
+def test_offsets_are_those_of_transformers(pairs, corpora, name):
+    ours, theirs = pairs[name]
+    texts = [text for texts in corpora.values() for text in texts[:30]]
+    wanted = theirs(texts, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    for text, spans, (_, starts, ends) in zip(
+        texts, wanted, ours.encode_with_offsets(texts), strict=True
+    ):
+        for (a, b), start, end in zip(spans, starts, ends, strict=True):
+            inner = text[a:b].strip()
+            assert text[start:end] == inner
+            if inner:
+                assert a <= start < end <= b
+
+
+@pytest.mark.parametrize("name", [*KINDS, "gpt2", "albert", "albert cased", "albert symbols"])
+def test_offsets_of_any_unicode(request, name):
+    if name in KINDS:
+        tokenizer = request.getfixturevalue("learned")[name]
+    else:
+        tokenizer = request.getfixturevalue("pairs")[name].ours
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(st.lists(anything, max_size=3))
+    def check(texts):
+        sound(tokenizer, texts)
+
+    check()
+    sound(tokenizer, [*TEXTS, ""])

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ CLASSES = re.compile(
     r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert)Tokenizer(Fast)?"
     r"|PreTrainedTokenizerFast|TokenizersBackend"
 )
+# what tokenizer_config.json may say
+OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents",
+           "add_prefix_space")  # fmt: skip
 ALBERT_STEPS = re.compile(
     r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
 )
@@ -58,34 +62,34 @@ class _Source:
         """The path of a fellow."""
         return Path(self.stem + name)
 
-    def flag(self, name: str) -> bool | None:
-        """What the first file that has an option says about it; None where none has."""
-        for file, said in self._said():
-            if name in said:
-                if not isinstance(value := said[name], bool | None):
-                    raise BadInput(f"{file}: {name} is {value!r}, neither true nor false")
-                return value
-        return None
+    @cached_property
+    def fast(self) -> Any:
+        """The tokenizer.json, which may be the file itself; None where there is none."""
+        own = self.form == "tokenizer.json"
+        file = self.file if own else self.beside("tokenizer.json")
+        return read_json(file) if file.is_file() else None
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """What the files say of how a text is made plain: the table of options before the steps."""
+        file = self.beside("tokenizer_config.json")
+        said = read_json(file) if file.is_file() else {}
+        if not isinstance(said, dict):
+            raise BadInput(f"{file} is not a table of options")
+        name = said.get("tokenizer_class")
+        if name is not None and not CLASSES.fullmatch(str(name)):
+            raise BadInput(f"{file}: the rules of {name} are not known")
+        for option in OPTIONS:
+            if not isinstance(said.get(option), bool | None):
+                raise BadInput(f"{file}: {option} is {said[option]!r}, neither true nor false")
+        return {**_rules(self.fast), **said}
 
     def lowercase(self) -> bool:
-        said = self.flag("do_lower_case")
+        """Is text lower-cased? What the files say, else what the user does."""
+        said = self.options.get("do_lower_case")
         if said and self.cased:
             raise BadInput(f"{self.file}: its fellows say do_lower_case: true; leave out --cased")
         return not self.cased if said is None else said
-
-    def _said(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        file = self.beside("tokenizer_config.json")
-        if file.is_file():
-            said = read_json(file)
-            if not isinstance(said, dict):
-                raise BadInput(f"{file} is not a table of options")
-            name = said.get("tokenizer_class")
-            if name is not None and not CLASSES.fullmatch(str(name)):
-                raise BadInput(f"{file}: the rules of {name} are not known")
-            yield file, said
-        file = self.beside("tokenizer.json")
-        if file.is_file():
-            yield file, _rules(read_json(file))
 
 
 def read(path: str | Path, cased: bool = False) -> Tokenizer:
@@ -105,6 +109,8 @@ def read(path: str | Path, cased: bool = False) -> Tokenizer:
 
 
 def _source(path: Path, cased: bool) -> _Source:
+    if (path / tokenizers.META).is_file():
+        raise BadInput(f"{path} is a tokenizer already; give it as it is")
     if path.is_dir():
         for form in FORMS:
             if (path / form).is_file():
@@ -181,7 +187,7 @@ def _spiece_model(source: _Source) -> Tokenizer:
 
 
 def _tokenizer_json(source: _Source) -> Tokenizer:
-    fast = read_json(source.file)
+    fast = source.fast
     unknown = BadInput(
         f"{source.file} is not BERT's WordPiece, RoBERTa's byte-level BPE or ALBERT's unigram"
     )
@@ -271,8 +277,8 @@ def _rules(fast: Any) -> dict[str, Any]:
 
 
 def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
-    lowercase, accents = source.lowercase(), source.flag("strip_accents")
-    chinese = source.flag("tokenize_chinese_chars") is not False
+    lowercase, accents = source.lowercase(), source.options.get("strip_accents")
+    chinese = source.options.get("tokenize_chinese_chars") is not False
     with _naming(source.file):
         return tokenizers.wordpiece(vocabulary, lowercase, accents, chinese)
 
@@ -290,7 +296,7 @@ def _byte_bpe(source: _Source, vocabulary: dict[str, int],
     special = ROBERTA_SPECIAL.values()
     if not any(piece in vocabulary for piece in special):
         vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(special)}
-    prefix_space = source.flag("add_prefix_space") or False
+    prefix_space = source.options.get("add_prefix_space") or False
     with _naming(source.file):
         return tokenizers.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space)
 
@@ -303,7 +309,7 @@ def _albert(source: _Source, scores: list[tuple[str, float]], charsmap: bytes,
             raise BadInput(f"{source.file}: {piece!r} was added to the vocabulary it is not in")
     if len(known) != len(scores):
         raise BadInput(f"{source.file} holds a piece twice")
-    lowercase, accents = source.lowercase(), source.flag("keep_accents") or False
+    lowercase, accents = source.lowercase(), source.options.get("keep_accents") or False
     with _naming(source.file):
         return tokenizers.albert(scores, charsmap, controls, symbols, lowercase, accents)
 

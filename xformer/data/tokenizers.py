@@ -31,6 +31,7 @@ ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", 
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # before a piece of ALBERT's that no text may get: words hold no space, so none is equal to it
 HIDDEN = " "
+Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends
 
 
 class Tokenizer:
@@ -87,48 +88,41 @@ class Tokenizer:
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_with_offsets(
-        self, texts: Sequence[str]
-    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Spans]:
         """(ids, starts, ends) of each text, int32: token i is made of `text[starts[i]:ends[i]]`.
 
         Ids are those of `encode_batch`; positions count the characters (code points) of the text as
         it is given, and neither starts nor ends ever decrease. White space at either end of a token
-        is left out, so one of white space alone is empty. A token which is a part of a character
+        is left out, so one of white space alone is empty. A token that is a part of a character
         (bytes of an emoji, the "f" of a ligature) has the whole character.
         """
-        found = self._symbol_spans if self.kind == "symbols" else self._library_spans
+        spans = self._spans_of_symbols if self.kind == "symbols" else self._spans_of_pieces
+        if self._sentencepiece:
+            spans = self._spans_of_sentencepiece
         return [
             (ids, *_without_space(text, starts, ends))
-            for text, (ids, starts, ends) in zip(texts, found(texts), strict=True)
+            for text, (ids, starts, ends) in zip(texts, spans(texts), strict=True)
         ]
 
-    def _library_spans(
-        self, texts: Sequence[str]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        if self._sentencepiece:
-            for text, found in zip(
-                texts, self._model.encode(list(texts), return_type="offset_mapping"), strict=True
-            ):
-                spans = np.asarray(found["offsets"], np.int32).reshape(-1, 2)
-                for i, (piece, (start, end)) in enumerate(zip(found["pieces"], spans, strict=True)):
-                    # of a character that becomes several pieces, all but the last have no part
-                    if piece.strip("▁") and not text[start:end].strip():
-                        spans[i] = end, min(end + 1, len(text))
-                yield np.asarray(found["ids"], np.int32), spans[:, 0], spans[:, 1]
-            return
-        for encoding in self._model.encode_batch(list(texts), add_special_tokens=False):
-            spans = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
-            yield np.asarray(encoding.ids, np.int32), spans[:, 0], spans[:, 1]
+    def _spans_of_pieces(self, texts: Sequence[str]) -> Iterator[Spans]:
+        for found in self._model.encode_batch(list(texts), add_special_tokens=False):
+            yield _columns(found.ids, found.offsets)
 
-    def _symbol_spans(
-        self, texts: Sequence[str]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _spans_of_sentencepiece(self, texts: Sequence[str]) -> Iterator[Spans]:
+        found = self._model.encode(list(texts), return_type="offset_mapping")
+        for text, pieces in zip(texts, found, strict=True):
+            spans = list(pieces["offsets"])
+            for i, piece in enumerate(pieces["pieces"]):
+                start, end = spans[i]
+                # of the pieces that one character becomes, the last alone is given it
+                if piece.strip("▁") and not text[start:end].strip():
+                    spans[i] = end, min(end + 1, len(text))
+            yield _columns(pieces["ids"], spans)
+
+    def _spans_of_symbols(self, texts: Sequence[str]) -> Iterator[Spans]:
         symbol = re.compile(r"\S+" if self.meta["separated"] else r"\S")
         for text in texts:
-            spans = [match.span() for match in symbol.finditer(text)]
-            starts, ends = np.asarray(spans, np.int32).reshape(-1, 2).T
-            yield self._encode_symbols(text), starts, ends
+            yield _columns(self._encode_symbols(text), [m.span() for m in symbol.finditer(text)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Readable text of ids; special tokens appear as they are spelt."""
@@ -190,7 +184,10 @@ def load(directory: str | Path) -> Tokenizer:
         elif _runs_sentencepiece(meta):
             tokenizer = Tokenizer(meta, _sentencepiece(path / "spiece.model"))
         else:
-            tokenizer = Tokenizer(meta, _fast(path / "tokenizer.json"))
+            model = _fast(path / "tokenizer.json")
+            if meta["kind"] == "unigram":
+                _read_scores(model, path / "tokenizer.json")
+            tokenizer = Tokenizer(meta, model)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path / META} is not a tokenizer's description: {error!r}") from None
     if tokenizer.fingerprint != fingerprint:
@@ -200,6 +197,11 @@ def load(directory: str | Path) -> Tokenizer:
 
 def _runs_sentencepiece(meta: dict[str, Any]) -> bool:
     return meta["kind"] == "unigram" and "normalisation" not in meta
+
+
+def _columns(ids: Any, spans: list[tuple[int, int]]) -> Spans:
+    starts, ends = np.asarray(spans, np.int32).reshape(-1, 2).T
+    return np.asarray(ids, np.int32), starts, ends
 
 
 def _without_space(
@@ -222,6 +224,14 @@ def _fast(path: Path) -> Any:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
         raise BadInput(f"{path} is not a tokenizer file: {error}") from None
+
+
+def _read_scores(model: Any, path: Path) -> None:
+    """Set a unigram's scores anew: the library reads some of its own numbers one bit off."""
+    from tokenizers import models
+
+    scores = read_json(path)["model"]["vocab"]
+    model.model = models.Unigram([(p, s) for p, s in scores], unk_id=1, byte_fallback=False)
 
 
 def _sentencepiece(path: Path) -> Any:

@@ -1,0 +1,204 @@
+"""`tokenizer --from`: published vocabularies brought in, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import command, good, refused
+
+from preprocess import cli
+from xformer.data import published, tokenizers
+from xformer.data.errors import BadInput
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = "\n".join([*SPECIAL, "hello", "Hello", "world", "##s"]) + "\n"
+BYTES = {"l": 0, "o": 1, "lo": 2, "w": 3, "Ġ": 4}
+MERGES = "#version: 0.2\nl o\n"
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """The command within this process."""
+    monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    cli.main()
+
+
+def fast(**changes: Any) -> str:
+    """A tokenizer.json of BERT's rules, with some parts changed."""
+    normal = {"type": "BertNormalizer", "lowercase": False, "strip_accents": None,
+              "clean_text": True, "handle_chinese_chars": True}  # fmt: skip
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+             "max_input_chars_per_word": 100,
+             "vocab": {piece: i for i, piece in enumerate(WORDS.split())}}  # fmt: skip
+    parts: dict[str, Any] = {
+        "normalizer": normal,
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "model": model,
+    }
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            value = {**(parts.get(name) or {}), **value}
+        parts[name] = value
+    return json.dumps(parts)
+
+
+def put(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        else:
+            text = content if isinstance(content, str) else json.dumps(content)
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_the_command_brings_in_a_vocabulary(tmp_path):
+    put(tmp_path, {"my.vocab.txt": WORDS})
+    arguments = ["preprocess.py", "tokenizer", "--from", tmp_path / "my.vocab.txt", "--output"]
+    said = good(command(*arguments, tmp_path / "low")).out
+    assert "wordpiece tokenizer of 9 pieces (lower-cased: the 1 with capitals are never" in said
+    said = good(command(*arguments, tmp_path / "cased", "--cased")).out
+    assert "of 9 pieces, 0." in said
+    for name, ids in (("low", [5, 7, 8]), ("cased", [6, 7, 8])):
+        found = tokenizers.load(tmp_path / name)
+        np.testing.assert_array_equal(found.encode_batch(["Hello worlds"])[0], ids)
+    done = command(*arguments, tmp_path / "low")
+    refused(done, "low exists; give another output, or --overwrite")
+
+
+@pytest.mark.parametrize(
+    ("files", "lowercase"),
+    [
+        ({"vocab.txt": WORDS}, True),
+        ({"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": False}}, False),
+        ({"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": None}}, True),
+        ({"vocab.txt": WORDS, "tokenizer.json": fast()}, False),
+        ({"tokenizer.json": fast()}, False),
+        ({"tokenizer.json": fast(normalizer={"lowercase": True})}, True),
+        ({"tokenizer.json": fast(), "tokenizer_config.json": {"do_lower_case": True}}, True),
+        ({"tokenizer.json": fast(model={"type": None})}, False),
+    ],
+)
+def test_what_decides_on_lower_case(tmp_path, files, lowercase):
+    put(tmp_path, files)
+    for path in (tmp_path, tmp_path / next(iter(files))):
+        ids = published.read(path).encode_batch(["Hello"])[0]
+        assert ids.tolist() == [5 if lowercase else 6]
+
+
+def unigram(**changes: object) -> str:
+    """A tokenizer.json of ALBERT's rules, with some parts changed."""
+    replaced = [{"type": "Replace", "pattern": {kind: old}, "content": new}
+                for kind, old, new in (("String", "``", '"'), ("String", "''", '"'))]  # fmt: skip
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    steps = [*replaced, *({"type": t} for t in ("NFKD", "StripAccents", "Lowercase")), spaces]
+    pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁a", "b", "▁"]
+    words = [{"type": "WhitespaceSplit"}, {"type": "Metaspace", "add_prefix_space": True}]
+    parts = {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": words},
+        "model": {"type": "Unigram", "unk_id": 1, "vocab": [[piece, -1.5] for piece in pieces]},
+    }
+    return json.dumps({**parts, **changes})
+
+
+def test_albert_s_tokenizer_json_of_old(tmp_path):
+    """As the first of them were written: no kind of prefix named, spaces joined at the end."""
+    put(tmp_path, {"tokenizer.json": unigram()})
+    found = published.read(tmp_path)
+    assert found.meta["normalisation"] == {"lowercase": True, "keep_accents": False}
+    # "b" after a space is "▁" and "b"; "<pad>" is no special token: "a" is no piece inside of it
+    assert found.encode_batch(["Áb  b <pad>"])[0].tolist() == [5, 6, 7, 6, 7, 1]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "has neither tokenizer.json nor vocab.txt, vocab.json with merges.txt, or"),
+    "another text": ({"vocab.txt": "Some\ntext\n"}, "vocab.txt: the vocabulary lacks the special"),
+    "one special missing": (
+        {"vocab.txt": WORDS.replace("[MASK]\n", "")}, "lacks the special tokens [MASK]"),
+    "bytes": ({"vocab.txt": b"\xff\xfe"}, "vocab.txt is not UTF-8"),
+    "a piece twice": ({"vocab.txt": f"{WORDS}hello\n"}, "vocab.txt:10: it holds a piece twice, "
+                      "'hello' also in line 6"),
+    "no merges": ({"vocab.json": BYTES}, "merges.txt does not exist: vocab.json needs its merges"),
+    "not JSON": ({"vocab.json": "{", "merges.txt": MERGES}, "vocab.json is not valid JSON"),
+    "a list": ({"vocab.json": ["a"], "merges.txt": MERGES}, "vocab.json is not a vocabulary"),
+    "no numbers": ({"vocab.json": {"a": "b"}, "merges.txt": MERGES}, "is not a vocabulary, a"),
+    "a gap": ({"vocab.json": {**BYTES, "x": 6}, "merges.txt": MERGES}, "0 to 5 without gaps: no 5"),
+    "an id twice": ({"vocab.json": {**BYTES, "x": 4}, "merges.txt": MERGES},
+                    "without gaps: 'Ġ' has the id of another piece"),
+    "a key twice": ({"vocab.json": '{"a": 0, "b": 1, "a": 2}', "merges.txt": MERGES},
+                    "without gaps: no 0"),
+    "some special tokens": ({"vocab.json": {**BYTES, "<s>": 5}, "merges.txt": MERGES},
+                            "vocab.json: the vocabulary lacks the special tokens <pad>, </s>"),
+    "merges of another": ({"vocab.json": BYTES, "merges.txt": f"{MERGES}l w\n"},
+                          "merges.txt:3: the merge 'l' 'w' does not fit the vocabulary, which "
+                          "lacks 'lw'"),
+    "no merges at all": ({"vocab.json": BYTES, "merges.txt": "one two three\n"},
+                         "merges.txt:1: 'one two three' is not a merge"),
+    "not SentencePiece": ({"spiece.model": b"\x99nonsense"}, "is not a SentencePiece model"),
+    "empty": ({"spiece.model": b""}, "spiece.model is not a SentencePiece model"),
+    "no tokenizer": ({"tokenizer.json": []}, "is not BERT's WordPiece, RoBERTa's byte-level BPE"),
+    "other rules": ({"tokenizer.json": fast(normalizer={"type": "NFC"})}, "is not BERT's"),
+    "no cleaning": ({"tokenizer.json": fast(normalizer={"clean_text": False})}, "is not BERT's"),
+    "other words": ({"tokenizer.json": fast(pre_tokenizer={"type": "Whitespace"})}, "is not"),
+    "longer words": ({"tokenizer.json": fast(model={"max_input_chars_per_word": 200})}, "is not"),
+    "an added word": (
+        {"tokenizer.json": fast(added_tokens=[
+            {"id": 9, "content": "covid", "special": False, "normalized": False}])},
+        "'covid' was added to the vocabulary; only added special"),
+    "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "without gaps: no 0"),
+    "other replacements": ({"tokenizer.json": unigram().replace("``", "~~")}, "ALBERT's unigram"),
+    "no prefix": (
+        {"tokenizer.json": unigram().replace('fix_space": true', 'fix_space": false')},
+        "ALBERT's unigram"),
+    "other specials": ({"tokenizer.json": unigram().replace("<unk>", "<u>")}, "id 1 is not <unk>"),
+    "options not a table": (
+        {"vocab.txt": WORDS, "tokenizer_config.json": [1]}, "is not a table of options"),
+    "an option not a bool": ({"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": "no"}},
+                             "do_lower_case is 'no', neither true nor false"),
+    "MeCab": ({"vocab.txt": WORDS,
+               "tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
+              "the rules of BertJapaneseTokenizer are not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_vocabulary_is_refused_in_one_line(monkeypatch, tmp_path, case):
+    files, phrase = REFUSED[case]
+    (tmp_path / "raw").mkdir()
+    put(tmp_path / "raw", files)
+    with pytest.raises(BadInput) as caught:
+        here(monkeypatch, "tokenizer", "--from", tmp_path / "raw", "--output", tmp_path / "out")
+    assert phrase in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
+    tokenizers.symbols("ACGT").save(tmp_path)
+    with pytest.raises(BadInput, match="is a tokenizer already; give it as it is"):
+        here(monkeypatch, "tokenizer", "--from", tmp_path, "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        (["--from", "nowhere"], "nowhere does not exist"),
+        (["--from", "picture.png"], "picture.png is no vocabulary: give a .txt, a .json or a"),
+        (["--from", "vocab.txt", "--cased"], "say do_lower_case: true; leave out --cased"),
+        (["--from", "vocab.txt", "--kind", "bpe"], "--kind is for learning"),
+        (["--from", "vocab.txt", "--vocab-size", "9"], "--vocab-size is for learning"),
+        (["--from", "vocab.txt", "--input", "vocab.txt"], "--input is for learning"),
+        (["--input", "vocab.txt"], "--kind is required to learn a vocabulary, or --from"),
+    ],
+)
+def test_options_that_do_not_go_together(monkeypatch, tmp_path, arguments, phrase):
+    monkeypatch.chdir(tmp_path)
+    options = {"do_lower_case": True}
+    put(tmp_path, {"vocab.txt": WORDS, "picture.png": b"", "tokenizer_config.json": options})
+    with pytest.raises(BadInput) as caught:
+        here(monkeypatch, "tokenizer", *arguments, "--output", "out")
+    assert phrase in str(caught.value)
+    assert not (tmp_path / "out").exists()
