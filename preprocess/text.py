@@ -26,6 +26,7 @@ from preprocess.fasta import read_fasta
 from preprocess.java import read_java
 from preprocess.jsonl import read_json_texts
 from preprocess.progress import progress
+from preprocess.words import EAST_ASIAN, MARKS
 from preprocess.workers import Encoders
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
@@ -37,6 +38,7 @@ SEGMENT = 2**15  # characters of a document encoded as one text
 
 # the last place before the end where a single space stands between words
 _LAST_SPACE = re.compile(r".*\S(?= \S)", re.DOTALL)
+_LAST_MARK = re.compile(rf".*[{MARKS}](?=[{EAST_ASIAN}])", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ def _pieces(path: Path, read: Callable[[int], None], errors: str) -> Iterator[tu
 
 
 def _cut(text: str) -> tuple[str, str]:
-    found = _LAST_SPACE.match(text, 0, SEGMENT)
-    end = found.end() if found else SEGMENT  # no space at all: anywhere
+    found = _LAST_SPACE.match(text, 0, SEGMENT) or _LAST_MARK.match(text, 0, SEGMENT)
+    end = found.end() if found else SEGMENT  # neither spaces nor marks: anywhere
     return text[:end], text[end:]
 
 
