@@ -2,8 +2,10 @@
 
 A document is what stands between blank lines, or one line with `--lines`; in other formats than
 plain text it is what the format says. Long documents are encoded in segments, cut where the
-tokenizers cut anyway (before a single space, a line end, or between Chinese or Japanese letters and
-their punctuation), so that the ids are those of the whole document.
+tokenizers cut anyway (before a single space, a line end, or a Chinese or Japanese letter behind
+punctuation), so that the ids are those of the whole document. Where SEGMENT characters hold no such
+place they are cut anywhere; and unigram, which marks the start of a text, gets a mark more at a cut
+without a space.
 """
 
 from __future__ import annotations

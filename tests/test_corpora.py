@@ -286,7 +286,7 @@ def test_bad_lines_are_left_out_of_documents(tmp_path, monkeypatch):
     assert made(path, bad=bad)[0] == "one\nthree"
     assert sorted(bad.lines[path]) == [2, 4, 7]
     monkeypatch.setattr(text, "SEGMENT", 40)
-    assert made(path, bad=bad)[-1] == "four\n" + ("word " * 24).rstrip() + "\nlast"
+    assert made(path, bad=bad)[-1] == "four\n" + ("word " * 28).rstrip() + "\nlast"
 
 
 def test_fasta_as_it_is_published(shared):
@@ -498,7 +498,7 @@ def test_java_on_real_source(shared):
 # ------------------------------------------------------------------------------ text without spaces
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_text_without_spaces_has_the_ids_of_the_whole(toks, tmp_path, monkeypatch, kind):
     tokenizer = tokenizers.load(toks / kind)
     generator = random.Random(0)
@@ -632,7 +632,7 @@ import sys
 from preprocess import text, workers
 from preprocess.cli import main
 from xformer.data import errors
-workers.FEW, text.BATCH = 1, 20_000
+workers.FEW, text.BATCH = 1, 10_000
 """
 
 
@@ -641,10 +641,10 @@ def long_text(tmp_path: Path) -> Path:
     """Text of new words in every line, so that it takes a while."""
     generator = np.random.default_rng(0)
     block = "\n\n".join(
-        " ".join(line) for line in generator.integers(10**8, size=(2000, 10)).astype(str)
+        " ".join(line) for line in generator.integers(10**8, size=(1000, 10)).astype(str)
     )
     with (tmp_path / "t.txt").open("w") as file:
-        for i in range(20):
+        for i in range(8):
             file.write(block.replace("1", f"x{i}") + "\n\n")
     (tmp_path / "out").mkdir()
     return tmp_path / "t.txt"
@@ -710,10 +710,11 @@ KILLED = (
     SMALL_BATCHES
     + """
 import os, shutil, signal
+import tokenizers  # loaded once for all
 from pathlib import Path
 output = Path(sys.argv[sys.argv.index("--output") + 1])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
-places = [eval(sys.argv.pop(1))][0]
+places = eval(sys.argv.pop(1))
 
 def child(stop):
     # a process of the command, killed before the operation number `stop` on its output
@@ -757,7 +758,7 @@ for stop in places:
 @pytest.mark.parametrize(("count", "places"), [(1, "range(1, 500)"), (2, "(5, 12, 20, 28)")])
 def test_killed_at_every_operation_and_started_again(toks, tmp_path, count, places):
     (tmp_path / "out").mkdir()
-    (tmp_path / "t.txt").write_text("\n\n".join(f"{ENGLISH} {i}" for i in range(1500)))
+    (tmp_path / "t.txt").write_text("\n\n".join(f"{ENGLISH} {i}" for i in range(300)))
     (tmp_path / "v.jsonl").write_text(json.dumps({"text": CHINESE}))
     process = start(KILLED, places, "text", "--input", tmp_path / "t.txt", "--valid",
                     tmp_path / "v.jsonl", "--tokenizer", toks / "wordpiece", "--output",
