@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -137,7 +138,7 @@ def hugging_face(source: Path, tokenizer: Path) -> None:
         print(time.monotonic() - started)
 
 
-def _load(source: Path, tokenizer: Path):  # type: ignore[no-untyped-def]
+def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
     import tokenizers as fast
 
     documents: list[str] = []

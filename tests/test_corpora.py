@@ -339,33 +339,36 @@ def slow_comments(source: str) -> list[tuple[int, int]]:
     logical = "".join(c for c, _, _ in read)
     spans, i, state, start = [], 0, "code", 0
     while i < len(read):
-        here_, step = logical[i:], 1
+        c, step = logical[i], 1
         if state == "code":
-            block = here_.startswith('"' * 3) and here_[3:].lstrip(" \t\f")[:1] in ("\n", "\r")
-            for opening, name in (("//", "line"), ("/*", "comment"), ('"', "string"),
-                                  ("'", "character")):  # fmt: skip
-                if here_.startswith(opening):
-                    state, start, step = name, i, len(opening)
-            if state == "string" and block:
-                state, step = "text block", 3
+            if c == "/" and logical[i + 1 : i + 2] in ("/", "*"):
+                start, step = i, 2
+                state = "line" if logical[i + 1] == "/" else "comment"
+            elif c in "\"'":
+                start, state = i, "string" if c == '"' else "character"
+                behind = i + 3
+                while logical[behind : behind + 1] in (" ", "\t", "\f"):
+                    behind += 1
+                if logical.startswith('"' * 3, i) and logical[behind : behind + 1] in ("\n", "\r"):
+                    state, step = "text block", 3
         elif state == "line":
-            if here_[0] in "\r\n":
+            if c in "\r\n":
                 spans.append((read[start][1], read[i][1]))
                 state = "code"
         elif state == "comment":
-            if here_.startswith("*/"):
+            if logical.startswith("*/", i):
                 spans.append((read[start][1], read[i + 1][2]))
                 state, step = "code", 2
         elif state == "text block":
-            if here_[0] == "\\":
+            if c == "\\":
                 step = 2
-            elif here_.startswith('"' * 3):
+            elif logical.startswith('"' * 3, i):
                 state, step = "code", 3
-        elif here_[0] in "\r\n" or (here_[0] == "\\" and here_[1:2] in ("", "\r", "\n")):
+        elif c in "\r\n" or (c == "\\" and logical[i + 1 : i + 2] in ("", "\r", "\n")):
             break
-        elif here_[0] == "\\":
+        elif c == "\\":
             step = 2
-        elif here_[0] == ('"' if state == "string" else "'"):
+        elif c == ('"' if state == "string" else "'"):
             state = "code"
         i += step
     if state == "line":
@@ -486,10 +489,8 @@ def test_java_on_real_source(shared):
     files = sorted((shared / "java").rglob("*.java"))
     assert len(files) == 264
     sources = [path.read_text(encoding="utf-8") for path in files]
-    drawn = random.Random(0).sample(sources, 40)  # the slow way takes seconds for all
-    for source in drawn:
-        assert remove_comments(source) == slow(source)
     found = [remove_comments(source) for source in sources]
+    assert found == [slow(source) for source in sources]
     assert all(text_ == remove_comments(text_) for text_ in found)
     assert 0.3 < sum(map(len, found)) / sum(map(len, sources)) < 0.6
     assert not any("Licensed to the Apache" in text_ for text_ in found)
