@@ -208,6 +208,7 @@ def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):
 
 BAD = [
     ("t.jsonl", '{"text": "a"}\n[1]\n', r"t.jsonl:2: not a JSON object, such as"),
+    ("t.jsonl", '[{"text": "b"}]\n{"text": "a"}\n', r"t.jsonl:1: not a JSON object"),
     ("t.jsonl", '{"text": "a"}\n\n"x"\n', r"t.jsonl:3: not a JSON object"),
     ("t.jsonl", '{"text": "a"}\n{"body": 1}\n', r":2: no field 'text'; it has 'body'; name"),
     ("t.jsonl", '{"text": "a"}\n{"text": [2]}\n', r":2: the field 'text' holds no text but \[2\]"),
@@ -254,10 +255,16 @@ def test_what_cannot_be_left_out(tmp_path):
         ("t.fa", "\n\n", r"t.fa holds no FASTA record"),
         ("t.json", '[{"text": "a"},\n{"text"}]', r"t.json:2: not valid JSON"),
         ("t.json", '[{"text": "a"}', r"t.json:1: not valid JSON"),
+        ("t.json", '[{"text": "a"}]\n{}', r"t.json:1: not valid JSON: there is more behind"),
     ]:
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInput, match=phrase):
             made(tmp_path / name, bad=bad)
+    for name in FILES:  # the end of a packed file is missing
+        path = packed(tmp_path / f"{name}.gz", FILES[name].encode())
+        path.write_bytes(path.read_bytes().rstrip(b"\0")[:-5])
+        with pytest.raises(BadInput, match=rf"{name}.gz ends too early: it is not whole"):
+            made(path, bad=bad)
     assert bad.count == 0
 
 
@@ -756,7 +763,7 @@ for stop in places:
 )
 
 
-@pytest.mark.parametrize(("count", "places"), [(1, "range(1, 500)"), (2, "(5, 12, 20, 28)")])
+@pytest.mark.parametrize(("count", "places"), [(1, "range(1, 500)"), (2, "(6, 22)")])
 def test_killed_at_every_operation_and_started_again(toks, tmp_path, count, places):
     (tmp_path / "out").mkdir()
     (tmp_path / "t.txt").write_text("\n\n".join(f"{ENGLISH} {i}" for i in range(300)))
@@ -768,7 +775,7 @@ def test_killed_at_every_operation_and_started_again(toks, tmp_path, count, plac
     assert process.returncode == 0, complaint
     killed = said.split().count("killed")
     assert killed == len(said.split()) - (count == 1)
-    assert killed >= (25 if count == 1 else 4)
+    assert killed >= (25 if count == 1 else 2)
 
 
 def test_killed_at_some_moment_and_started_again(toks, long_text):
