@@ -191,7 +191,8 @@ def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):
     (tmp_path / "d").mkdir()
     for name, content in FILES.items():
         (tmp_path / "d" / name).write_text(content)
-    (tmp_path / "d/c.json").rename(tmp_path / "d/c.ndjson")
+    (tmp_path / "d/c.json").unlink()
+    (tmp_path / "d/c.ndjson").write_text('{"text": "seven"}\n{"text": "eight"}')
     monkeypatch.chdir(tmp_path)
     here(monkeypatch, "text", "--input", "d", "--tokenizer", toks / "bpe", "--output", "s")
     store = open_store(tmp_path / "s")
