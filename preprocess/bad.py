@@ -35,17 +35,19 @@ class BadRows:
             if len(self.first) < SHOWN:
                 self.first.append(message)
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many rows were left out."""
         return sum(map(len, self.lines.values()))
 
     def report(self) -> None:
         """List the first bad rows and say how many there are, on standard error."""
-        if len(self):
-            rows = "1 bad row was" if len(self) == 1 else f"{len(self):,} bad rows were"
-            first = f", of which the first {SHOWN} are" if len(self) > SHOWN else ""
+        if self.count:
+            rows = "1 bad row was" if self.count == 1 else f"{self.count:,} bad rows were"
+            first = f", of which the first {SHOWN} are" if self.count > SHOWN else ""
             lines = [f"{rows} left out{first}:", *(f"  {message}" for message in self.first)]
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def as_origin(self) -> dict[str, Any]:
         """For a store's origin: how many rows were left out, if leaving out was asked for."""
-        return {"skipped_rows": len(self)} if self.skip else {}
+        return {"skipped_rows": self.count} if self.skip else {}

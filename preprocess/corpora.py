@@ -109,10 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say how files are read."""
     add = parser.add_argument
     add("--format", choices=FORMATS, help="How all files are read. jsonl: a document is the text "
-        "in a field of an object, one object a line, or one array of them. java: a document is a "
-        "file without its comments. fasta: a document is a record's sequence. (Default: by each "
-        "file's ending; plain text unless it is .jsonl, .ndjson, .json, .java, .fasta, .fa or "
-        ".faa. Any file may be packed: .gz, .zst.)")  # fmt: skip
+        "in a field of an object, one object a line, or one array of them in a .json file. java: a "
+        "document is a file without its comments. fasta: a document is a record's sequence. "
+        "(Default: by each file's ending; plain text unless it is .jsonl, .ndjson, .json, .java, "
+        ".fasta, .fa or .faa. Any file may be packed: .gz, .zst.)")  # fmt: skip
     add("--field", default="text", metavar="NAME",
         help="The field of a JSON object that holds the text (default: %(default)s).")  # fmt: skip
     add("--skip-bad", action="store_true", help="Leave out and count JSON lines, FASTA records, "

@@ -52,7 +52,7 @@ def remove_comments(text: str) -> str:
         return text
     marked = mark.join([*parts, text[end:]])
     marked = re.sub(rf"(?m)^[ \t\f{mark}]*{mark}[ \t\f{mark}]*(?:\r?\n|\Z)", "", marked)
-    marked = re.sub(rf"[ \t\f{mark}]*{mark}(?=[\r\n]|\Z)", "", marked)
+    marked = re.sub(rf"[ \t\f{mark}]*{mark}[ \t\f{mark}]*(?=[\r\n]|\Z)", "", marked)
     return marked.replace(mark, " ")
 
 

@@ -1,4 +1,4 @@
-"""JSON lines (an object a line), or one JSON array of objects: the text of one of their fields."""
+"""JSON lines (an object a line), or a .json file of one array: the text of a field of objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.bad import BadRows
-from preprocess.binarize import open_binary, read_lines
+from preprocess.binarize import open_binary, plain_name, read_lines
 from xformer.data.errors import BadInput
 
 _BETWEEN = re.compile(r"[\s,]*")
@@ -21,11 +21,10 @@ def read_json_texts(
     """The text in `field` of every object. Memory holds the longest line, or the whole array.
 
     What is no object, lacks the field or has something else than text in it goes to `bad` with its
-    line; so do lines that are not UTF-8 or not JSON; an array that is not JSON raises BadInput.
+    line; so do lines that are not UTF-8 or not JSON; an array that is not raises BadInput.
     """
-    with open_binary(path) as file:
-        is_array = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    for line, value in (_array if is_array else _lines)(path, bad, read):
+    values = _array(path, read) if _is_array(path) else _lines(path, bad, read)
+    for line, value in values:
         if not isinstance(value, dict):
             bad(path, line, f'not a JSON object, such as {{"{field}": "..."}}')
         elif field not in value:
@@ -50,19 +49,28 @@ def _lines(path: Path, bad: BadRows, read: Callable[[int], None]) -> Iterator[tu
                 yield number, value
 
 
-def _array(path: Path, bad: BadRows, read: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
-    text = "\n".join(line for _, line in read_lines(path, bad, read))
+def _is_array(path: Path) -> bool:
+    if plain_name(path).suffix.lower() != ".json":
+        return False
+    with open_binary(path) as file:
+        return file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _array(path: Path, read: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    text = "\n".join(line for _, line in read_lines(path, None, read))
     decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
     while True:
         place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
         line, counted = line + text.count("\n", counted, place), place
         if text.startswith("]", place):
-            return
+            break
         try:
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{path}:{line}: not valid JSON: {error}") from None
         yield line, value
+    if text[place + 1 :].strip():
+        raise BadInput(f"{path}:{line}: not valid JSON: there is more behind the array")
 
 
 def _is_unicode(text: str) -> bool:

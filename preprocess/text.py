@@ -2,8 +2,10 @@
 
 A document is what stands between blank lines, or one line with `--lines`; in other formats than
 plain text it is what the format says. Long documents are encoded in segments, cut where the
-tokenizers cut anyway (before a single space, a line end, or between Chinese or Japanese letters and
-their punctuation), so that the ids are those of the whole document.
+tokenizers cut anyway (before a single space, a line end, or a Chinese or Japanese letter behind
+punctuation), so that the ids are those of the whole document. Where SEGMENT characters hold no such
+place they are cut anywhere; and unigram, which marks the start of a text, gets a mark more at a cut
+without a space.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from preprocess.fasta import read_fasta
 from preprocess.java import read_java
 from preprocess.jsonl import read_json_texts
 from preprocess.progress import progress
+from preprocess.words import EAST_ASIAN, MARKS
 from preprocess.workers import Encoders
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
@@ -37,6 +40,7 @@ SEGMENT = 2**15  # characters of a document encoded as one text
 
 # the last place before the end where a single space stands between words
 _LAST_SPACE = re.compile(r".*\S(?= \S)", re.DOTALL)
+_LAST_MARK = re.compile(rf".*[{MARKS}](?=[{EAST_ASIAN}])", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,8 @@ def _pieces(path: Path, read: Callable[[int], None], errors: str) -> Iterator[tu
 
 
 def _cut(text: str) -> tuple[str, str]:
-    found = _LAST_SPACE.match(text, 0, SEGMENT)
-    end = found.end() if found else SEGMENT  # no space at all: anywhere
+    found = _LAST_SPACE.match(text, 0, SEGMENT) or _LAST_MARK.match(text, 0, SEGMENT)
+    end = found.end() if found else SEGMENT  # neither spaces nor marks: anywhere
     return text[:end], text[end:]
 
 

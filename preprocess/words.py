@@ -23,18 +23,26 @@ GROUP = 64  # unknown words encoded as one text
 # BERT's normaliser deletes control characters that are white space to Python, and Python's \s holds
 # four that the tokenizers' does not: a text with one of them is encoded as it is
 _ODD = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
-# every ASCII punctuation mark is a word of its own to BERT, wherever it stands
-_WORDPIECE_WORDS = re.compile(r"[^\s!-/:-@\[-`{-~]+|[!-/:-@\[-`{-~]")
+# every ASCII punctuation mark is a word of its own to BERT, wherever it stands, and so are these
+# marks of other writing and, unless the tokenizer is told otherwise, every Chinese character
+_ASCII_MARKS = r"!-/:-@\[-`{-~"
+MARKS = r"\u2010-\u2027\u3001-\u3003\u3008-\u3011\u3014-\u301f"
+MARKS += r"\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+_CHINESE = r"\u3400-\u4dbf\u4e00-\u9fff"
+EAST_ASIAN = _CHINESE + r"\u3041-\u3096\u30a1-\u30fa"  # and kana: letters without spaces
 # GPT-2's own rule; its letters and digits are known to `re` in ASCII only, and in another text any
-# run of visible characters stands for a word
+# run of visible characters stands for a word, but for Chinese and Japanese, which have no spaces
 _BYTE_ASCII = re.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
 )
 _BYTE_OTHER = re.compile(r" ?\S+|\s+(?!\S)|\s+")
+_EDGE = re.compile(rf"(?<=[{MARKS}])(?=[{EAST_ASIAN}])|(?<=[{EAST_ASIAN}])(?=[{MARKS}])")
 
 
 def _byte_words(text: str) -> list[str]:
-    return (_BYTE_ASCII if text.isascii() else _BYTE_OTHER).findall(text)
+    if text.isascii():
+        return _BYTE_ASCII.findall(text)
+    return [word for part in _EDGE.split(text) for word in _BYTE_OTHER.findall(part)]
 
 
 class _Rules(NamedTuple):
@@ -46,13 +54,24 @@ class _Rules(NamedTuple):
     joins: Callable[[str], object]
 
 
+def _wordpiece(apart: str) -> _Rules:
+    """Rules under which the characters of the set `apart` are words of their own."""
+    words = re.compile(rf"[^\s{apart}]+|[{apart}]")
+    return _Rules(words.findall, " . ", re.compile(rf"[^\s{_ASCII_MARKS}]+").fullmatch)
+
+
+# of each kind the first that gives what the tokenizer gives
 _RULES = {
-    "wordpiece": _Rules(
-        _WORDPIECE_WORDS.findall, " . ", re.compile(r"[^\s!-/:-@\[-`{-~]+").fullmatch
-    ),
-    "bpe": _Rules(_byte_words, "\n", re.compile(r" ?\S+").fullmatch),
+    "wordpiece": [
+        _wordpiece(_ASCII_MARKS + MARKS + _CHINESE),
+        _wordpiece(_ASCII_MARKS + MARKS),
+    ],
+    "bpe": [_Rules(_byte_words, "\n", re.compile(r" ?\S+").fullmatch)],
 }
-_PROBE = ["It's a  [MASK]\n\n  don't, \tÉtude e\u0301 中文 x\r\n y ", " a", "a ", " \n "]
+_PROBE = [
+    "It's a  [MASK]\n\n  don't, \tÉtude e\u0301 中文 x\r\n y ",
+    *(" a", "a ", " \n ", "“中。文” a…b"),
+]
 
 
 class Encoder:
@@ -63,17 +82,19 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, share: int = 1):
         self.tokenizer = tokenizer
-        self.rules = _RULES.get(tokenizer.kind)
+        self.rules: _Rules | None = None
         self.known: dict[str, int] = {}
         self.starts = self.lengths = np.empty(0, np.int64)
         self.ids = np.empty(0, np.int32)
         self.characters = 0
         self.limit = min(LIMIT, max(LIMIT // share, 2**20))
-        if self.rules is not None:
-            # a tokenizer with rules of its own (a space put before each text) has no such table
-            found, _ = self.encode(_PROBE)
-            if not np.array_equal(found, self._each(_PROBE)[0]):
-                self.rules = None
+        # a tokenizer with rules of its own (a space put before each text) has no such table
+        for self.rules in _RULES.get(tokenizer.kind, []):
+            if np.array_equal(self.encode(_PROBE)[0], self._each(_PROBE)[0]):
+                break
+            self._forget()
+        else:
+            self.rules = None
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids of all texts end to end, int32; how many each text has, int64)."""
@@ -107,15 +128,18 @@ class Encoder:
     def _numbers(self, words: list[str]) -> np.ndarray:
         """The row of the table that holds each word; unknown words are added to it."""
         if self.characters > self.limit:
-            self.known.clear()
-            self.starts, self.lengths, self.ids = self.starts[:0], self.lengths[:0], self.ids[:0]
-            self.characters = 0
+            self._forget()
         numbers = np.fromiter(map(self.known.get, words, repeat(-1)), np.int64, len(words))
         missing = np.flatnonzero(numbers < 0)
         if len(missing):
             self._learn(list(dict.fromkeys([words[i] for i in missing])))
             numbers[missing] = [self.known[words[i]] for i in missing]
         return numbers
+
+    def _forget(self) -> None:
+        self.known.clear()
+        self.starts, self.lengths, self.ids = self.starts[:0], self.lengths[:0], self.ids[:0]
+        self.characters = 0
 
     def _learn(self, words: list[str]) -> None:
         assert self.rules is not None

@@ -28,6 +28,7 @@ from xformer.data import tokenizers
 from xformer.data.errors import Failure
 from xformer.data.tokenizers import Tokenizer
 
+ROOT = str(Path(__file__).parents[1])  # where this package lies
 FEW = 8  # batches that are encoded sooner than processes start
 
 Batch = tuple[list[bool], list[str]]  # ends of documents, texts
@@ -144,9 +145,6 @@ class Encoders:
             return worker.encode(texts)
         finally:
             self.free.put(worker)
-
-
-ROOT = str(Path(__file__).parents[1])
 
 
 def _send(file: IO[bytes], *parts: bytes | memoryview) -> None:

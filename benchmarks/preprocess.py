@@ -1,0 +1,298 @@
+"""How fast raw text becomes a store, beside the tokenizer library alone and Hugging Face datasets.
+
+    python benchmarks/preprocess.py                       # English of Python's own documentation
+    python benchmarks/preprocess.py --data DIR            # DIR/english_wikipedia, DIR/vocabs
+    python benchmarks/preprocess.py --data DIR --memory   # two gigabytes with ever new words
+
+All that is compared runs alternately on the same cores, each time in a process of its own; the
+medians are reported. Ours is measured from the start of the command to its end. The library alone
+gets the documents in memory and a clock that starts after the imports; so does `datasets`, which
+tokenises with `map` in a process a core and saves its table to disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from preprocess import pydocs  # noqa: E402
+from preprocess.text import TextOptions, read_documents  # noqa: E402
+from preprocess.vocabulary import learn  # noqa: E402
+from xformer.data import tokenizers  # noqa: E402
+from xformer.data.store import open_store  # noqa: E402
+
+CORES = len(os.sched_getaffinity(0))
+VOCABULARY = 30_000
+TOKENS = 5_000_000  # of each artificial corpus
+LARGE = 2_000_000_000  # bytes of the input of --memory
+CHANGED = 0.05  # share of its words with another letter
+
+
+def prepare(data: Path | None, folder: Path) -> tuple[Path, Path]:
+    """(text file, tokenizer directory): real ones where `data` has them, else made here."""
+    source = data / "english_wikipedia/train.txt" if data else folder / "pydocs/english.txt"
+    if data is None:
+        pydocs.write(folder / "pydocs", overwrite=False)
+    words = data / "vocabs/bert-base-uncased.vocab.txt" if data else None
+    if words is not None and words.is_file():
+        pieces = words.read_text(encoding="utf-8").split("\n")
+        vocabulary = {piece: i for i, piece in enumerate(pieces) if piece}
+        tokenizer = tokenizers.wordpiece(vocabulary, lowercase=True)
+    else:
+        tokenizer = learn("wordpiece", [source], VOCABULARY, True, TextOptions())
+    (folder / "tok").mkdir()
+    tokenizer.save(folder / "tok")
+    return source, folder / "tok"
+
+
+# ---------------------------------------------------------------------------------- what is timed
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "preprocess.py"), *map(str, arguments)]
+
+
+def timed(line: list[str]) -> tuple[float, int]:
+    """(seconds, peak bytes of resident memory, its own and its children's added up)."""
+    started = time.monotonic()
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
+    peak, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.05):
+            peak = max(peak, sum(map(resident, family(process.pid))))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    status = process.wait()
+    seconds = time.monotonic() - started
+    ended.set()
+    watcher.join()
+    if status:
+        raise SystemExit(f"{' '.join(line)} ended with status {status}")
+    return seconds, peak
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started, theirs included."""
+    found = [pid]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                found += map(int, children.read_text().split())
+            except OSError:
+                continue
+    return found
+
+
+def resident(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def library(source: Path, tokenizer: Path) -> None:
+    """Print the seconds that the tokenizer library takes for all documents in memory."""
+    documents, model = _load(source, tokenizer)
+    started = time.monotonic()
+    model.encode_batch_fast(documents, add_special_tokens=False)
+    print(time.monotonic() - started)
+
+
+def hugging_face(source: Path, tokenizer: Path) -> None:
+    """Print the seconds that `datasets` takes to tokenise all documents and save the table."""
+    import datasets
+
+    documents, model = _load(source, tokenizer)
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        found = model.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"input_ids": [encoding.ids for encoding in found]}
+
+    with tempfile.TemporaryDirectory() as folder:
+        table = datasets.Dataset.from_dict({"text": documents})
+        started = time.monotonic()
+        table = table.map(encode, batched=True, num_proc=CORES, remove_columns=["text"])
+        table.save_to_disk(folder)
+        print(time.monotonic() - started)
+
+
+def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
+    import tokenizers as fast
+
+    documents: list[str] = []
+    new = True
+    for segment, ends in read_documents([source], TextOptions(), lambda _: None):
+        documents[len(documents) - (not new) :] = [segment if new else documents[-1] + segment]
+        new = ends
+    return documents, fast.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+
+
+def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path) -> float:
+    """The seconds that a function above prints, run in a process of its own."""
+    line = [sys.executable, __file__, "--only", function.__name__, str(source), str(tokenizer)]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+# ---------------------------------------------------------------------------------- the reports
+
+
+def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[str]:
+    """Lines of a table: MB/s of each way, and ours over it."""
+    size = source.stat().st_size / 1e6
+    store = folder / "store"
+    ours = ["text", "--input", source, "--tokenizer", tokenizer, "--output", store, "--overwrite"]
+    seconds: dict[str, list[float]] = {}
+    peaks = []
+    for _ in range(rounds):
+        for name, workers in (("all", CORES), ("one", 1)):
+            spent, peak = timed(command(*ours, "--workers", workers))
+            seconds.setdefault(name, []).append(spent)
+            peaks.append(peak)
+        for function in (library, hugging_face):
+            spent = apart(function, source, tokenizer)
+            seconds.setdefault(function.__name__, []).append(spent)
+    middle = {name: median(values) for name, values in seconds.items()}
+    names = {
+        "all": f"text to store, `--workers {CORES}` (the whole command)",
+        "one": "text to store, `--workers 1` (the whole command)",
+        "library": "`tokenizers.encode_batch_fast` alone, documents in memory",
+        "hugging_face": f"`datasets`: `map(num_proc={CORES})` and `save_to_disk`",
+    }
+    lines = [
+        f"{size:.1f} MB of text, {CORES} cores, medians of {rounds} rounds taken in turn:",
+        "",
+        "| way | seconds (all rounds) | MB/s | ours takes |",
+        "|---|---|---|---|",
+    ]
+    for name, what in names.items():
+        shown = ", ".join(f"{value:.2f}" for value in seconds[name])
+        ratio = middle[name] / middle["all"]
+        lines.append(f"| {what} | {shown} | {size / middle[name]:.1f} | 1 / {ratio:.2f} |")
+    lines += ["", f"Peak memory of our command and its processes: {max(peaks) / 1e6:.0f} MB."]
+    return [*lines, bytes_a_token(store, "as it is"), *as_articles(source, tokenizer, folder)]
+
+
+def bytes_a_token(path: Path, what: str) -> str:
+    """One line: what a token takes on disk."""
+    split = open_store(path).split("train")
+    ids, offsets = (
+        (path / f"train/{name}.npy").stat().st_size for name in ("tokens", "tokens.offsets")
+    )
+    total, tokens = ids + offsets, split.tokens
+    return (
+        f"Bytes a token, {what}: {total / tokens:.3f} ({ids / tokens:.3f} ids + "
+        f"{offsets / tokens:.3f} offsets at {tokens / split.rows:.0f} tokens a row)."
+    )
+
+
+def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
+    """The same text as JSON lines with an article each, where it has headings `= Title =`."""
+    articles = re.split(r"(?m)^(?== [^=]+ =$)", source.read_text(encoding="utf-8"))
+    if len(articles) < 10:
+        return []
+    lines = [json.dumps({"text": article}, ensure_ascii=False) for article in articles if article]
+    (folder / "articles.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    store = folder / "articles"
+    spent, _ = timed(command("text", "--input", folder / "articles.jsonl", "--tokenizer", tokenizer,
+                             "--output", store))  # fmt: skip
+    rate = (folder / "articles.jsonl").stat().st_size / 1e6 / spent
+    note = f"an article a document (JSON lines, {rate:.1f} MB/s)"
+    return [bytes_a_token(store, note)]
+
+
+def synthetic(folder: Path) -> list[str]:
+    """Lines of a table: tokens a second of every generator, the whole command."""
+    lines = ["", "| artificial corpus | million tokens a second |", "|---|---|"]
+    for name in ("uniform", "zipf", "nesting", "flat"):
+        arguments = ["synthetic", name, "--tokens", TOKENS, "--output", folder / name]
+        spent, _ = timed(command(*arguments))
+        tokens = sum(open_store(folder / name).split(s).tokens for s in ("train", "valid"))
+        lines.append(f"| {name} | {tokens / 1e6 / spent:.1f} |")
+    return lines
+
+
+def large_text(source: Path, path: Path, size: int) -> None:
+    """Write `source` over and over, each time with other letters in CHANGED of its words."""
+    text = np.frombuffer(source.read_bytes(), np.uint8)
+    starts = np.flatnonzero((text[1:] > 96) & (text[1:] < 123) & (text[:-1] == 32)) + 1
+    generator = np.random.default_rng(0)
+    with path.open("wb") as file:
+        while file.tell() < size:
+            copy = text.copy()
+            places = generator.choice(starts, int(CHANGED * len(starts)), replace=False)
+            copy[places] = generator.integers(97, 123, len(places))
+            inner = places[(copy[places + 1] > 96) & (copy[places + 1] < 123)] + 1
+            copy[inner] = generator.integers(97, 123, len(inner))
+            file.write(copy.data)
+
+
+def memory(source: Path, tokenizer: Path, folder: Path) -> list[str]:
+    """One line: the peak memory and the rate for a large input."""
+    path = folder / "large.txt"
+    large_text(source, path, LARGE)
+    size = path.stat().st_size
+    store = folder / "large"
+    spent, peak = timed(command("text", "--input", path, "--tokenizer", tokenizer, "--output",
+                                store))  # fmt: skip
+    return [
+        f"{size / 1e9:.2f} GB with changed letters in {CHANGED:.0%} of the words: "
+        f"{spent:.0f} s, {size / 1e6 / spent:.1f} MB/s on {CORES} cores, peak memory of all "
+        f"processes {peak / 1e6:.0f} MB.",
+        bytes_a_token(store, "as it is"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="A directory with english_wikipedia/train.txt "
+                        "and perhaps vocabs/bert-base-uncased.vocab.txt.")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="Also write the report to this file.")
+    parser.add_argument("--rounds", type=int, default=5, help="Default: %(default)s.")
+    parser.add_argument("--memory", action="store_true",
+                        help="Measure a large input alone (minutes, 6 GB of disk).")  # fmt: skip
+    parser.add_argument("--scratch", type=Path, help="Where to work (default: temporary).")
+    parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only:
+        name, source, tokenizer = arguments.only
+        {"library": library, "hugging_face": hugging_face}[name](Path(source), Path(tokenizer))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as place:
+        folder = Path(place)
+        source, tokenizer = prepare(arguments.data, folder)
+        if arguments.memory:
+            lines = memory(source, tokenizer, folder)
+        else:
+            lines = compare(source, tokenizer, folder, arguments.rounds) + synthetic(folder)
+    print("\n".join(lines))
+    if arguments.output:
+        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,802 @@
+"""Corpora: which files, which formats, what is refused or skipped; encoding in processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocess import cli, text, workers
+from preprocess.bad import BadRows
+from preprocess.binarize import open_binary, read_lines
+from preprocess.corpora import find_files
+from preprocess.fasta import read_fasta
+from preprocess.java import Unterminated, remove_comments
+from preprocess.text import TextOptions, read_documents
+from preprocess.words import Encoder
+from preprocess.workers import Encoders
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput, Failure
+from xformer.data.store import open_store
+
+ROOT = Path(__file__).parents[1]
+DOOR = str(ROOT / "preprocess.py")
+ENGLISH = "The quick brown fox jumps over the lazy dog. Don't they repeat, these words?"
+CHINESE = "我們都是中國人。你好嗎？「很好」，他說：日本語のテキストは、長い。"  # noqa: RUF001
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """The command within this process."""
+    monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    cli.main()
+
+
+def made(*paths: Path, **options: Any) -> list[str]:
+    """The documents of files."""
+    found: list[str] = []
+    new = True
+    for segment, ends in read_documents(paths, TextOptions(**options), lambda _: None):
+        found[len(found) - (not new) :] = [segment if new else found[-1] + segment]
+        new = ends
+    return found
+
+
+@pytest.fixture(scope="module")
+def toks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of four tokenizers, one of a kind."""
+    folder = tmp_path_factory.mktemp("toks")
+    corpus = [ENGLISH, CHINESE] * 5
+    for kind, size in (("wordpiece", 150), ("bpe", 320), ("unigram", 69), ("symbols", 200)):
+        (folder / kind).mkdir()
+        tokenizers.train(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
+    return folder
+
+
+# ------------------------------------------------------------------------------ packed files
+
+
+def packed(path: Path, data: bytes) -> Path:
+    if path.suffix == ".gz":
+        data = gzip.compress(data[:7]) + gzip.compress(data[7:]) + b"\0" * 100
+    elif path.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        data = zstandard.compress(data[:7]) + zstandard.compress(data[7:])
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.txt.zst"])
+def test_packed_files_are_read_as_they_were(tmp_path, name):
+    data = np.random.default_rng(0).integers(97, 103, 300_000).astype(np.uint8)
+    data[::70] = 10
+    path = packed(tmp_path / name, data.tobytes())
+    seen: list[int] = []
+    with open_binary(path, seen.append) as file:
+        assert file.read() == data.tobytes()
+    assert sum(seen) == path.stat().st_size
+    lines = data.tobytes().decode().split("\n")
+    assert list(read_lines(path)) == list(enumerate(lines, 1))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_damaged_packed_files_are_named(tmp_path, ending):
+    data = np.random.default_rng(0).bytes(50_000)
+    whole = packed(tmp_path / f"t{ending}", data).read_bytes()
+    path = tmp_path / f"cut{ending}"
+    for cut in (0, 1, 20, 30_000, whole.rstrip(b"\0").__len__() - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(BadInput, match=rf"cut{ending} ends too early"):
+            open_binary(path).read()
+    path.write_bytes(b"this was never packed")
+    with pytest.raises(BadInput, match=rf"cut{ending} is damaged, or no {ending} file"):
+        open_binary(path).read()
+
+
+def test_zst_without_the_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "t.txt.zst").write_bytes(b"x")
+    with pytest.raises(BadInput, match=r"t.txt.zst needs the package zstandard: pip install"):
+        open_binary(tmp_path / "t.txt.zst")
+
+
+# ------------------------------------------------------------------------------ which files
+
+
+def test_files_directories_and_globs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    taken = "d/b.txt d/a/z.jsonl.gz d/a/A.TXT d/c.fa d/a/x.java.zst e/one.md e/f/two.md"
+    left = "d/n.md d/m.json d/k d/.git/x.txt d/.h.txt"
+    for name in [*taken.split(), *left.split()]:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("x")
+    Path("d/empty.txt").touch()
+    found = find_files(["e/one.md", "d", "e/**/*.md"])
+    names = ["d/a/A.TXT", "d/a/x.java.zst", "d/a/z.jsonl.gz", "d/b.txt", "d/c.fa"]
+    assert list(map(str, found)) == ["e/one.md", *names, "e/f/two.md", "e/one.md"]
+    said = capsys.readouterr().err
+    assert "d: 4 files left out (" in said
+    assert all(part in said for part in ("1 .md", "1 .json", "1 no ending", "1 hidden"))
+    assert "d: 1 empty files left out" in said
+    assert Path("d/m.json") in find_files(["d"], "text")
+    assert find_files(["d/m.json"]) == [Path("d/m.json")]
+    Path("none").mkdir()
+    for argument, phrase in [
+        ("none", "none holds no file"),
+        ("*.xyz", r"\*.xyz matches no file"),
+        ("no.txt", "no.txt does not exist"),
+        ("d/empty.txt", "is empty"),
+    ]:
+        with pytest.raises(BadInput, match=phrase):
+            find_files([argument])
+
+
+def test_one_file_is_not_used_twice(tmp_path, toks, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text(ENGLISH)
+    Path("u.txt").write_text(ENGLISH)
+    Path("link.txt").symlink_to("t.txt")
+    command = ["text", "--tokenizer", toks / "bpe", "--output", "s", "--input", "t.txt"]
+    for more, phrase in [
+        (["--valid", "t.txt"], "t.txt is in both train and valid: what is held out must not"),
+        (["--valid", "u.txt", "--test", "link.txt"], "link.txt is in both train and test"),
+        (["./t.txt"], "t.txt is given twice for train"),
+        (["*t.txt"], "t.txt is given twice for train"),
+    ]:
+        with pytest.raises(BadInput, match=phrase):
+            here(monkeypatch, *command, *more)
+    tokenizer = ["tokenizer", "--kind", "bpe", "--vocab-size", 300, "--output", "s", "--input"]
+    with pytest.raises(BadInput, match=r"t\.txt is given twice"):
+        here(monkeypatch, *tokenizer, "t.txt", "t.txt")
+    assert sorted(os.listdir()) == ["link.txt", "t.txt", "u.txt"]
+
+
+# ------------------------------------------------------------------------------ formats
+
+JAVA = 'class A { String s = "/* no */"; // a comment\n}\n'
+FILES = {
+    "a.txt": "one\ntwo\n\nthree",
+    "b.jsonl": '\n{"text": "four\\n\\nfive", "n": 1}\r\n{"text": "six"}',
+    "c.json": '[{"text": "seven"},\n {"text": "eight"}]',
+    "d.java": JAVA,
+    "e.fasta": ">sp|X name\nMkv\n L*\n\n>second\nAC\n",
+}
+DOCUMENTS = ["one\ntwo", "three", "four\n\nfive", "six", "seven", "eight",
+             'class A { String s = "/* no */";\n}\n', "MKVL*", "AC"]  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_every_format_gives_its_documents(tmp_path, ending):
+    paths = [packed(tmp_path / f"{n}{ending}", FILES[n].encode("utf-8-sig")) for n in FILES]
+    assert made(*paths) == DOCUMENTS
+    assert made(paths[1], format="text")[0].startswith('{"text": "four')
+    (tmp_path / "odd").write_text('{"body": "x"}')
+    assert made(tmp_path / "odd", format="jsonl", json_field="body") == ["x"]
+
+
+def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):
+    (tmp_path / "d").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / "d" / name).write_text(content)
+    (tmp_path / "d/c.json").unlink()
+    (tmp_path / "d/c.ndjson").write_text('{"text": "seven"}\n{"text": "eight"}')
+    monkeypatch.chdir(tmp_path)
+    here(monkeypatch, "text", "--input", "d", "--tokenizer", toks / "bpe", "--output", "s")
+    store = open_store(tmp_path / "s")
+    wanted = store.tokenizer().encode_batch(DOCUMENTS)
+    column = store.split("train").columns["tokens"]
+    assert [column[i].tolist() for i in range(len(column))] == [ids.tolist() for ids in wanted]
+    names = [source["file"] for source in store.meta["origin"]["sources"]]
+    assert names == ["a.txt", "b.jsonl", "c.ndjson", "d.java", "e.fasta"]
+    here(monkeypatch, "tokenizer", "--kind", "symbols", "--vocab-size", 99, "--output", "t",
+         "--input", "d/*")  # fmt: skip
+    letters = set("".join(DOCUMENTS)) - set(" \n")
+    assert tokenizers.load("t").pieces[5:] == sorted(letters)
+
+
+BAD = [
+    ("t.jsonl", '{"text": "a"}\n[1]\n', r"t.jsonl:2: not a JSON object, such as"),
+    ("t.jsonl", '[{"text": "b"}]\n{"text": "a"}\n', r"t.jsonl:1: not a JSON object"),
+    ("t.jsonl", '{"text": "a"}\n\n"x"\n', r"t.jsonl:3: not a JSON object"),
+    ("t.jsonl", '{"text": "a"}\n{"body": 1}\n', r":2: no field 'text'; it has 'body'; name"),
+    ("t.jsonl", '{"text": "a"}\n{"text": [2]}\n', r":2: the field 'text' holds no text but \[2\]"),
+    ("t.jsonl", '{"text": "a"}\n{"text": "\n', r"t.jsonl:2: not valid JSON: Unterminated"),
+    ("t.jsonl", '{"text": "a"}\n{"text": "\\ud800"}\n', r":2: the field 'text' holds half of"),
+    ("t.jsonl.gz", '{"text": "a"}\n{"text": "\udcff"}\n', r"t.jsonl.gz:2: not valid UTF-8"),
+    ("t.json", '[{"text": "a"},\n\n{"text": 3}]', r"t.json:3: the field 'text' holds no text"),
+    ("t.txt", "a\n\nb\udcffc\n\nd\n", r"t.txt:3: not valid UTF-8"),
+    ("t.txt.gz", "a\n\nb\udcffc\n\nd\n", r"t.txt.gz:3: not valid UTF-8"),
+    ("t.fa", ">a\nACX\n>b\nAC-G\n", r"t.fa:4: '-' is no letter of a sequence"),
+    ("t.fa", ">a\nACX\n>b\n>c\nA\n", r"t.fa:3: a record without a sequence"),
+    ("t.fa", ">a\nACX\n>b", r"t.fa:3: a record without a sequence"),
+    ("t.fa", ">a\nACX\n>\udcff\nA\n", r"t.fa:3: not valid UTF-8"),
+    ("t.fa", ">a\nACX\n>b\nA\udcff\n", r"t.fa:4: not valid UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "phrase"), BAD)
+def test_a_bad_row_ends_the_work_or_is_left_out(
+    tmp_path, toks, monkeypatch, capsys, name, content, phrase
+):
+    packed(tmp_path / name, content.encode(errors="surrogateescape"))
+    monkeypatch.chdir(tmp_path)
+    command = ["text", "--input", name, "--tokenizer", toks / "bpe", "--output", "s"]
+    with pytest.raises(BadInput, match=phrase) as caught:
+        here(monkeypatch, *command)
+    assert "\n" not in str(caught.value)
+    assert os.listdir() == [name]
+    here(monkeypatch, *command, "--skip-bad")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "1 bad row was left out:"
+    assert said[1] == f"  {caught.value}"
+    store = open_store(tmp_path / "s")
+    assert store.meta["origin"]["skipped_rows"] == 1
+    column = store.split("train").columns["tokens"]
+    kept = [store.tokenizer().decode(column[i]) for i in range(len(column))]
+    assert kept in (["a"], ["a", "d"], ["ACX"], ["ACX", "A"])
+
+
+def test_what_cannot_be_left_out(tmp_path):
+    bad = BadRows(skip=True)
+    for name, content, phrase in [
+        ("t.fa", "ACGT\n>a\nA", r"t.fa:1: text before the first header"),
+        ("t.fa", "\n\n", r"t.fa holds no FASTA record"),
+        ("t.json", '[{"text": "a"},\n{"text"}]', r"t.json:2: not valid JSON"),
+        ("t.json", '[{"text": "a"}', r"t.json:1: not valid JSON"),
+        ("t.json", '[{"text": "a"}]\n{}', r"t.json:1: not valid JSON: there is more behind"),
+    ]:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(BadInput, match=phrase):
+            made(tmp_path / name, bad=bad)
+    for name in FILES:  # the end of a packed file is missing
+        path = packed(tmp_path / f"{name}.gz", FILES[name].encode())
+        path.write_bytes(path.read_bytes().rstrip(b"\0")[:-5])
+        with pytest.raises(BadInput, match=rf"{name}.gz ends too early: it is not whole"):
+            made(path, bad=bad)
+    assert bad.count == 0
+
+
+def test_the_first_bad_rows_are_listed(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text("{}\n" * 25 + '{"text": "good"}\n')
+    bad = BadRows(skip=True)
+    for _ in range(2):  # a file read twice
+        assert made(path, bad=bad) == ["good"]
+    bad.report()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "25 bad rows were left out, of which the first 10 are:"
+    assert [line.split(": ")[0].strip() for line in said[1:]] == [
+        f"{path}:{i}" for i in range(1, 11)
+    ]
+    assert bad.as_origin() == {"skipped_rows": 25}
+    assert BadRows(skip=False).as_origin() == {}
+
+
+def test_bad_lines_are_left_out_of_documents(tmp_path, monkeypatch):
+    """Whole lines, and of lines longer than a segment the pieces; the lines around stay apart."""
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"one\nt\xffo\nthree\n\xff\n\nfour\n" + b"word " * 30 + b"\xfe end\nlast")
+    bad = BadRows(skip=True)
+    monkeypatch.setattr(text, "READ", 11)
+    assert made(path, bad=bad)[0] == "one\nthree"
+    assert sorted(bad.lines[path]) == [2, 4, 7]
+    monkeypatch.setattr(text, "SEGMENT", 40)
+    assert made(path, bad=bad)[-1] == "four\n" + ("word " * 28).rstrip() + "\nlast"
+
+
+def test_fasta_as_it_is_published(shared):
+    folder = shared / "protein/localization_multiloc/multiloc"
+    counts = {"cytoplasmic": 1411, "plasma_membrane": 1238, "vacuolar": 63}
+    for name, count in counts.items():
+        path = folder / f"{name}.fasta"
+        records = list(read_fasta(path))
+        assert len(records) == count
+        content = path.read_text(encoding="utf-8")
+        blocks = [block.partition("\n") for block in ("\n" + content).split("\n>")[1:]]
+        assert [header for _, header, _ in records] == [head.strip() for head, _, _ in blocks]
+        wanted = ["".join(body.split()).upper() for _, _, body in blocks]
+        assert [sequence for _, _, sequence in records] == wanted
+        lines = content.splitlines()
+        assert all(lines[line - 1].startswith(">") for line, _, _ in records)
+
+
+def test_lines_are_for_plain_text(tmp_path, toks, monkeypatch):
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(BadInput, match="--lines is for plain text"):
+        here(monkeypatch, "text", "--input", tmp_path / "t.jsonl", "--lines", "--tokenizer",
+             toks / "bpe", "--output", tmp_path / "s")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ Java
+
+
+def characters(source: str) -> list[tuple[str, int, int]]:
+    """(character as Java reads it, its start, its end in the file), by the letter of JLS 3.3."""
+    found, i, backslashes = [], 0, 0
+    while i < len(source):
+        j = i + 1
+        if source[i] == "\\" and backslashes % 2 == 0:
+            while source[j : j + 1] == "u":
+                j += 1
+        digits = source[j : j + 4]
+        if j > i + 1 and len(digits) == 4 and set(digits) <= set("0123456789abcdefABCDEF"):
+            found.append((chr(int(digits, 16)), i, j + 4))
+            backslashes, i = 0, j + 4
+        else:
+            found.append((source[i], i, i + 1))
+            backslashes, i = (backslashes + 1 if source[i] == "\\" else 0), i + 1
+    return found
+
+
+def slow_comments(source: str) -> list[tuple[int, int]]:
+    """Spans of the comments, one character after the other. Raises Unterminated."""
+    read = characters(source)
+    logical = "".join(c for c, _, _ in read)
+    spans, i, state, start = [], 0, "code", 0
+    while i < len(read):
+        c, step = logical[i], 1
+        if state == "code":
+            if c == "/" and logical[i + 1 : i + 2] in ("/", "*"):
+                start, step = i, 2
+                state = "line" if logical[i + 1] == "/" else "comment"
+            elif c in "\"'":
+                start, state = i, "string" if c == '"' else "character"
+                behind = i + 3
+                while logical[behind : behind + 1] in (" ", "\t", "\f"):
+                    behind += 1
+                if logical.startswith('"' * 3, i) and logical[behind : behind + 1] in ("\n", "\r"):
+                    state, step = "text block", 3
+        elif state == "line":
+            if c in "\r\n":
+                spans.append((read[start][1], read[i][1]))
+                state = "code"
+        elif state == "comment":
+            if logical.startswith("*/", i):
+                spans.append((read[start][1], read[i + 1][2]))
+                state, step = "code", 2
+        elif state == "text block":
+            if c == "\\":
+                step = 2
+            elif logical.startswith('"' * 3, i):
+                state, step = "code", 3
+        elif c in "\r\n" or (c == "\\" and logical[i + 1 : i + 2] in ("", "\r", "\n")):
+            break
+        elif c == "\\":
+            step = 2
+        elif c == ('"' if state == "string" else "'"):
+            state = "code"
+        i += step
+    if state == "line":
+        spans.append((read[start][1], len(source)))
+    elif state != "code":
+        raise Unterminated(state, read[start][1])
+    return spans
+
+
+def slow(source: str) -> str:
+    """What `remove_comments` promises, line by line."""
+    items: list[str | None] = []  # None: a comment
+    end = 0
+    spans = slow_comments(source)
+    for start, stop in spans:
+        items += [*source[end:start], None]
+        end = stop
+    items += source[end:]
+    if not spans:
+        return source
+    lines: list[list[str | None]] = [[]]
+    for item in items:
+        if item == "\n":
+            lines.append([])
+        else:
+            lines[-1].append(item)
+    kept = []
+    for number, line in enumerate(lines):
+        last = number == len(lines) - 1
+        body = line[:-1] if line[-1:] == ["\r"] and not last else line
+        if None in body and all(item in (None, " ", "\t", "\f") for item in body):
+            continue
+        ended = "" if last else "\n"
+        parts: list[list[str | None]] = [[]]
+        for item in line:
+            if item == "\r":
+                parts.append([])
+            else:
+                parts[-1].append(item)
+        for part in parts:
+            tail = len(part)
+            while tail and part[tail - 1] in (None, " ", "\t", "\f"):
+                tail -= 1
+            if None in part[tail:]:
+                del part[tail:]
+        kept.append("\r".join("".join(item or " " for item in part) for part in parts) + ended)
+    return "".join(kept)
+
+
+LOOKALIKES = {
+    'a = "/*"; b = "*/"; // c': 'a = "/*"; b = "*/";',
+    "a = '\"'; // b\nc = '\\''; /* d */": "a = '\"';\nc = '\\'';",
+    "/* // */ a /* // */": "  a",
+    "a; // /*\nb; // */": "a;\nb;",
+    'a = "\\\\"; // b': 'a = "\\\\";',
+    'a = """\n // no "" /* no \\""" // no\n """; // yes': (
+        'a = """\n // no "" /* no \\""" // no\n """;'
+    ),
+    'a = """" /* b */ + """""";': 'a = """"   + """""";',
+    "int/**/a;": "int a;",
+    "{\n  /** doc\n   * doc */\n  // more\n  a;\n}": "{\n  a;\n}",
+    "a;\n\n// b\n\nc;": "a;\n\n\nc;",
+    "a \\u002f* b *\\uu002F c": "a   c",
+    's = "\\u0022; // b': 's = "\\u0022;',
+    's = "\\\\u0022; // b";': 's = "\\\\u0022; // b";',
+    "// a \\u000a b;": " \\u000a b;",
+    "c = '\\u005c''; // d": "c = '\\u005c'';",
+    "a; /* b */\r\n// c\r\nd;\r\n": "a;\r\nd;\r\n",
+}
+
+
+@pytest.mark.parametrize(("source", "wanted"), LOOKALIKES.items())
+def test_java_look_alikes(source, wanted):
+    assert remove_comments(source) == wanted
+    assert slow(source) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "line"),
+    [
+        ("a;\n/* b\n", "a comment", 2),
+        ('a = "b;\n', "a string", 1),
+        ("a;\n\nb = 'c;\n'", "a character", 3),
+        ('a = """\n b "" \\"""', "a text block", 1),
+        ("a;\n\\u002f* b", "a comment", 2),
+    ],
+)
+def test_java_without_an_end(tmp_path, source, what, line):
+    (tmp_path / "A.java").write_text(source)
+    with pytest.raises(BadInput, match=rf"A.java:{line}: {what} that begins here has no end"):
+        made(tmp_path / "A.java")
+    bad = BadRows(skip=True)
+    assert made(tmp_path / "A.java", bad=bad) == []
+    assert bad.count == 1
+
+
+def outcome(remove: Any, source: str) -> Any:
+    try:
+        return remove(source)
+    except Unterminated as error:
+        return error.start
+
+
+def test_java_like_soup():
+    tokens = ['"', "'", "/", "*", "//", "/*", "*/", '"""', '"""\n', "\\", "\\\\", "\\u0022", " ",
+              "\\u002f", "\\uu002A", "\\u005c", "\\u000a", "\r\n", "\r", "\t", "a", "\\n", "\\u",
+              "\n", "\u00e9", '"a"', "'b'", "/* c */", "// d\n", "{\n"]  # fmt: skip
+
+    @settings(max_examples=1500, deadline=None, derandomize=True)
+    @given(st.lists(st.sampled_from(tokens), max_size=25).map("".join))
+    def check(source):
+        assert outcome(remove_comments, source) == outcome(slow, source)
+
+    check()
+
+
+def test_java_on_real_source(shared):
+    files = sorted((shared / "java").rglob("*.java"))
+    assert len(files) == 264
+    sources = [path.read_text(encoding="utf-8") for path in files]
+    found = [remove_comments(source) for source in sources]
+    assert found == [slow(source) for source in sources]
+    assert all(text_ == remove_comments(text_) for text_ in found)
+    assert 0.3 < sum(map(len, found)) / sum(map(len, sources)) < 0.6
+    assert not any("Licensed to the Apache" in text_ for text_ in found)
+
+
+# ------------------------------------------------------------------------------ text without spaces
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_text_without_spaces_has_the_ids_of_the_whole(toks, tmp_path, monkeypatch, kind):
+    tokenizer = tokenizers.load(toks / kind)
+    generator = random.Random(0)
+    parts = CHINESE.replace("。", "。|").replace("，", "，|").split("|")  # noqa: RUF001
+    content = "".join(generator.choice(parts) for _ in range(2000))
+    (tmp_path / "t.txt").write_text(content, encoding="utf-8")
+    monkeypatch.setattr(text, "READ", 1000)
+    monkeypatch.setattr(text, "SEGMENT", 100)
+    segments = [s for s, _ in read_documents([tmp_path / "t.txt"], TextOptions(), lambda _: None)]
+    assert max(map(len, segments)) <= 200
+    assert "".join(segments) == content
+    found = Encoder(tokenizer).encode(segments)[0]
+    np.testing.assert_array_equal(found, tokenizer.encode_batch([content])[0])
+
+
+@pytest.mark.parametrize("chinese", [True, False])
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_chinese_and_marks_have_the_tokenizers_own_ids(toks, kind, chinese):
+    tokenizer = tokenizers.load(toks / kind)
+    if kind == "wordpiece":
+        vocabulary = dict(tokenizer.ids)
+        for piece in ("中國", "##國", "##中"):
+            vocabulary.setdefault(piece, len(vocabulary))
+        tokenizer = tokenizers.wordpiece(vocabulary, lowercase=True, chinese=chinese)
+    encoder = Encoder(tokenizer)
+    assert encoder.rules is not None
+    letters = "中國人我々〇のテー・、。「」（）：；？！“”‘’—…‰ é́.'s 1a１Ａ\ufa30\u200d한"  # noqa: RUF001
+
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(st.lists(st.text(st.sampled_from(letters), max_size=20), max_size=3))
+    def check(texts):
+        direct = tokenizer.encode_batch(texts)
+        ids, lengths = encoder.encode(texts)
+        assert lengths.tolist() == [len(part) for part in direct]
+        assert ids.tolist() == [i for part in direct for i in part.tolist()]
+
+    check()
+
+
+def test_chinese_as_it_is_printed(shared):
+    lines = (shared / "vocabs/bert-base-chinese.vocab.txt").read_text(encoding="utf-8").split("\n")
+    tokenizer = tokenizers.wordpiece({p: i for i, p in enumerate(lines) if p}, lowercase=True)
+    books = json.loads((shared / "lang/zh/zh_ncv.json").read_text(encoding="utf-8-sig"))
+    verses = [v for book in books for chapter in book["chapters"] for v in chapter][::10]
+    ids, _ = Encoder(tokenizer).encode(verses)
+    np.testing.assert_array_equal(ids, np.concatenate(tokenizer.encode_batch(verses)))
+
+
+# ------------------------------------------------------------------------------ processes
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def batches(number: int) -> Iterator[workers.Batch]:
+    for i in range(number):
+        texts = [f"{ENGLISH} {i}{j}" for j in range(i % 5)] + [CHINESE[i:], ""]
+        yield [j % 2 == 0 for j in range(len(texts))], texts
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "symbols"])
+def test_processes_give_the_tokenizers_own_ids_in_order(toks, monkeypatch, kind):
+    monkeypatch.setattr(workers, "FEW", 2)
+    tokenizer = tokenizers.load(toks / kind)
+    with Encoders(tokenizer, toks / kind, 2) as encoders:
+        for _ in range(2):  # a second split goes to the same processes
+            found = list(encoders.encode(batches(30)))
+            assert len(encoders.workers) == 2
+            for (ids, lengths, ends), (wanted_ends, texts) in zip(found, batches(30), strict=True):
+                direct = tokenizer.encode_batch(texts)
+                assert ends == wanted_ends
+                assert lengths.tolist() == [len(part) for part in direct]
+                assert ids.tolist() == [i for part in direct for i in part.tolist()]
+
+
+def test_the_store_does_not_depend_on_the_number_of_processes(toks, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "FEW", 2)
+    monkeypatch.setattr(text, "BATCH", 3000)
+    lines = [f"{ENGLISH} {CHINESE[i % 20 :]} {i}" + "\n" * (i % 3) for i in range(500)]
+    (tmp_path / "t.txt").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "v.txt").write_text(ENGLISH)
+    tokenizer = tokenizers.load(toks / "wordpiece")
+    splits = {"train": [tmp_path / "t.txt"], "valid": [tmp_path / "v.txt"]}
+    for count in (1, 2, 3):
+        output = tmp_path / str(count)
+        text.write_store(output, splits, tokenizer, TextOptions(), 17, {}, False, count)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
+
+
+def test_a_few_batches_start_no_process(toks):
+    tokenizer = tokenizers.load(toks / "bpe")
+    with Encoders(tokenizer, toks / "bpe", 3) as encoders:
+        assert len(list(encoders.encode(batches(workers.FEW - 1)))) == workers.FEW - 1
+        assert encoders.workers == []
+
+
+def test_no_more_than_two_batches_a_process_are_held(toks, monkeypatch):
+    monkeypatch.setattr(workers, "FEW", 1)
+    taken = 0
+
+    def counted() -> Iterator[workers.Batch]:
+        nonlocal taken
+        for batch in batches(40):
+            taken += 1
+            yield batch
+
+    with Encoders(tokenizers.load(toks / "bpe"), toks / "bpe", 2) as encoders:
+        for number, _ in enumerate(encoders.encode(counted())):
+            assert taken - number <= 4
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL .out of memory"), (11, "SIGSEGV")])
+def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
+    monkeypatch.setattr(workers, "FEW", 1)
+    encoders = Encoders(tokenizers.load(toks / "bpe"), toks / "bpe", 2)
+
+    def work() -> None:
+        for _ in encoders.encode(batches(200)):
+            encoders.workers[0].process.send_signal(number)
+
+    with encoders, pytest.raises(Failure, match=f"process was ended by {name}") as caught:
+        work()
+    assert "\n" not in str(caught.value)
+    assert all(worker.process.returncode is not None for worker in encoders.workers)
+
+
+SMALL_BATCHES = """
+import sys
+from preprocess import text, workers
+from preprocess.cli import main
+from xformer.data import errors
+workers.FEW, text.BATCH = 1, 10_000
+"""
+
+
+@pytest.fixture
+def long_text(tmp_path: Path) -> Path:
+    """Text of new words in every line, so that it takes a while."""
+    generator = np.random.default_rng(0)
+    block = "\n\n".join(
+        " ".join(line) for line in generator.integers(10**8, size=(1000, 10)).astype(str)
+    )
+    with (tmp_path / "t.txt").open("w") as file:
+        for i in range(8):
+            file.write(block.replace("1", f"x{i}") + "\n\n")
+    (tmp_path / "out").mkdir()
+    return tmp_path / "t.txt"
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-c", script, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, text=True, stdout=pipe, stderr=pipe)
+
+
+def children(pid: int) -> list[int]:
+    """The living processes that `pid` has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def wait_for(what: Any) -> Any:
+    for _ in range(1200):
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_no_process_stays_behind(toks, long_text, number, status):
+    output = long_text.parent / "out/s"
+    process = start(SMALL_BATCHES + "errors.run(main)", "text", "--input", long_text, "--workers",
+                    2, "--tokenizer", toks / "wordpiece", "--output", output)  # fmt: skip
+    pids = wait_for(lambda: len(found := children(process.pid)) == 2 and found)
+    wait_for(lambda: any(path.stat().st_size for path in output.parent.rglob("tokens.npy")))
+    process.send_signal(number)
+    said = process.communicate()[1]
+    assert process.returncode == status, said
+    assert said.count("\n") == (number != signal.SIGKILL), said
+    wait_for(lambda: not any(map(alive, pids)))
+    assert not output.exists()
+    if number != signal.SIGKILL:
+        assert os.listdir(output.parent) == []
+
+
+# ---------------------------------------------------------------------------- killed, started again
+
+KILLED = (
+    SMALL_BATCHES
+    + """
+import os, shutil, signal
+import tokenizers  # loaded once for all
+from pathlib import Path
+output = Path(sys.argv[sys.argv.index("--output") + 1])
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
+places = eval(sys.argv.pop(1))
+
+def child(stop):
+    # a process of the command, killed before the operation number `stop` on its output
+    pid = os.fork()
+    if pid == 0:
+        seen = 0
+        def hook(event, arguments):
+            nonlocal seen
+            if event in EVENTS and output.name in str(arguments[0]):
+                seen += 1
+                if seen == stop:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        errors.run(main)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def content():
+    return {str(p.relative_to(output)): p.read_bytes() for p in output.rglob("*") if p.is_file()}
+
+assert child(0) == 0
+whole = content()
+for stop in places:
+    shutil.rmtree(output)
+    status = child(stop)
+    assert status in (-9, 0), status
+    # absent, or (killed behind the renaming) whole
+    assert not output.exists() or content() == whole, stop
+    if not output.exists():
+        assert status == -9
+        assert child(0) == 0
+    assert content() == whole, stop
+    assert os.listdir(output.parent) == [output.name], (stop, os.listdir(output.parent))
+    print("killed" if status else "done", flush=True)
+    if status == 0:
+        break
+"""
+)
+
+
+@pytest.mark.parametrize(("count", "places"), [(1, "range(1, 500)"), (2, "(6, 22)")])
+def test_killed_at_every_operation_and_started_again(toks, tmp_path, count, places):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "t.txt").write_text("\n\n".join(f"{ENGLISH} {i}" for i in range(300)))
+    (tmp_path / "v.jsonl").write_text(json.dumps({"text": CHINESE}))
+    process = start(KILLED, places, "text", "--input", tmp_path / "t.txt", "--valid",
+                    tmp_path / "v.jsonl", "--tokenizer", toks / "wordpiece", "--output",
+                    tmp_path / "out/store", "--workers", count)  # fmt: skip
+    said, complaint = process.communicate()
+    assert process.returncode == 0, complaint
+    killed = said.split().count("killed")
+    assert killed == len(said.split()) - (count == 1)
+    assert killed >= (25 if count == 1 else 2)
+
+
+def test_killed_at_some_moment_and_started_again(toks, long_text):
+    output = long_text.parent / "out/s"
+    command = ["text", "--input", long_text, "--workers", 2, "--tokenizer", toks / "wordpiece",
+               "--output", output]  # fmt: skip
+    generator = random.Random(0)
+    for _ in range(2):
+        process = start(SMALL_BATCHES + "errors.run(main)", *command)
+        wait_for(lambda: os.listdir(output.parent))
+        time.sleep(generator.uniform(0, 0.6))
+        process.kill()
+        process.communicate()
+        assert not output.exists()
+    ended = start(SMALL_BATCHES + "errors.run(main)", *command)
+    assert (ended.wait(), ended.communicate()[1]) == (0, "")
+    assert os.listdir(output.parent) == ["s"]
+    store = open_store(output)
+    assert all(good for _, _, good in store.verify())
+    ids = store.split("train").columns["tokens"].values
+    documents = long_text.read_text().split("\n\n")
+    direct = np.concatenate(store.tokenizer().encode_batch(documents))
+    np.testing.assert_array_equal(ids, direct)
