@@ -62,7 +62,8 @@ def draw(
         )
         figure.suptitle(
             f"{found['store']}: {rows:,} rows, {tokens:,} tokens, "
-            f"vocabulary {found['vocab_size']:,}"
+            f"vocabulary {found['vocab_size']:,}",
+            parse_math=False,
         )
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -91,13 +92,14 @@ def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
     least, most = min(ordered[-1], guide[-1]), max(ordered[0], guide[0])
     # whole decades, so that two of them are always labelled and none between
     bottom, top = math.floor(math.log10(least)), math.ceil(math.log10(most * 1.05))
-    axes.set_ylim(10.0**bottom, 10.0 ** max(top, bottom + 1))
+    axes.set_ylim(0.7 * 10.0**bottom, 10.0 ** max(top, bottom + 1))
     axes.set_xlim(0.85, max(number, 2) * 1.2)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     if number <= 200:
-        small = [rank for rank in (1, 2, 3, 5, 10, 20, 50, 100, 200) if rank <= max(number, 2)]
-        axes.xaxis.set_major_locator(FixedLocator(small))
+        few = range(1, number + 1) if number < 9 else (1, 2, 3, 5, 10, 20, 50, 100, 200)
+        axes.xaxis.set_major_locator(FixedLocator([rank for rank in few if rank <= number]))
+        axes.xaxis.set_minor_locator(FixedLocator([]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.legend(fontsize=8.5, loc="lower left")
 
@@ -138,6 +140,8 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
     if np.ptp(np.diff(bounds)) > 0:
         axes.set_xscale("log")
     else:
+        middle, reach = (bounds[0] + bounds[-1]) / 2, max(bounds[-1] - bounds[0], 8.0)
+        axes.set_xlim(middle - 0.55 * reach, middle + 0.55 * reach)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.legend(fontsize=8.5)
@@ -154,6 +158,8 @@ def _classes(found: dict[str, Any]) -> list[str]:
 
 
 def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     splits = {name: split["labels"] for name, split in found["splits"].items() if "labels" in split}
     rest = {name: sum(labels.values()) - sum(labels.get(label, 0) for label in shown)
             for name, labels in splits.items()}  # fmt: skip
@@ -165,13 +171,15 @@ def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
     for i, (split, labels) in enumerate(splits.items()):
         counts = [labels.get(label, 0) for label in shown] + ([rest[split]] if others else [])
         values += counts
-        axes.barh(places + (i + 0.5) * width - 0.4, counts, width * 0.9, label=split,
-                  color=COLOURS[i % len(COLOURS)])  # fmt: skip
+        colour = COLOURS[i % len(COLOURS)]
+        axes.barh(places + (i + 0.5) * width - 0.4, counts, width * 0.9, color=colour)
     if max(values) > 50 * min(value for value in values if value):
         axes.set_xscale("log")
         axes.set_xlim(left=0.7)
-    axes.set_yticks(places, [name.replace("$", r"\$") for name in names], fontsize=8.5)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.set_yticks(places, names, fontsize=8.5, parse_math=False)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(title="Rows by label", xlabel="rows")
-    axes.legend(fontsize=8.5)
+    axes.set(title="Rows by label (splits coloured as beside)", xlabel="rows")
