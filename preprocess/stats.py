@@ -4,36 +4,59 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from preprocess.arguments import add_json, check_json
+from preprocess import figure
+from preprocess.arguments import add_json, check_file
+from preprocess.progress import progress
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 
 BLOCK = 2**22  # values read at once
+TEXTS = ("tokens", "tokens_b")  # the columns of ids
+
+
+def id_counts(
+    store: Store, split: str, read: Callable[[int], None] = lambda tokens: None
+) -> np.ndarray:
+    """How often every id occurs in a split, int64 (vocab_size,), over all its texts.
+
+    `read` is told of every block's tokens.
+    """
+    counts = np.zeros(store.vocab_size, np.int64)
+    for column in texts(store, split).values():
+        for block in _blocks(column.values):
+            counts += np.bincount(block, minlength=store.vocab_size)
+            read(len(block))
+    return counts
+
+
+def texts(store: Store, split: str) -> dict[str, Ragged]:
+    """The columns of ids; other ragged columns hold something else, such as characters."""
+    columns = store.split(split).columns
+    return {name: columns[name] for name in TEXTS if name in columns}
+
+
+def row_lengths(columns: Sequence[Ragged]) -> Counter[int]:
+    """How many rows have each number of tokens, in all these columns together."""
+    found: Counter[int] = Counter()
+    for start in range(0, len(columns[0]), BLOCK):
+        lengths = sum(np.diff(column.offsets[start : start + BLOCK + 1]) for column in columns)
+        values, counts = np.unique(lengths, return_counts=True)
+        found.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    return found
 
 
 def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
     for start in range(0, len(values), BLOCK):
         yield values[start : start + BLOCK]
-
-
-def id_counts(store: Store, split: str) -> np.ndarray:
-    """How often every id occurs in a split, int64 (vocab_size,), over all its texts."""
-    counts = np.zeros(store.vocab_size, np.int64)
-    for column in store.split(split).columns.values():
-        if isinstance(column, Ragged):
-            for block in _blocks(column.values):
-                counts += np.bincount(block, minlength=store.vocab_size)
-    return counts
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -51,19 +74,15 @@ def cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
     return float(-(counts * log_shares).sum() / counts.sum())
 
 
-def _lengths(column: Ragged) -> dict[str, float]:
-    found: Counter[int] = Counter()
-    for start in range(0, len(column), BLOCK):
-        lengths = np.diff(column.offsets[start : start + BLOCK + 1])
-        values, counts = np.unique(lengths, return_counts=True)
-        found.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+def _summary(found: Counter[int]) -> dict[str, float]:
     values = np.array(sorted(found))
-    ends = np.cumsum([found[value] for value in values])
+    counts = np.array([found[value] for value in values])
+    ends = np.cumsum(counts)
     rows = int(ends[-1])
     middle = [values[np.searchsorted(ends, place, side="right")]
               for place in ((rows - 1) // 2, rows // 2)]  # fmt: skip
     return {
-        "mean": len(column.values) / rows,
+        "mean": int(values @ counts) / rows,
         "min": int(values[0]),
         "median": float(np.mean(middle)),
         "max": int(values[-1]),
@@ -72,42 +91,87 @@ def _lengths(column: Ragged) -> dict[str, float]:
 
 def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
     if store.kind == "class":
-        counts = np.bincount(np.asarray(values) + 1, minlength=len(store.labels) + 1).tolist()
-        named = dict(zip(store.labels, counts[1:], strict=True))
-        return named | ({"(none)": counts[0]} if counts[0] else {})
-    scores = np.asarray(values)[~np.isnan(values)]
-    found: dict[str, Any] = (
-        {"(none)": len(values) - len(scores)} if len(scores) < len(values) else {}
-    )
-    if len(scores):
-        found |= {"mean": float(scores.mean()), "std": float(scores.std())}
-        found |= {"min": float(scores.min()), "max": float(scores.max())}
+        names = ["(unseen)", "(none)", *store.labels]  # -2, -1, 0, ...
+        counts = np.zeros(len(names), np.int64)
+        for block in _blocks(values):
+            counts += np.bincount(block + 2, minlength=len(names))
+        found = dict(zip(names, counts.tolist(), strict=True))
+        named = {name: found[name] for name in store.labels}
+        return named | {name: found[name] for name in ("(none)", "(unseen)") if found[name]}
+    if store.kind == "span":  # first and last token, -1 where there is no answer
+        answered = sum(int((block[:, 0] >= 0).sum()) for block in _blocks(values))
+        return {"answered": answered, "(none)": len(values) - answered}
+    return _scores(values)
+
+
+def _scores(values: np.ndarray) -> dict[str, Any]:
+    number, total, least, most = 0, 0.0, np.inf, -np.inf
+    for block in _blocks(values):
+        scores = block[~np.isnan(block)].astype(np.float64)
+        if len(scores):
+            number, total = number + len(scores), total + scores.sum()
+            least, most = min(least, scores.min()), max(most, scores.max())
+    found: dict[str, Any] = {"(none)": len(values) - number} if number < len(values) else {}
+    if number:
+        mean = total / number
+        squares = sum(np.nansum(np.square(block - mean, dtype=np.float64))
+                      for block in _blocks(values))  # fmt: skip
+        found |= {"mean": float(mean), "std": float(np.sqrt(squares / number))}
+        found |= {"min": float(least), "max": float(most)}
     return found
 
 
-def describe(store: Store) -> dict[str, Any]:
-    """Rows, tokens, lengths, ids, entropies and labels of every split, read in blocks."""
-    train = id_counts(store, "train") if "train" in store.splits else None
+@dataclass(frozen=True)
+class Survey:
+    """What one reading of a split finds: `counts` of ids, rows by the tokens in them (each text,
+    and all its texts together), labels."""
+
+    rows: int
+    counts: np.ndarray
+    lengths: dict[str, Counter[int]]
+    together: Counter[int]
+    labels: dict[str, Any] | None
+
+
+def survey(store: Store) -> dict[str, Survey]:
+    """Read every split once, in blocks: memory does not grow with the store."""
+    columns = {name: texts(store, name) for name in store.splits}
+    total = sum(len(column.values) for split in columns.values() for column in split.values())
+    found = {}
+    with progress("counting", total, "tokens") as shown:
+        for name in store.splits:
+            split = store.split(name)
+            lengths = {column: row_lengths([values]) for column, values in columns[name].items()}
+            together = row_lengths(list(columns[name].values()))
+            label = split.columns.get("label")
+            labels = None if label is None else _labels(store, label)
+            counts = id_counts(store, name, shown.add)
+            found[name] = Survey(split.rows, counts, lengths, together, labels)
+    return found
+
+
+def describe(store: Store, surveys: dict[str, Survey] | None = None) -> dict[str, Any]:
+    """Rows, tokens, lengths, ids, entropies and labels of every split."""
+    surveys = surveys or survey(store)
+    train = surveys["train"].counts if "train" in surveys else None
     unknown = store.tokenizer().special["unk"]
     splits: dict[str, Any] = {}
-    for name in store.splits:
-        split = store.split(name)
-        counts = id_counts(store, name)
-        found: dict[str, Any] = {"rows": split.rows, "tokens": split.tokens}
-        texts = {c: v for c, v in split.columns.items() if isinstance(v, Ragged)}
-        found["lengths"] = {column: _lengths(values) for column, values in texts.items()}
-        if split.tokens:
+    for name, split in surveys.items():
+        counts, tokens = split.counts, int(split.counts.sum())
+        found: dict[str, Any] = {"rows": split.rows, "tokens": tokens}
+        found["lengths"] = {column: _summary(rows) for column, rows in split.lengths.items()}
+        if tokens:
             found["distinct_ids"] = int(np.count_nonzero(counts))
-            found["unknown_share"] = float(counts[unknown] / counts.sum())
+            found["unknown_share"] = float(counts[unknown] / tokens)
             found["unigram_entropy"] = entropy(counts)
             found["unigram_perplexity"] = float(np.exp(found["unigram_entropy"]))
             if train is not None:
                 found["cross_entropy_under_train"] = cross_entropy(counts, train)
-        if "label" in split.columns:
-            found["labels"] = _labels(store, split.columns["label"])
+        if split.labels is not None:
+            found["labels"] = split.labels
         splits[name] = found
     return {
-        "store": store.path.name,
+        "store": store.path.resolve().name,
         "kind": store.kind,
         "metric": store.metric,
         "vocab_size": store.vocab_size,
@@ -156,11 +220,18 @@ def verify(path: Path) -> None:
         store.tokenizer()
     except BadInput as error:
         raise Failure(str(error)) from None
-    bad: list[str] = []
-    for name, blocks in groupby(store.verify(), key=itemgetter(0)):
-        wrong = [block for _, block, good in blocks if not good]
-        print(f"{name}: {'damaged' if wrong else 'ok'}", flush=True)
-        bad += [f"{path / name} block {block} (of {CHECKED} bytes)" for block in wrong]
+    sizes = {name: file["bytes"] for split in store.meta["splits"].values()
+             for name, file in split["files"].items()}  # fmt: skip
+    wrong: dict[str, list[int]] = {name: [] for name in sizes}
+    with progress("verifying", sum(sizes.values()), "B") as shown:
+        for name, block, good in store.verify():
+            shown.add(min(CHECKED, sizes[name] - block * CHECKED))
+            if not good:
+                wrong[name].append(block)
+    for name, blocks in wrong.items():
+        print(f"{name}: {'damaged' if blocks else 'ok'}")
+    bad = [f"{path / name} block {block} (of {CHECKED} bytes)"
+           for name, blocks in wrong.items() for block in blocks]  # fmt: skip
     if bad:
         raise Failure(f"damaged: {', '.join(bad)}")
 
@@ -169,15 +240,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `stats`."""
     parser.add_argument("store", type=Path, metavar="STORE", help="The store's directory.")
     add_json(parser)
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="Also draw how often the ids "
+        "occur by rank, how long the rows are, and how many rows each class has, if there are "
+        "classes; .png, .pdf or .svg (default: no figure).")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print, and perhaps write, a store's description."""
-    check_json(arguments.json)
-    found = describe(open_store(arguments.store))
+    """Print, and perhaps write and draw, a store's description."""
+    check_file(arguments.json)
+    check_file(arguments.figure)
+    if arguments.figure is not None:
+        figure.check(arguments.figure)
+    store = open_store(arguments.store)
+    surveys = survey(store)
+    found = describe(store, surveys)
     show(found)
     if arguments.json is not None:
         write_json(arguments.json, found)
+    if arguments.figure is not None:
+        figure.draw(
+            arguments.figure,
+            found,
+            {name: split.counts for name, split in surveys.items()},
+            {name: split.together for name, split in surveys.items()},
+        )
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,16 +12,24 @@ What the papers leave open is settled so: every sequence starts with an empty st
 stack a pop is a push; a sequence ends when its length, drawn evenly from a range, is reached, and
 tokens still on the stack then stay without their match.
 
-Many sequences are made at once, one time step after the other, in arrays of (time, sequence).
+Many sequences are made at once, one time step after the other, in blocks that have random numbers
+of their own, so that processes can share the work and the corpus is the same whatever their number.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import cycle
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +47,15 @@ from preprocess.arguments import (
 from preprocess.progress import progress
 from preprocess.stats import id_counts
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.store import SplitWriter, Store, create_store, open_store
 
-BLOCK = 2**20  # tokens made at once
+BLOCK = 2**21  # tokens made at once, and
+LEAST_ROWS = 2**11  # sequences, for every step of all of them costs some time of its own
+PIECE = 2**14  # tokens drawn at once, so that what is between fits a cache
 SPECIAL = 5  # ids 0 to 4
 VALID = 0.05  # of the tokens asked for are written to the split `valid`, beside `train`
 VOCABULARY = 30_000
-
-Sampler = Callable[[np.random.Generator, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -84,66 +92,92 @@ def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.nd
     return found / found.sum()
 
 
-def alias_sampler(probabilities: np.ndarray) -> Sampler:
-    """A function (generator, n) -> n ids with these probabilities, uint32, at one cost for all.
+@dataclass(frozen=True)
+class Alias:
+    """Draws ids with given probabilities at one cost for all of them (Walker's alias method).
 
-    Walker's alias method: the ids that can occur share columns of equal mass, at most two a column.
+    There is a column of equal mass for every id, and more without an id up to a power of two, so
+    that the last bits of a random number name a column. Where the number is below `keep`, of 2**64,
+    the draw is the column itself, else the one that is `step` further in the type's arithmetic.
     """
-    ids = np.flatnonzero(probabilities)
-    mass = probabilities[ids] * len(ids)
-    keep, other = np.ones(len(ids), np.float32), np.arange(len(ids))
-    small = [i for i in range(len(ids)) if mass[i] < 1]
-    large = [i for i in range(len(ids)) if mass[i] >= 1]
+
+    keep: np.ndarray  # uint64 (columns,)
+    step: np.ndarray  # uint16 (columns,), or uint32 where there are more than 2**16
+
+    def draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
+        """`n` ids, of the type of `step`."""
+        numbers = generator.integers(2**64, size=n, dtype=np.uint64)
+        ids = numbers.astype(self.step.dtype) & self.step.dtype.type(len(self.step) - 1)
+        ids += self.step.take(ids) * (numbers >= self.keep.take(ids))
+        return ids
+
+
+def alias(probabilities: np.ndarray) -> Alias:
+    """The table of probabilities, float64 (vocab_size,), that add up to 1."""
+    columns = 1 << (len(probabilities) - 1).bit_length()
+    mass = np.zeros(columns)
+    mass[: len(probabilities)] = probabilities * columns
+    keep, other = np.ones(columns), np.arange(columns)
+    small, large = np.flatnonzero(mass < 1).tolist(), np.flatnonzero(mass >= 1).tolist()
     while small and large:
         low, high = small.pop(), large[-1]
         keep[low], other[low] = mass[low], high
         mass[high] -= 1 - mass[low]
         if mass[high] < 1:
             small.append(large.pop())
-    first, second = ids.astype(np.uint32), ids[other].astype(np.uint32)
-
-    def sample(generator: np.random.Generator, n: int) -> np.ndarray:
-        column = generator.integers(len(first), size=n, dtype=np.uint32)
-        if (keep == 1).all():
-            return first[column]
-        stay = generator.random(n, np.float32) < keep[column]
-        return np.where(stay, first[column], second[column])
-
-    return sample
+    # below 2**64, for a column that keeps everything has itself as the other
+    bounds = (keep * (2**64 - 2**11)).astype(np.uint64)
+    steps = other - np.arange(columns)
+    return Alias(bounds, steps.astype(np.uint16 if columns <= 2**16 else np.uint32))
 
 
 def independent(
-    generator: np.random.Generator, sample: Sampler, steps: int, rows: int, corpus: Corpus
+    generator: np.random.Generator, table: Alias, lengths: np.ndarray, corpus: Corpus
 ) -> np.ndarray:
-    """(steps, rows) tokens drawn one by one."""
-    return sample(generator, steps * rows).reshape(steps, rows)
+    """Sequences of these lengths, end to end, of tokens drawn one by one."""
+    made = np.empty(int(lengths.sum()), table.step.dtype)
+    for start in range(0, len(made), PIECE):
+        piece = made[start : start + PIECE]
+        piece[:] = table.draw(generator, len(piece))
+    return made
 
 
 def parentheses(
-    generator: np.random.Generator, sample: Sampler, steps: int, rows: int, corpus: Corpus
+    generator: np.random.Generator, table: Alias, lengths: np.ndarray, corpus: Corpus
 ) -> np.ndarray:
-    """(steps, rows) tokens of the stack grammar, nesting or flat."""
-    flat = corpus.generator == "flat"
-    out = np.empty((steps, rows), np.uint32)
-    stack = np.empty((steps + 1, rows), np.uint32)
-    depth = np.zeros(rows, np.int64)  # open tokens of each sequence
-    every = np.arange(rows)
+    """Sequences of these lengths, end to end, of the stack grammar, nesting or flat.
+
+    All sequences take a step at once, the longest ones first in line, so that those which still go
+    on are the first ones. Their stacks lie level by level, and in a level one slot for each
+    sequence, so that what is in use is small and stays in the cache.
+    """
+    flat, bound = corpus.generator == "flat", int(corpus.push * 2**32)
+    order = np.argsort(-lengths, kind="stable")
+    rows, steps = len(lengths), int(lengths.max())
+    active = rows - np.cumsum(np.bincount(lengths))  # sequences longer than 0, 1, 2, ...
+    made = np.empty(int(lengths.sum()), table.step.dtype)
+    place = (np.cumsum(lengths) - lengths)[order]  # of each sequence's first token
+    stack = np.empty((steps + 1) * rows, table.step.dtype)
+    free = np.arange(rows)  # the lowest free slot of each sequence
     for step in range(steps):
-        push = generator.random(rows, np.float32) < corpus.push
-        push |= depth == 0
-        new = np.flatnonzero(push)
-        stack[depth[new], new] = sample(generator, len(new))
-        top = depth - ~push  # where the token to place lies
+        number = int(active[step])
+        halves = generator.integers(2**64, size=(number + 1) // 2, dtype=np.uint64)
+        drawn = halves.view(np.uint32)[:number]
+        pushed = (drawn < bound) | (free[:number] < rows)
+        push, pop = np.flatnonzero(pushed), np.flatnonzero(~pushed)
+        slot = free.take(push)
+        made[place.take(push) + step] = stack[slot] = table.draw(generator, len(push))
+        free[push] = slot + rows
+        top = free.take(pop) - rows
+        free[pop] = slot = top
         if flat:
-            # the popped token changes places with one of the open ones
-            pop = np.flatnonzero(~push)
-            chosen = (generator.random(len(pop)) * depth[pop]).astype(np.int64)
-            last = stack[top[pop], pop]
-            stack[top[pop], pop] = stack[chosen, pop]
-            stack[chosen, pop] = last
-        out[step] = stack[top, every]
-        depth = top + push
-    return out
+            # what was drawn is even between `bound` and 2**32: it also chooses the open token,
+            # whose slot the top then takes
+            share = (drawn.take(pop) - float(bound)) / (2**32 - bound)
+            slot = (share * (top // rows + 1)).astype(np.int64) * rows + pop
+        made[place.take(pop) + step] = stack.take(slot)
+        stack[slot] = stack.take(top)
+    return made
 
 
 GENERATORS = {
@@ -154,22 +188,99 @@ GENERATORS = {
 }
 
 
-def write_split(split: SplitWriter, corpus: Corpus, sample: Sampler, tokens: int) -> None:
-    """Sequences until there are `tokens` tokens (the last one is whole)."""
-    generator = np.random.default_rng([corpus.seed, split.directory.name == "valid"])
+def stream(corpus: Corpus, split: str, number: int) -> np.random.Generator:
+    """The random numbers of one block of a split (from 1), or of all its lengths (0)."""
+    key = (int(split == "valid"), number)
+    return np.random.default_rng(np.random.SeedSequence(corpus.seed, spawn_key=key))
+
+
+def draw_lengths(corpus: Corpus, split: str, tokens: int) -> Iterator[np.ndarray]:
+    """The sequences' lengths, block by block, until there are `tokens` (the last one is whole)."""
+    generator = stream(corpus, split, 0)
     least, most = corpus.lengths
-    rows = max(64, BLOCK // most)
-    left = tokens
-    with progress(f"making {split.directory.name}", tokens, "tokens") as shown:
-        while left > 0:
-            made = GENERATORS[corpus.generator](generator, sample, most, rows, corpus).T
-            lengths = generator.integers(least, most + 1, rows)
-            enough = np.searchsorted(np.cumsum(lengths), left) + 1
-            lengths = lengths[:enough]
-            inside = np.arange(most) < lengths[:, None]
-            split.append_ragged("tokens", made[:enough][inside], lengths)
-            left -= int(lengths.sum())
-            shown.add(int(lengths.sum()))
+    rows = max(LEAST_ROWS, BLOCK // most)
+    while tokens > 0:
+        lengths = generator.integers(least, most + 1, rows)
+        lengths = lengths[: np.searchsorted(np.cumsum(lengths), tokens) + 1]
+        tokens -= int(lengths.sum())
+        yield lengths
+
+
+def make_blocks(
+    corpus: Corpus, table: Alias, split: str, tokens: int, first: int = 0, every: int = 1
+) -> Generator[np.ndarray, None, None]:
+    """The tokens of the blocks `first`, `first + every`, ... of a split, or of all of them."""
+    for block, lengths in enumerate(draw_lengths(corpus, split, tokens)):
+        if block % every == first:
+            generator = stream(corpus, split, block + 1)
+            yield GENERATORS[corpus.generator](generator, table, lengths, corpus)
+
+
+def make_in_processes(
+    corpus: Corpus, table: Alias, split: str, tokens: int, workers: int
+) -> Generator[np.ndarray, None, None]:
+    """As `make_blocks` for all blocks, which the processes make in turn.
+
+    A worker waits until its block is wanted, so that memory holds two blocks of each at most, and
+    it ends when nobody reads. Raises Failure when a worker has died.
+    """
+    fork = multiprocessing.get_context("fork")
+    readers: list[Connection] = []
+    processes: list[BaseProcess] = []
+    try:
+        for first in range(workers):
+            reader, writer = fork.Pipe(duplex=False)
+            readers.append(reader)
+            blocks = make_blocks(corpus, table, split, tokens, first, workers)
+            process: BaseProcess = fork.Process(
+                target=_work, args=(blocks, writer, readers), daemon=True
+            )
+            process.start()
+            processes.append(process)
+            writer.close()
+        for reader, process in cycle(zip(readers, processes, strict=True)):
+            try:
+                data = reader.recv_bytes()
+            except (EOFError, OSError):
+                process.join()
+                raise Failure(
+                    f"a worker process ended with status {process.exitcode} before its work was "
+                    "done; with --workers 1 there are none"
+                ) from None
+            yield np.frombuffer(data, table.step.dtype)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for reader in readers:
+            reader.close()
+
+
+def _work(blocks: Iterator[np.ndarray], writer: Connection, readers: list[Connection]) -> None:
+    """Send the blocks; end silently when nobody reads any more, as when the parent was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for reader in readers:  # held open here, it would look as if somebody read
+        reader.close()
+    for block in blocks:
+        writer.send_bytes(block)  # type: ignore[arg-type]
+
+
+def write_split(
+    split: SplitWriter, corpus: Corpus, table: Alias, tokens: int, workers: int
+) -> None:
+    """Sequences until there are `tokens` tokens, the same whatever the number of workers."""
+    name = split.directory.name
+    workers = min(workers, math.ceil(tokens / BLOCK))  # a small corpus is faster without
+    if workers > 1:
+        blocks = make_in_processes(corpus, table, name, tokens, workers)
+    else:
+        blocks = make_blocks(corpus, table, name, tokens)
+    with progress(f"making {name}", tokens, "tokens") as shown, closing(blocks):
+        for lengths, block in zip(draw_lengths(corpus, name, tokens), blocks):  # noqa: B905
+            split.append_ragged("tokens", block, lengths)
+            shown.add(len(block))
 
 
 def write_store(
@@ -179,12 +290,13 @@ def write_store(
     frequencies: Store | None,
     origin: dict[str, Any],
     overwrite: bool = False,
+    workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """Write `train` with the tokens asked for, and `valid` with a twentieth of that beside it.
 
     `frequencies` is a store whose training tokens give the distribution and the default vocabulary
     size, so that equal ids are equally frequent. Returns rows and tokens of every split; raises
-    BadInput where the numbers contradict each other.
+    BadInput where the numbers contradict each other, Failure when one of the `workers` dies.
     """
     counts = None
     size = vocab_size or (frequencies.vocab_size if frequencies else VOCABULARY)
@@ -201,13 +313,13 @@ def write_store(
         origin = {**origin, "frequencies": source}
     if size <= SPECIAL:
         raise BadInput(f"--vocab-size {size} leaves nothing beside the {SPECIAL} special tokens")
-    sample = alias_sampler(weights(corpus, size, counts))
+    table = alias(weights(corpus, size, counts))
     words = (f"w{i}" for i in range(SPECIAL, size))
     tokenizer = tokenizers.symbols(words, separated=True)
     with create_store(output, tokenizer, {"tokens": ""}, overwrite=overwrite) as store:
         for name, tokens in (("train", corpus.tokens), ("valid", math.ceil(corpus.tokens * VALID))):
             with store.split(name) as split:
-                write_split(split, corpus, sample, tokens)
+                write_split(split, corpus, table, tokens, workers)
         rules = "empty stack: a pop is a push; start: empty; end: open tokens stay unmatched"
         made = asdict(corpus) | (
             {"rules": rules} if corpus.generator in ("nesting", "flat") else {}
@@ -245,6 +357,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     if name in ("nesting", "flat"):
         add("--push", type=share, default=0.4, metavar="P", help="The probability that a step "
             "opens a pair (default: %(default)s).")  # fmt: skip
+    add("--workers", type=number(1, 4096), metavar="N", help="Processes that make a large corpus, "
+        "which is the same whatever their number (default: all cores).")  # fmt: skip
     add_output(parser, "STORE")
 
 
@@ -257,7 +371,9 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.distinct, arguments.push,
     )  # fmt: skip
     started = time.monotonic()
+    workers = arguments.workers or len(os.sched_getaffinity(0))
     written = write_store(
-        arguments.output, corpus, arguments.vocab_size, frequencies, origin(), arguments.overwrite
-    )
+        arguments.output, corpus, arguments.vocab_size, frequencies, origin(),
+        arguments.overwrite, workers,
+    )  # fmt: skip
     summarise(arguments.output, written, started)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.arguments import add_json, check_json
+from preprocess.arguments import add_json, check_file
 from preprocess.progress import Progress, progress
 from xformer.data import published, tokenizers
 from xformer.data.errors import BadInput
@@ -145,7 +145,7 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_overlap(arguments: argparse.Namespace) -> None:
     """Print, and perhaps write, the figures of two vocabularies."""
-    check_json(arguments.json)
+    check_file(arguments.json)
     paths = [arguments.a, arguments.b]
     names = [path.name or str(path) for path in paths]
     found = {"vocabularies": names, **overlap(*map(read, paths))}
@@ -167,7 +167,7 @@ def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_contexts(arguments: argparse.Namespace) -> None:
     """Print, and perhaps write, the share of a store's contexts that are English-like."""
-    check_json(arguments.json)
+    check_file(arguments.json)
     found = describe(open_store(arguments.store))
     print(f"{found['store']}: contexts of {WINDOW} pieces with more than {MOST} English-like ones")
     for name, split in found["splits"].items():

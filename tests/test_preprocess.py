@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preprocess import cli, pydocs, stats, synthetic, text
+from preprocess import cli, pydocs, synthetic, text
 from preprocess.bad import BadRows
 from preprocess.tables import Form, Table
 from preprocess.text import TextOptions, read_documents
@@ -372,124 +372,6 @@ def test_tasks_as_they_are_published(base, tmp_path):
     assert [found.split(split).rows for split in found.splits] == [5749, 1500, 1379]
     scores = found.split("train").columns["label"]
     assert (scores.min(), scores.max()) == (0, 5)
-
-
-# ------------------------------------------------------------------------------ synthetic
-
-
-def depths(length: int, push: float) -> np.ndarray:
-    """(length + 1, length + 1): the probability of `depth` open tokens after `time` steps."""
-    found = np.zeros((length + 1, length + 1))
-    found[0, 0] = 1
-    for time_ in range(length):
-        found[time_ + 1, 1] += found[time_, 0]  # on an empty stack a pop is a push
-        found[time_ + 1, 2:] += push * found[time_, 1:-1]
-        found[time_ + 1, :-1] += (1 - push) * found[time_, 1:]
-    return found
-
-
-def replay(row: list[int]) -> tuple[list[bool], int]:
-    """(was each step a push?, pairs that cross) of a sequence without equal pushes."""
-    stack: list[int] = []
-    pushes, crossing = [], 0
-    for token in row:
-        pushes.append(token not in stack)
-        if pushes[-1]:
-            stack.append(token)
-        else:
-            crossing += token != stack[-1]
-            stack.remove(token)
-    return pushes, crossing
-
-
-@pytest.mark.parametrize(
-    ("generator", "push"), [("nesting", 0.4), ("nesting", 0.55), ("flat", 0.4)]
-)
-def test_stack_grammar(generator, push):
-    length, number = 60, 3000
-    corpus = synthetic.Corpus(generator, 0, (length, length), 0, push=push)
-    drawn = iter(range(length * number))
-    made = synthetic.parentheses(
-        np.random.default_rng(0),
-        lambda _, n: np.array([next(drawn) for _ in range(n)], np.uint32),  # never one twice
-        length,
-        number,
-        corpus,
-    ).T
-    assert max(max(Counter(row).values()) for row in made.tolist()) == 2
-    replayed = [replay(row) for row in made.tolist()]
-    crossing = sum(pairs for _, pairs in replayed)
-    assert (crossing == 0) if generator == "nesting" else (crossing > number)
-
-    pushes = np.array([pushed for pushed, _ in replayed])
-    assert pushes[:, 0].all()
-    chance = depths(length, push)
-    # the probability of a push at each step: certain at depth 0, `push` above it
-    rate = chance[:-1, 0] + (1 - chance[:-1, 0]) * push
-    error = np.sqrt(np.maximum(rate * (1 - rate), 1e-9) / number)
-    assert (np.abs(pushes.mean(0) - rate) < 5 * error + 1e-9).all()
-    # what is open at the end stays without a match: n pushes and length - n pops
-    left = 2 * pushes.sum(1) - length
-    mean = (chance[-1] * np.arange(length + 1)).sum()
-    assert abs(left.mean() - mean) < 5 * left.std() / np.sqrt(number)
-    if generator == "nesting":  # a push is followed by its own pop with probability 1 - push
-        after = ~pushes[:, 1:][pushes[:, :-1]]
-        assert abs(after.mean() - (1 - push)) < 5 * np.sqrt(0.25 / after.size)
-
-
-def test_synthetic_nesting(tmp_path):
-    arguments = ["--tokens", 20_000, "--push", 0.3, "--seed", 3]
-    said = run("synthetic", "nesting", *arguments, "--output", tmp_path / "s")
-    assert "M tokens/s" in said
-    found = open_store(tmp_path / "s")
-    assert (found.vocab_size, found.kind) == (30_000, "text")
-    lengths = np.diff(found.split("train").columns["tokens"].offsets)
-    assert (lengths.min(), lengths.max()) >= (90, 115)
-    assert lengths.max() <= 120
-    assert sum(min(Counter(row).values()) == 2 for row in rows(found, "train")) > 5
-    made = found.meta["origin"]["synthetic"]
-    assert (made["generator"], made["push"], made["seed"]) == ("nesting", 0.3, 3)
-    assert "empty stack: a pop is a push" in made["rules"]
-    assert "stay unmatched" in made["rules"]
-
-
-def test_synthetic_frequencies_lengths_and_splits(base, tmp_path):
-    run("synthetic", "zipf", "--frequencies", base / "store", "--tokens", 300_000, "--lengths",
-        "5:9", "--output", tmp_path / "s")  # fmt: skip
-    source, found = open_store(base / "store"), open_store(tmp_path / "s")
-    assert found.vocab_size == source.vocab_size
-    assert found.tokenizer().pieces[5:7] == ["w5", "w6"]
-    wanted = stats.id_counts(source, "train").astype(float)
-    wanted[list(source.tokenizer().special.values())] = 0
-    wanted /= wanted.sum()
-    counts = stats.id_counts(found, "train")
-    assert not counts[wanted == 0].any()
-    total = counts.sum()
-    assert (np.abs(counts - total * wanted) <= 5 * np.sqrt(total * wanted) + 1e-9).all()
-    lengths = np.diff(found.split("train").columns["tokens"].offsets)
-    found_lengths, times = np.unique(lengths, return_counts=True)
-    assert found_lengths.tolist() == [5, 6, 7, 8, 9]
-    assert np.abs(times / len(lengths) - 0.2).max() < 0.01
-    assert 300_000 <= found.split("train").tokens < 300_009
-    assert 15_000 <= found.split("valid").tokens < 15_009
-    assert rows(found, "valid")[:50] != rows(found, "train")[:50]
-
-
-def test_synthetic_distinct_tokens_and_seeds(base, tmp_path):
-    arguments = ["--tokens", 30_000, "--distinct", 7, "--vocab-size", 70_000]
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run("synthetic", "uniform", *arguments, "--seed", seed, "--output", tmp_path / name)
-    a, b, c = (open_store(tmp_path / name) for name in "abc")
-    assert rows(a, "train") == rows(b, "train") != rows(c, "train")
-    assert a.key == b.key
-    counts = stats.id_counts(a, "train")
-    assert np.flatnonzero(counts).tolist() == list(range(5, 12))
-    assert len(a.tokenizer()) == 70_000
-    frequent = synthetic.Corpus("nesting", 10, (9, 9), 0, distinct=2)
-    share = synthetic.weights(frequent, 9, np.array([9, 9, 9, 9, 9, 1, 5, 0, 5]))
-    assert share.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0, 0.5]
-    zipf = synthetic.weights(synthetic.Corpus("zipf", 10, (9, 9), 0), 8, None)
-    np.testing.assert_allclose(zipf[5:], np.array([6, 3, 2]) / 11)
 
 
 # ------------------------------------------------------------------------------ stats, verify

@@ -105,13 +105,11 @@ def _alive(pid: str) -> bool:
     return True
 
 
-def block_checksums(path: Path) -> list[str]:
-    """SHA-256 of every 64 MiB block of a file, in order."""
-    sums = []
+def block_checksums(path: Path) -> Iterator[str]:
+    """SHA-256 of every 64 MiB block of a file, in order, each as soon as it is read."""
     with path.open("rb") as file:
         while block := file.read(BLOCK):
-            sums.append(hashlib.sha256(block).hexdigest())
-    return sums
+            yield hashlib.sha256(block).hexdigest()
 
 
 def file_checksum(path: Path) -> str:

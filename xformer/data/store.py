@@ -99,11 +99,11 @@ class Store:
         return tokenizers.load(self.path)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
-        """(file, block number, good?) for every 64 MiB block of every column."""
+        """(file, block number, good?) for every 64 MiB block of every column, one by one."""
         for name, sums in _files(self.meta):
             found = block_checksums(self.path / name)
             for block, expected in enumerate(sums):
-                yield name, block, block < len(found) and found[block] == expected
+                yield name, block, next(found, None) == expected
 
     def verify_in_background(self, report: Callable[[str], None]) -> threading.Thread:
         """Check every block in a daemon thread; call `report` once with the first bad one."""
@@ -246,7 +246,7 @@ class SplitWriter:
         files = {}
         for path in sorted(self.directory.glob("*.npy")):
             name = f"{self.directory.name}/{path.name}"
-            files[name] = {"bytes": path.stat().st_size, "sha256": block_checksums(path)}
+            files[name] = {"bytes": path.stat().st_size, "sha256": list(block_checksums(path))}
         tokens = sum(self.writers[c].length for c in TEXTS if c in self.writers)
         rows = {"rows": tables.pop(""), "tokens": tokens}
         return rows | ({"tables": tables} if tables else {}) | {"files": files}

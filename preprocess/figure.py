@@ -1,0 +1,185 @@
+"""A store in one figure: ids by rank, rows by length, and rows by class where there are classes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer.data.errors import BadInput
+from xformer.data.files import sync
+
+# Okabe and Ito's colours, which the colour-blind can tell apart
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BINS = 40  # of the histogram of lengths, at most
+CLASSES = 24  # shown; the rarest others are one bar
+POINTS = 1000  # of the curve of ids by rank, at most, evenly spaced on its logarithmic axis
+
+
+def check(path: Path) -> None:
+    """Raise BadInput if no figure of this name can be drawn."""
+    from matplotlib.figure import Figure
+
+    endings = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in endings:
+        raise BadInput(f"{path}: there is no figure of this ending; give .png, .pdf or .svg")
+
+
+def draw(
+    path: Path,
+    found: dict[str, Any],
+    counts: dict[str, np.ndarray],
+    lengths: dict[str, Counter[int]],
+) -> None:
+    """Draw what `stats.describe` found, each split's counts of ids and its rows by length.
+
+    The file is written whole or not at all. Ids are those of the training split, if there is one.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5,
+                  "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}  # fmt: skip
+    shown = _classes(found)
+    panels, height = (3 if shown else 2), max(4.0, 1.4 + 0.24 * len(shown))
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(
+            1, panels, figsize=(4.6 * panels, height), dpi=150, layout="constrained"
+        )
+        split = "train" if "train" in counts else next(iter(counts))
+        _draw_ranks(axes[0], split, counts[split])
+        _draw_lengths(axes[1], lengths)
+        if shown:
+            _draw_classes(axes[2], found, shown)
+        rows, tokens = (
+            sum(s[unit] for s in found["splits"].values()) for unit in ("rows", "tokens")
+        )
+        figure.suptitle(
+            f"{found['store']}: {rows:,} rows, {tokens:,} tokens, "
+            f"vocabulary {found['vocab_size']:,}",
+            parse_math=False,
+        )
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            figure.savefig(temporary, format=path.suffix[1:].lower())
+            sync(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            plt.close(figure)
+
+
+def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    ordered = np.sort(counts[counts > 0])[::-1]
+    number = len(ordered)
+    axes.set(title=f"Ids by rank ({split})", xlabel="rank of the id", ylabel="occurrences")
+    if not number:
+        return
+    ranks = np.unique(np.round(np.geomspace(1, number, POINTS)).astype(np.int64))
+    guide = ordered.sum() / (1 / np.arange(1, number + 1)).sum() / ranks
+    marks = "o" if number <= BINS else "-"
+    axes.loglog(ranks, ordered[ranks - 1], marks, color=COLOURS[0], ms=4, lw=2,
+                label=f"{number:,} ids that occur")  # fmt: skip
+    axes.loglog(ranks, guide, "--", color="0.45", lw=1.2, label="1 / rank (Zipf)")
+    least, most = min(ordered[-1], guide[-1]), max(ordered[0], guide[0])
+    # whole decades, so that two of them are always labelled and none between
+    bottom, top = math.floor(math.log10(least)), math.ceil(math.log10(most * 1.05))
+    axes.set_ylim(0.7 * 10.0**bottom, 10.0 ** max(top, bottom + 1))
+    axes.set_xlim(0.85, max(number, 2) * 1.2)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if number <= 200:
+        few = range(1, number + 1) if number < 9 else (1, 2, 3, 5, 10, 20, 50, 100, 200)
+        axes.xaxis.set_major_locator(FixedLocator([rank for rank in few if rank <= number]))
+        axes.xaxis.set_minor_locator(FixedLocator([]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.legend(fontsize=8.5, loc="lower left")
+
+
+def edges(least: int, most: int, median: float) -> np.ndarray:
+    """Bounds of bins for whole numbers, between them: all alike wide, or growing where a few
+    rows are far longer than most."""
+    if least > 0 and most > 20 * median:
+        return np.unique(np.round(np.geomspace(least, most + 1, BINS + 1))) - 0.5
+    width = math.ceil((most - least + 1) / BINS)
+    return np.arange(least, most + width + 1, width) - 0.5
+
+
+def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+    together = sum(lengths.values(), Counter())
+    values = np.array(sorted(together))
+    places = np.cumsum([together[value] for value in values])
+    median = float(values[np.searchsorted(places, places[-1] / 2)])
+    bounds = edges(int(values[0]), int(values[-1]), median)
+    heights = []
+    for i, (name, found) in enumerate(lengths.items()):
+        height, _ = np.histogram(list(found), bounds, weights=list(found.values()))
+        heights.append(height)
+        colour = COLOURS[i % len(COLOURS)]
+        axes.stairs(height, bounds, color=colour, lw=1.6, label=f"{name}, {found.total():,} rows")
+        axes.stairs(height, bounds, color=colour, alpha=0.15, fill=True)
+    axes.set(title="Rows by length", xlabel="tokens in a row", ylabel="rows")
+    all_heights = np.concatenate(heights)
+    if all_heights.max() > 50 * all_heights[all_heights > 0].min():
+        axes.set_yscale("log")
+        axes.set_ylim(0.7, 10.0 ** math.ceil(math.log10(all_heights.max() * 1.5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(0, all_heights.max() * 1.25)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    if np.ptp(np.diff(bounds)) > 0:
+        axes.set_xscale("log")
+    else:
+        middle, reach = (bounds[0] + bounds[-1]) / 2, max(bounds[-1] - bounds[0], 8.0)
+        axes.set_xlim(middle - 0.55 * reach, middle + 0.55 * reach)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.legend(fontsize=8.5)
+
+
+def _classes(found: dict[str, Any]) -> list[str]:
+    """The labels to draw, the most frequent first, of a store with classes or spans."""
+    if found["kind"] not in ("class", "span"):
+        return []
+    total: Counter[str] = Counter()
+    for split in found["splits"].values():
+        total.update(split.get("labels", {}))
+    return [label for label, _ in total.most_common(CLASSES)]
+
+
+def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    splits = {name: split["labels"] for name, split in found["splits"].items() if "labels" in split}
+    rest = {name: sum(labels.values()) - sum(labels.get(label, 0) for label in shown)
+            for name, labels in splits.items()}  # fmt: skip
+    others = len(set().union(*splits.values()) - set(shown))
+    names = [label if len(label) <= 24 else f"{label[:23]}…" for label in shown]
+    names += [f"{others} others"] if others else []
+    places, width = np.arange(len(names)), 0.8 / len(splits)
+    values = []
+    for i, (split, labels) in enumerate(splits.items()):
+        counts = [labels.get(label, 0) for label in shown] + ([rest[split]] if others else [])
+        values += counts
+        colour = COLOURS[i % len(COLOURS)]
+        axes.barh(places + (i + 0.5) * width - 0.4, counts, width * 0.9, color=colour)
+    if max(values) > 50 * min(value for value in values if value):
+        axes.set_xscale("log")
+        axes.set_xlim(left=0.7)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.set_yticks(places, names, fontsize=8.5, parse_math=False)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(title="Rows by label (splits coloured as beside)", xlabel="rows")

@@ -1,0 +1,492 @@
+"""`preprocess.py synthetic`: what it draws against closed forms and exact recursions.
+
+A figure is compared within five standard errors, or by a chi-square test at 1e-6: a right generator
+fails by chance once in a million, and the seeds are fixed. Sequences are independent of each other
+and their steps are not, so standard errors are taken over sequences.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from preprocess import stats, synthetic
+from preprocess.synthetic import Alias, Corpus
+from xformer.data import tokenizers
+from xformer.data.errors import Failure
+from xformer.data.store import Ragged, Store, create_store, open_store
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: object) -> str:
+    command = [sys.executable, str(ROOT / "preprocess.py"), "synthetic", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows(store: Store, split: str) -> list[list[int]]:
+    values = store.split(split).columns["tokens"]
+    assert isinstance(values, Ragged)
+    return [values[i].tolist() for i in range(len(values))]
+
+
+def fits(observed: np.ndarray, expected: np.ndarray) -> bool:
+    """Do counts follow expected ones? Cells that expect fewer than 20 are taken together."""
+    few = expected < 20
+    observed = np.append(observed[~few], observed[few].sum())
+    expected = np.append(expected[~few], expected[few].sum())
+    if expected[-1] == 0:
+        assert observed[-1] == 0
+        observed, expected = observed[:-1], expected[:-1]
+    return chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-6
+
+
+def agree(per_sequence: np.ndarray, expected: np.ndarray | float) -> None:
+    """The mean over sequences (axis 0) is what is expected, within five standard errors."""
+    error = per_sequence.std(0) / np.sqrt(len(per_sequence))
+    off = np.abs(per_sequence.mean(0) - expected)
+    assert (off <= 5 * error + 1e-9).all(), (off / np.maximum(error, 1e-12)).max()
+
+
+# ------------------------------------------------------------------------------ what is drawn
+
+ZIPF = (1 / np.arange(1, 996)) / (1 / np.arange(1, 996)).sum()  # of 1000 ids, five of them special
+COUNTS = np.random.default_rng(7).integers(0, 50, 1000) * (np.arange(1000) % 3 > 0)
+
+
+def drawn_from(generator: str, counts: np.ndarray | None, **options: int) -> np.ndarray:
+    """The wanted probabilities of 1000 ids, by their definition."""
+    wanted = np.ones(995)
+    if counts is not None:
+        wanted = counts[5:].astype(float)
+    elif generator == "zipf":
+        wanted = ZIPF.copy()
+    if "distinct" in options:  # the most frequent; the first among equals
+        least = sorted(wanted, reverse=True)[options["distinct"] - 1]
+        keep = list(np.flatnonzero(wanted > least))
+        keep += list(np.flatnonzero(wanted == least))[: options["distinct"] - len(keep)]
+        wanted *= np.isin(np.arange(995), keep)
+    return np.concatenate([np.zeros(5), wanted / wanted.sum()])
+
+
+CASES = [
+    ("uniform", None, {}),
+    ("zipf", None, {}),
+    ("zipf", COUNTS, {}),
+    ("uniform", None, {"distinct": 50}),
+    ("zipf", COUNTS, {"distinct": 50}),
+    ("nesting", COUNTS, {"distinct": 7}),
+]
+
+
+@pytest.mark.parametrize(("generator", "counts", "options"), CASES)
+def test_the_table_holds_the_probabilities_exactly(generator, counts, options):
+    corpus = Corpus(generator, 1, (1, 1), 0, **options)
+    found = synthetic.weights(corpus, 1000, counts)
+    wanted = drawn_from(generator, counts, **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    table = synthetic.alias(found)
+    columns = len(table.keep)
+    assert (columns, table.step.dtype) == (1024, np.uint16)
+    keep = table.keep / 2.0**64
+    mass = np.zeros(columns)
+    for column in range(columns):
+        mass[column] += keep[column]
+        mass[(column + int(table.step[column])) % 2**16] += 1 - keep[column]
+    np.testing.assert_allclose(mass[:1000] / columns, wanted, rtol=1e-9, atol=1e-16)
+    assert not mass[:5].any()
+    assert not mass[1000:].any()
+
+
+@pytest.mark.parametrize(("generator", "counts", "options"), CASES)
+def test_tokens_are_as_frequent_as_they_should_be(generator, counts, options):
+    table = synthetic.alias(drawn_from(generator, counts, **options))
+    made = table.draw(np.random.default_rng(1), 500_000)
+    wanted = drawn_from(generator, counts, **options)
+    assert fits(np.bincount(made, minlength=1000), 500_000 * wanted)
+    assert not set(made.tolist()) - set(np.flatnonzero(wanted).tolist())
+
+
+def test_more_than_65536_ids():
+    wanted = np.append(np.zeros(5), np.arange(1, 69_996))
+    table = synthetic.alias(wanted / wanted.sum())
+    made = table.draw(np.random.default_rng(1), 500_000)
+    assert made.dtype == np.uint32
+    bins = np.bincount(made // 1000, minlength=70)
+    assert fits(bins, 500_000 * wanted.reshape(70, 1000).sum(1) / wanted.sum())
+
+
+def test_neighbours_are_independent():
+    """Also of every id on itself: a table that takes column and bound from the same bits fails."""
+    wanted = np.append(np.zeros(5), np.arange(1, 8) / 28)
+    corpus = Corpus("zipf", 1, (10, 10), 0)
+    lengths = np.full(30_000, 10)
+    generator = np.random.default_rng(3)
+    made = synthetic.independent(generator, synthetic.alias(wanted), lengths, corpus)
+    pairs = np.bincount(made[:-1].astype(int) * 12 + made[1:], minlength=144)
+    assert fits(pairs, len(made) * np.outer(wanted, wanted).ravel())
+
+
+def test_lengths_are_even_over_their_range():
+    corpus = Corpus("uniform", 1, (90, 120), 5)
+    blocks = list(synthetic.draw_lengths(corpus, "train", 5_000_000))
+    assert len(blocks) > 2
+    lengths = np.concatenate(blocks)
+    assert fits(np.bincount(lengths, minlength=130)[90:121], np.full(31, len(lengths) / 31))
+    assert 0 <= lengths.sum() - 5_000_000 < lengths[-1]
+    assert set(np.concatenate(list(synthetic.draw_lengths(
+        replace(corpus, lengths=(7, 7)), "train", 700)))) == {7}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ the stack grammar
+
+LENGTH = 60
+
+
+@dataclass(frozen=True)
+class Counting(Alias):
+    """A table that never draws a token twice, so that every pair is known by its token."""
+
+    keep: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
+    step: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint32))
+
+    def draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
+        self.step[0] += n
+        return np.arange(self.step[0] - n, self.step[0], dtype=np.uint32)
+
+
+def matched(made: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(step of each token's opening, is it a push?), both (sequences, steps)."""
+    _, first, number = np.unique(made, return_index=True, return_inverse=True)
+    opened = first[number.reshape(made.shape)] - made.shape[1] * np.arange(len(made))[:, None]
+    return opened, opened == np.arange(made.shape[1])
+
+
+@cache
+def structure(name: str, push: float, length: int = LENGTH, number: int = 20_000) -> tuple:
+    """(tokens, step of opening, is it a push?, depth before the step), (sequences, steps) each."""
+    corpus = Corpus(name, 0, (length, length), 0, push=push)
+    lengths = np.full(number, length)
+    made = synthetic.parentheses(np.random.default_rng(11), Counting(), lengths, corpus)
+    made = made.reshape(number, length)
+    opened, pushed = matched(made)
+    depth = np.cumsum(np.where(pushed, 1, -1), 1)
+    return made, opened, pushed, np.hstack([np.zeros((number, 1), int), depth[:, :-1]])
+
+
+def depths(length: int, push: float) -> np.ndarray:
+    """(length + 1, length + 2): the probability of `depth` open tokens before each step."""
+    found = np.zeros((length + 1, length + 2))
+    found[0, 0] = 1
+    for step in range(length):
+        now, after = found[step], found[step + 1]
+        after[1] = now[0]  # on an empty stack a pop is a push
+        after[2:] += push * now[1:-1]
+        after[:-1] += (1 - push) * now[1:]
+    return found
+
+
+GRAMMARS = [("nesting", 0.4), ("nesting", 0.55), ("flat", 0.4), ("flat", 0.55)]
+
+
+@pytest.mark.parametrize(("name", "push"), GRAMMARS)
+def test_every_closing_token_is_its_opening(name, push):
+    """By a parser of its own, which knows the grammar and not how it was made."""
+    made, opened, pushed, depth = structure(name, push)
+    assert (depth >= 0).all()
+    assert (opened >= 0).all()  # in the same sequence
+    crossing = 0
+    for tokens, pushes in zip(made[:3000].tolist(), pushed[:3000].tolist(), strict=True):
+        assert max(Counter(tokens).values()) <= 2
+        stack: list[int] = []
+        for token, push_ in zip(tokens, pushes, strict=True):
+            if push_:
+                assert token not in stack
+                stack.append(token)
+            else:
+                crossing += token != stack[-1]
+                stack.remove(token)  # raises ValueError where it is not open
+    assert (crossing == 0) if name == "nesting" else (crossing > 3000)
+
+
+@pytest.mark.parametrize(("name", "push"), GRAMMARS)
+def test_push_rate_and_depth_at_every_step(name, push):
+    _, _, pushed, depth = structure(name, push)
+    chance = depths(LENGTH, push)
+    empty = chance[:LENGTH, 0]
+    assert pushed[:, 0].all()
+    assert (pushed[depth == 0]).all()
+    agree(pushed, empty + (1 - empty) * push)
+    agree(depth, chance[:LENGTH] @ np.arange(LENGTH + 2))
+    for step in (2, 7, 30, LENGTH - 1):
+        observed = np.bincount(depth[:, step], minlength=LENGTH + 2)
+        assert not observed[chance[step] == 0].any()  # also the parity
+        assert fits(observed, len(depth) * chance[step])
+
+
+def test_depth_settles_at_its_closed_form():
+    """pi_0 = (q - p) / 2q, pi_d = pi_0 / q (p / q)^(d - 1), mean depth 1 / 2(q - p), and the mean
+    of two steps as the parity alternates. p = 0.4 is Chiang and Lee's."""
+    p, q = 0.4, 0.6
+    _, _, pushed, depth = structure("nesting", p, 300, 2000)
+    late = depth[:, -2:]
+    agree(late.mean(1), 1 / (2 * (q - p)))
+    agree((late == 0).mean(1), (q - p) / (2 * q))
+    for level in (1, 2, 5):
+        agree((late == level).mean(1), (q - p) / (2 * q * q) * (p / q) ** (level - 1))
+    agree(pushed[:, -2:].mean(1), 0.5)
+
+
+def distances(opened: np.ndarray, pushed: np.ndarray) -> np.ndarray:
+    """(sequences, steps): how many pairs of each sequence have their two tokens so far apart."""
+    number, length = opened.shape
+    apart = np.where(pushed, 0, np.arange(length) - opened) + length * np.arange(number)[:, None]
+    return np.bincount(apart.ravel(), minlength=number * length).reshape(number, length)
+
+
+def compare_distances(name: str, push: float, expected: np.ndarray) -> None:
+    """Histogram and mean of the distances of pairs; `expected` counts pairs a sequence."""
+    _, opened, pushed, _ = structure(name, push)
+    found = distances(opened, pushed)
+    common = np.flatnonzero(expected * len(found) > 20)
+    common = common[common > 0]
+    assert len(common) > 10
+    agree(found[:, common], expected[common])
+    agree(found[:, 1:].sum(1), expected[1:].sum())
+    # the mean is a ratio of sums: its difference from the expected one has mean 0 a sequence
+    apart = np.arange(LENGTH)
+    mean = (expected * apart).sum() / expected[1:].sum()
+    agree(found[:, 1:] @ (apart[1:] - mean), 0.0)
+
+
+@pytest.mark.parametrize("push", [0.4, 0.55])
+def test_nesting_pairs_are_first_returns(push):
+    """A pair is 2k + 1 apart with probability C_k p^k q^(k + 1), C_k Catalan's numbers, if the
+    sequence is long enough for it."""
+    chance = depths(LENGTH, push)[:LENGTH, 0]
+    opening = chance + (1 - chance) * push  # the probability of a push at each step
+    expected = np.zeros(LENGTH)
+    for k in range(LENGTH // 2):
+        first_return = comb(2 * k, k) // (k + 1) * push**k * (1 - push) ** (k + 1)
+        expected[2 * k + 1] = first_return * opening[: LENGTH - 2 * k - 1].sum()
+    compare_distances("nesting", push, expected)
+
+
+@pytest.mark.parametrize("push", [0.4, 0.55])
+def test_flat_pairs_by_the_recursion_of_a_tagged_token(push):
+    """At depth d a pop takes the tagged token with probability 1 / d."""
+    chance = depths(LENGTH, push)
+    level = np.arange(LENGTH + 2)
+    inverse = 1 / np.maximum(level, 1)
+    expected = np.zeros(LENGTH)
+    for opening in range(LENGTH):
+        opens = np.where(level == 0, 1.0, push) * chance[opening]
+        tagged = np.append(0, opens[:-1])  # still open, by depth
+        for step in range(opening + 1, LENGTH):
+            pop = (1 - push) * tagged
+            expected[step - opening] += (pop * inverse).sum()
+            tagged = push * np.append(0, tagged[:-1]) + np.append((pop * (1 - inverse))[1:], 0)
+    compare_distances("flat", push, expected)
+
+
+def test_flat_closes_any_open_token_alike():
+    made, _, pushed, _ = structure("flat", 0.55)
+    chosen = {depth: np.zeros(depth, int) for depth in (2, 3, 5, 8)}
+    for tokens, pushes in zip(made.tolist(), pushed.tolist(), strict=True):
+        open_: list[int] = []  # oldest first
+        for token, push in zip(tokens, pushes, strict=True):
+            if push:
+                open_.append(token)
+                continue
+            if len(open_) in chosen:
+                chosen[len(open_)][open_.index(token)] += 1
+            open_.remove(token)
+    for depth, counts in chosen.items():
+        assert counts.sum() > 2000
+        assert fits(counts, np.full(depth, counts.sum() / depth))
+
+
+@pytest.mark.parametrize("name", ["nesting", "flat"])
+def test_sequences_of_all_lengths_keep_their_places(name):
+    """Lengths in no order: every sequence is a whole one of its own length."""
+    lengths = np.random.default_rng(0).integers(1, 40, 500)
+    corpus = Corpus(name, 0, (1, 39), 0)
+    made = synthetic.parentheses(np.random.default_rng(1), Counting(), lengths, corpus)
+    assert len(made) == lengths.sum()
+    parts = np.split(made, np.cumsum(lengths)[:-1])
+    for part in parts:
+        _, pushed = matched(part[None])
+        assert max(Counter(part.tolist()).values()) <= 2
+        assert (np.cumsum(np.where(pushed, 1, -1)) >= 0).all()
+    everything = Counter(made.tolist())  # no token stands in two sequences
+    assert everything == sum((Counter(part.tolist()) for part in parts), Counter())
+    assert sum(len(set(part.tolist())) for part in parts) == len(everything)
+
+
+# ------------------------------------------------------------------------------ the store
+
+
+@pytest.mark.parametrize("name", ["uniform", "zipf", "nesting", "flat"])
+def test_the_command(tmp_path, name):
+    options = ["--push", 0.3] if name in ("nesting", "flat") else []
+    said = run(name, "--tokens", 20_000, *options, "--seed", 3, "--distinct", 50, "--output",
+               tmp_path / "s")  # fmt: skip
+    assert "M tokens/s" in said
+    found = open_store(tmp_path / "s")
+    # the embedding keeps its size (Chiang and Lee 2020, section 4.3)
+    assert (found.vocab_size, len(found.tokenizer()), found.kind) == (30_000, 30_000, "text")
+    assert np.flatnonzero(stats.id_counts(found, "train")).tolist() == list(range(5, 55))
+    lengths = np.diff(found.split("train").columns["tokens"].offsets)
+    assert lengths.min() >= 90
+    assert lengths.max() <= 120
+    assert 20_000 <= found.split("train").tokens < 20_120
+    assert 1_000 <= found.split("valid").tokens < 1_120
+    made = found.meta["origin"]["synthetic"]
+    assert (made["generator"], made["seed"], made["distinct"]) == (name, 3, 50)
+    assert made["lengths"] == [90, 120]
+    if options:
+        assert made["push"] == 0.3
+        assert "empty stack: a pop is a push" in made["rules"]
+        assert "start: empty" in made["rules"]
+        assert "stay unmatched" in made["rules"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A store whose ids are all unlike frequent, special ones among them."""
+    tokenizer = tokenizers.symbols([f"s{i}" for i in range(20)], separated=True)
+    with create_store(tmp_path / "source", tokenizer, {"tokens": ""}) as store:
+        with store.split("train") as split:
+            values = np.repeat(np.arange(25), np.arange(25) % 7 * 3)
+            split.append_ragged("tokens", values, np.array([len(values)]))
+        store.finish("text", [], None, {})
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("name", ["zipf", "nesting"])
+def test_frequencies_of_a_store(tmp_path, source, name):
+    run(name, "--frequencies", source, "--tokens", 100_000, "--lengths", "5:9", "--vocab-size", 40,
+        "--output", tmp_path / "s")  # fmt: skip
+    found = open_store(tmp_path / "s")
+    assert found.vocab_size == 40
+    assert found.tokenizer().pieces[5:7] == ["w5", "w6"]
+    assert found.meta["origin"]["frequencies"]["file"] == "source"
+    wanted = np.concatenate([np.zeros(5), np.arange(5, 25) % 7, np.zeros(15)])
+    counts = np.array([np.bincount(row, minlength=40) for row in rows(found, "train")])
+    # a token's count in a sequence and what it should be of the sequence's length
+    lengths = counts.sum(1, keepdims=True)
+    agree(counts - lengths * wanted / wanted.sum(), 0.0)
+    assert not counts.sum(0)[wanted == 0].any()
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "BLOCK", 2**11)
+    monkeypatch.setattr(synthetic, "LEAST_ROWS", 8)
+
+
+@pytest.mark.parametrize("name", ["uniform", "zipf", "nesting", "flat"])
+def test_the_same_bytes_whatever_the_number_of_workers(monkeypatch, tmp_path, name):
+    small_blocks(monkeypatch)
+    corpus = Corpus(name, 50_000, (5, 40), 3)
+    for workers in (1, 2, 3, 8):
+        synthetic.write_store(tmp_path / f"{workers}", corpus, 500, None, {}, workers=workers)
+    found = {w: (tmp_path / f"{w}/train/tokens.npy").read_bytes() for w in (1, 2, 3, 8)}
+    assert found[1] == found[2] == found[3] == found[8]
+    stores = [open_store(tmp_path / f"{workers}") for workers in (1, 2)]
+    assert stores[0].key == stores[1].key  # the checksums of all files
+    train, valid = rows(stores[0], "train"), rows(stores[0], "valid")
+    assert len(set(map(tuple, train)) & set(map(tuple, valid))) < len(valid) / 10
+    synthetic.write_store(tmp_path / "other", replace(corpus, seed=4), 500, None, {}, workers=2)
+    assert rows(open_store(tmp_path / "other"), "train")[:20] != train[:20]
+
+
+def test_blocks_differ(monkeypatch):
+    small_blocks(monkeypatch)
+    corpus = Corpus("uniform", 1, (40, 40), 0)
+    table = synthetic.alias(drawn_from("uniform", None))
+    blocks = list(synthetic.make_blocks(corpus, table, "train", 20_000))
+    assert len(blocks) > 5
+    assert len({block[:40].tobytes() for block in blocks}) == len(blocks)
+
+
+def test_a_worker_that_dies_is_one_failure(monkeypatch, tmp_path):
+    small_blocks(monkeypatch)
+    parent = os.getpid()
+
+    def dies(*arguments: object) -> np.ndarray:
+        assert os.getpid() != parent
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    monkeypatch.setitem(synthetic.GENERATORS, "uniform", dies)
+    corpus = Corpus("uniform", 50_000, (5, 40), 3)
+    with pytest.raises(Failure, match=r"a worker process ended with status -9 .* --workers 1"):
+        synthetic.write_store(tmp_path / "s", corpus, 500, None, {}, workers=2)
+    assert not os.listdir(tmp_path)
+
+
+def children(parent: int) -> set[int]:
+    """Its running child processes."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, above = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(above) == parent and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_workers_end_with_their_parent(tmp_path, number, status):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "preprocess.py"), "synthetic", "flat", "--tokens", "3000000000",
+         "--workers", "2", "--output", str(tmp_path / "s")],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        workers: set[int] = set()
+        until = time.monotonic() + 60
+        while len(workers) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+            workers = children(process.pid)
+        assert len(workers) == 2
+        time.sleep(0.5)  # until they have their own answers to signals
+        # Ctrl-C reaches the whole group
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == status
+        assert said.count("\n") == (number != signal.SIGKILL), said
+        while any(map(running, workers)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(map(running, workers))
+        if number != signal.SIGKILL:
+            assert not os.listdir(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
