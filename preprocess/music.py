@@ -98,7 +98,8 @@ def _maestro(path: Path, bad: BadRows) -> list[Piece]:
 
 def _by_directory(directory: Path) -> list[Piece]:
     """The pieces of a directory with one for each composer; they have no split."""
-    files = sorted(p for p in directory.glob("*/**/*") if p.suffix.lower() in MIDI)
+    files = sorted(p for p in directory.glob("*/**/*")
+                   if p.suffix.lower() in MIDI and not p.name.startswith("."))  # fmt: skip
     if not files:
         raise BadInput(
             f"{directory} holds neither maestro*.csv or .json nor a directory a composer with MIDI"

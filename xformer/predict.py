@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +58,7 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
     source = checkpoint.source or checkpoint.tokenizer
     columns: dict[str, Ragged | np.ndarray] = {}
     for name, column in zip(("tokens", "tokens_b"), zip(*texts, strict=True), strict=False):
-        if (head.columns or {}).get("uppercase"):
-            column = tuple(text.upper() for text in column)
+        column = tuple(_prepared(text, head.columns or {}) for text in column)
         encoded = source.encode_batch(column)
         offsets = np.concatenate([[0], np.cumsum([len(e) for e in encoded])])
         columns[name] = Ragged(np.concatenate(encoded), offsets)
@@ -72,6 +72,17 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
             logits = model.logits(to_device(batch, torch.device("cpu")))
             outputs[batch.rows] = logits.numpy()
     return probabilities(outputs) if head.kind == "classify" else outputs
+
+
+def _prepared(text: str, columns: dict[str, Any]) -> str:
+    """A raw text as its task's rows were prepared: capital letters, both ends of a long one."""
+    if columns.get("uppercase"):
+        text = text.strip().upper()
+    longest = columns.get("longest")
+    if longest and len(text) > longest:
+        head = -(-longest // 2)
+        return text[:head] + text[head - longest :]
+    return text
 
 
 def read_rows(path: Path, head: Head) -> list[list[str]]:
