@@ -124,7 +124,7 @@ def read_lines(path: Path, bad: BadRows | None = None) -> Iterator[tuple[int, st
 
     A line that is not UTF-8 goes to `bad` (default: raises BadInput naming file and line).
     """
-    bad = bad or BadRows(skip=False)
+    bad = BadRows(skip=False) if bad is None else bad  # an empty one is falsy
     with open_binary(path) as file:
         for number, line in enumerate(file, 1):
             try:

@@ -96,12 +96,7 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
         raise BadInput(f"{source} is a file; give the task's directory, or --train FILE")
     if name == "glue/mnli" and source is not None:
         parts = _mnli(arguments, source, glue)
-    elif (
-        source is not None
-        and (source / MRPC_TRAIN).is_file()
-        and not arguments.train
-        and (name == "glue/mrpc" and "train" not in find_splits(source, ENDINGS))
-    ):
+    elif name == "glue/mrpc" and source is not None and _is_original(arguments, source):
         parts = _original_mrpc(arguments, source, glue)
     else:
         parts = [
@@ -175,6 +170,13 @@ def _mnli(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Pa
     return [
         Part(split, _open(path, split, glue)) for split, paths in found.items() for path in paths
     ]
+
+
+def _is_original(arguments: argparse.Namespace, directory: Path) -> bool:
+    path = directory / MRPC_TRAIN
+    if arguments.train or not path.is_file():
+        return False
+    return find_splits(directory, ENDINGS).get("train") == [path]
 
 
 def _original_mrpc(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:

@@ -59,7 +59,7 @@ def read(arguments: argparse.Namespace) -> Task:
         raise BadInput(f"{source} names no piece")
     return Task(
         rows=lambda: _rows(pieces, arguments.segment, bad),
-        files=[piece.path for piece in pieces if piece.path.is_file()] + ([table] if table else []),
+        files=[*([table] if table else []), *(p.path for p in pieces if p.path.is_file())],
         kind="class",
         metric="accuracy",
         columns={"text": "pitches", "text_b": None, "label": "composer"},
@@ -114,7 +114,8 @@ def _rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
         try:
             notes = pitches(piece.path)
         except ValueError as error:
-            bad(piece.file, piece.line, f"{piece.name}: {error}")
+            named = "" if piece.file == piece.path else f"{piece.name}: "
+            bad(piece.file, piece.line, f"{named}{error}")
             continue
         whole = " ".join(map(str, notes))
         for start in range(0, len(notes), segment):
@@ -136,7 +137,7 @@ def pitches(path: Path) -> list[int]:
     if not path.is_file():
         raise ValueError("there is no such file")
     try:
-        score: Any = Score(str(path), ttype="tick")
+        score: Any = Score.from_midi(path.read_bytes(), ttype="tick")  # whatever its ending
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"not a MIDI file ({str(error).splitlines()[0]})") from None
     notes = [track.notes.numpy() for track in score.tracks if not track.is_drum and track.notes]

@@ -210,7 +210,7 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
-        raise BadInput(f"{task.files[-1]} holds no example that can be used")
+        raise BadInput(f"{task.files[0]} holds no example that can be used")
     return survey
 
 

@@ -88,8 +88,9 @@ def _prepared(text: str, columns: dict[str, Any]) -> str:
 def read_rows(path: Path, head: Head) -> list[list[str]]:
     """The raw texts of a tab-separated file, one or two a row.
 
-    The columns are those the task was made from where a header names them; else the file must
-    have exactly as many columns as there are texts. Raises BadInput naming file and line.
+    The columns are those the task was made from where a header names them (of sequences also
+    `sequence`, as FASTA names no columns); else the file must have exactly as many columns as
+    there are texts. Raises BadInput naming file and line.
     """
     wanted = 2 if head.pair else 1
     if path.suffix == ".csv":
@@ -111,13 +112,16 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
     if not rows:
         raise BadInput(f"{path} is empty")
     header = [name.strip() for name in rows[0][1]]
+    letters = bool(columns.get("uppercase"))
+    if letters and names[0] not in header and "sequence" in header:
+        names = ["sequence"]
     named = set(names) <= set(header)
     if not named and len(header) != wanted:
         raise BadInput(
             f"{path}:1: its header lacks the column {' or '.join(names)}; without a header each "
             f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
         )
-    if not named and not names[0].isdigit() and names[0] != "sequence":
+    if not named and not names[0].isdigit() and not letters:
         print(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", file=sys.stderr)
     where = [header.index(name) for name in names] if named else list(range(wanted))
     texts = []
