@@ -9,8 +9,8 @@ import json
 import os
 import signal
 import struct
-import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import CLASSIFY, REGRESS, ROOT, Forks, good, training
+from helpers import CLASSIFY, REGRESS, Forks, good, training
 
 from preprocess import cli, dna, protein
 from xformer.data import tokenizers
@@ -1152,21 +1152,27 @@ def test_scores_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     ]
 
 
-def test_memory_does_not_grow_with_a_table(bpe: Path, tmp_path: Path) -> None:
-    """Eight times the rows need a few bytes more for each, not its text."""
-    code = (
-        "import resource, sys; from preprocess import cli; cli.main();"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
+@pytest.mark.parametrize("form", ["tsv", "csv", "jsonl", "fasta"])
+def test_memory_holds_no_rows(form: str, make: Make, tmp_path: Path) -> None:
+    """Until the last row, which is bad, a row has cost a few bytes, not the 400 of its text."""
     peaks = []
-    text = "many words that repeat " * 20
-    for rows in (4000, 32000):
-        file = tmp_path / f"{rows}.tsv"
+    text = "ACGT" * 100
+    for rows in (1000, 4000):
+        file = tmp_path / f"{rows}.{form}"
         with file.open("w") as out:
-            out.write("t\tl\n")
-            out.writelines(f"{i} {text}\t{i % 2}\n" for i in range(rows))
-        line = ["task", *T, "--input", file, "--tokenizer", bpe, "--output", tmp_path / f"s{rows}"]
-        done = subprocess.run([sys.executable, "-c", code, *map(str, line)], cwd=ROOT,
-                              capture_output=True, text=True, check=True)  # fmt: skip
-        peaks.append(int(done.stdout.split()[-1]) * 1024)
-    assert peaks[1] - peaks[0] < 28000 * 200  # a row's text is 470 bytes, its ids some 900
+            if form == "jsonl":
+                out.writelines(f'{{"t": "{text}", "l": {i % 2}}}\n' for i in range(rows))
+            elif form == "fasta":
+                out.writelines(f">i{i} {'xy'[i % 2]}\n{text}\n" for i in range(rows))
+            else:
+                mark = {"tsv": "\t", "csv": ","}[form]
+                out.write(f"t{mark}l\n")
+                out.writelines(f"{i} {text}{mark}{i % 2}\n" for i in range(rows))
+            out.write(">last x\n1" if form == "fasta" else "bad")
+        tracemalloc.start()
+        with pytest.raises(BadInput, match=f"{rows}\\.{form}:"):
+            make(*(["dna"] if form == "fasta" else T), "--input", file)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    a_row = 250 if form == "fasta" else 50  # the hash of its name, 8 bytes of that of its text
+    assert peaks[1] - peaks[0] < 3000 * a_row
