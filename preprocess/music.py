@@ -17,13 +17,14 @@ import numpy as np
 from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files
-from preprocess.tables import Table
+from preprocess.tables import Table, ending
 from preprocess.tasks import SPLITS, Row, Task
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")
+TABLES = (".csv", ".json")
 COLUMNS = ["canonical_composer", "split", "midi_filename"]
 
 
@@ -54,6 +55,8 @@ def read(arguments: argparse.Namespace) -> Task:
         raise BadInput("the table of pieces names the splits; give --input FILE|DIR alone")
     bad = BadRows(arguments.skip_bad)
     table = _table(source) if source.is_dir() else source
+    if table is not None and ending(table) not in TABLES:
+        raise BadInput(f"{table} is no table of pieces; give maestro*.csv or .json, or a directory")
     pieces = _by_directory(source) if table is None else _maestro(table, bad)
     if not pieces:
         raise BadInput(f"{source} names no piece")
@@ -70,10 +73,8 @@ def read(arguments: argparse.Namespace) -> Task:
 
 def _table(directory: Path) -> Path | None:
     """MAESTRO's table of pieces in its directory."""
-    for ending in (".csv", ".json"):
-        if found := sorted(directory.glob(f"maestro*{ending}")):
-            return found[0]
-    return None
+    files = [path for path in sorted(directory.glob("maestro*")) if ending(path) in TABLES]
+    return min(files, key=ending, default=None)  # csv before json
 
 
 def _maestro(path: Path, bad: BadRows) -> list[Piece]:

@@ -15,7 +15,7 @@ import numpy as np
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
-from xformer.data.store import Ragged, Store, open_store
+from xformer.data.store import UNSEEN, Ragged, Store, open_store
 
 BLOCK = 2**22  # values read at once
 
@@ -71,9 +71,10 @@ def _lengths(column: Ragged) -> dict[str, float]:
 
 def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
     if store.kind == "class":
-        counts = np.bincount(np.asarray(values) + 1, minlength=len(store.labels) + 1).tolist()
-        named = dict(zip(store.labels, counts[1:], strict=True))
-        return named | ({"(none)": counts[0]} if counts[0] else {})
+        counts = np.bincount(np.asarray(values) - UNSEEN, minlength=len(store.labels) + 2).tolist()
+        named = dict(zip(store.labels, counts[2:], strict=True))
+        others = {"(none)": counts[1], "(not in training)": counts[0]}
+        return named | {name: number for name, number in others.items() if number}
     scores = np.asarray(values)[~np.isnan(values)]
     found: dict[str, Any] = (
         {"(none)": len(values) - len(scores)} if len(scores) < len(values) else {}

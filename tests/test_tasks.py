@@ -13,6 +13,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from helpers import CLASSIFY, REGRESS, Forks, good, training
 
-from preprocess import cli, dna, protein
+from preprocess import cli, dna, protein, stats
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
@@ -61,8 +62,9 @@ def texts(store: Store, split: str, column: str = "tokens") -> list[str]:
     tokenizer = store.tokenizer()
     if tokenizer.kind == "symbols":
         between = " " if max(map(len, tokenizer.pieces[5:])) > 1 else ""
-        pieces = np.array(tokenizer.pieces)
-        return [between.join(pieces[values[row]]) for row in range(len(values))]
+        pieces = np.array(tokenizer.pieces)[np.asarray(values.values)].tolist()
+        ends = values.offsets.tolist()
+        return [between.join(pieces[a:b]) for a, b in pairwise(ends)]
     return [tokenizer.decode(values[row]) for row in range(len(values))]
 
 
@@ -914,6 +916,8 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
      "has no column 'canonical_composer'; .*did you mean 'composer'", None),
     ({"maestro.json": '{"split": {"0": "train"}}'}, ["music/maestro", "--input", "."],
      "has no column 'canonical_composer'", None),
+    ({"a.mid": b"MThd\xff"}, ["music/maestro", "--input", "a.mid"], "is no table", None),
+    ({"train.tsv": TSV}, ["glue/cola", "--input", "."], "has no column 'sentence'; it", None),
     ({"maestro.csv": "x\n"}, ["music/maestro", "--train", "maestro.csv"], "give --input", None),
 ]  # fmt: skip
 
@@ -1081,6 +1085,7 @@ def test_sequences_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
 def test_unseen_classes_are_told(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """While the store is made, in it, and by `preprocess.py stats`."""
     raw = write(tmp_path / "r", {"train.tsv": TSV, "dev.tsv": TSV + "c\tz\nd\tz\ne\tw\n"})
     store = make(*T, "--input", raw)
     assert store.labels == ["x", "y"]
@@ -1090,6 +1095,9 @@ def test_unseen_classes_are_told(
     assert (
         "warning: valid: rows of classes that training has not count as wrong: 'w' 1, 'z' 2" in told
     )
+    assert stats.describe(store)["splits"]["valid"]["labels"] == {
+        "x": 1, "y": 1, "(not in training)": 3,
+    }  # fmt: skip
 
 
 def test_music_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:

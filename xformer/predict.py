@@ -93,7 +93,7 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
     there are texts. Raises BadInput naming file and line.
     """
     wanted = 2 if head.pair else 1
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         raise BadInput(f"{path}: rows to predict are separated by tabs; give a .tsv file")
     columns = head.columns or {}
     names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
