@@ -155,8 +155,7 @@ def _columns(
         elif option == "--sequence" or split != "test":
             if given:
                 raise table.missing(given)
-            there = ", ".join(map(repr, table.columns))
-            raise BadInput(f"{path} has the columns {there}; give {option} COLUMN")
+            raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
     return wanted
 
 

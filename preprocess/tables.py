@@ -86,8 +86,12 @@ class Table:
             return BadInput(f"{self.path} has {len(self.columns)} columns; there is no {name}")
         near = get_close_matches(name, self.columns, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        there = ", ".join(map(repr, self.columns))
-        return BadInput(f"{self.path} has no column {name!r}; it has {there}{hint}")
+        return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")
+
+    def shown(self) -> str:
+        """The columns for a message; a file without a header may have texts for names."""
+        names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
+        return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
     def rows(self, names: Sequence[str], bad: BadRows) -> Iterator[tuple[int, list[str | None]]]:
         """(line, the values of these columns as strings) of every row; None for a JSON null.
@@ -162,8 +166,8 @@ class Table:
         lines = read_lines(self.path, bad)
         items: Iterator[tuple[int, Any]]
         if self.kind == ".json":
-            first = next(lines, (1, ""))
-            if not first[1].strip() or _is_whole(first[1]):
+            first = next(((number, t) for number, t in lines if t.strip()), (1, ""))
+            if _is_whole(first[1]):
                 text = "\n".join([first[1], *(line for _, line in lines)])
                 items = enumerate(_rows_of(self._parse(1, text, bad)), 1)
             else:
@@ -237,10 +241,12 @@ class Table:
 
 def _is_whole(line: str) -> bool:
     """Whether a file that begins with this line is one JSON value, not one a line."""
+    if line.lstrip().startswith("["):
+        return True
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
-        return line.lstrip()[:1] in ("[", "{") and not line.rstrip().endswith("}")
+        return line.lstrip().startswith("{") and not line.rstrip().endswith("}")
     return not isinstance(first, dict) or _is_columns(first)
 
 
