@@ -134,7 +134,7 @@ def read_lines(
     A line that is not UTF-8 goes to `bad` (default: raises BadInput naming file and line). `read`
     is told how many bytes were read from the disk.
     """
-    bad = bad or BadRows(skip=False)
+    bad = BadRows(skip=False) if bad is None else bad  # an empty one is falsy
     with open_binary(path, read) as file:
         for number, line in enumerate(file, 1):
             try:

@@ -26,7 +26,7 @@ def read_fasta(
     UTF-8 goes to `bad` with its line (default: raises BadInput). Raises BadInput naming file and
     line for text before the first header. `read` is told how many bytes were read from the disk.
     """
-    bad = bad or BadRows(skip=False)
+    bad = BadRows(skip=False) if bad is None else bad  # an empty one is falsy
     start, header, good, parts = 0, "", True, list[bytes]()
     with open_binary(path, read) as file:
         for number, line in enumerate(file, 1):

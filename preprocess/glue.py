@@ -9,7 +9,6 @@ labels GLUE keeps to itself has none here. Metrics as in Kao & Lee 2021, table 3
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,9 +61,13 @@ TASKS = {
     "glue/wnli": Glue("WNLI: does a pronoun mean this noun?", ("sentence1",), ("sentence2",),
                       labels=ENTAILMENT[::-1]),
 }  # fmt: skip
-MNLI_SPLITS = re.compile(
-    r"(dev|validation|test)_(matched|mismatched)(-\d+-of-\d+)?\.\w+(\.gz|\.zst)?"
-)
+# MNLI's matched sets are the splits valid and test, beside them the mismatched ones
+MNLI_SPLITS = SPLITS | {
+    f"{name}_{kind}": SPLITS[name] + suffix
+    for name in ("dev", "validation", "test")
+    for kind, suffix in (("matched", ""), ("mismatched", "_mismatched"))
+}
+HIDDEN = ("-1", "-1.0")  # Hugging Face's mark of a label that GLUE keeps to itself
 MRPC_TRAIN, MRPC_TEST = "msr_paraphrase_train.txt", "msr_paraphrase_test.txt"
 MRPC_DEV = ("dev_ids.tsv", "mrpc_dev_ids.tsv")
 MRPC_IDS = ["#1 ID", "#2 ID"]
@@ -76,6 +79,9 @@ class Part(NamedTuple):
     split: str
     table: Table
     dev: frozenset[tuple[str, ...]] = frozenset()
+
+    def splits(self) -> list[str]:
+        return [self.split, *(["valid"] if self.dev else [])]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,12 +96,7 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
         raise BadInput(f"{source} is a file; give the task's directory, or --train FILE")
     if name == "glue/mnli" and source is not None:
         parts = _mnli(arguments, source, glue)
-    elif (
-        source is not None
-        and (source / MRPC_TRAIN).is_file()
-        and not arguments.train
-        and (name == "glue/mrpc" and "train" not in find_splits(source, ENDINGS))
-    ):
+    elif name == "glue/mrpc" and source is not None and _is_original(arguments, source):
         parts = _original_mrpc(arguments, source, glue)
     else:
         parts = [
@@ -116,6 +117,7 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
             "label": first.find(glue.label),
         },
         bad=bad,
+        splits=[(split, part.table.path) for part in parts for split in part.splits()],
         labels=list(glue.labels) or None,
         pairs=bool(glue.text_b),
     )
@@ -124,7 +126,8 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
 def _open(path: Path, split: str, glue: Glue) -> Table:
     """One file with all the columns it must have; the labels of a test set may be missing."""
     table = Table(path)
-    if table.find(glue.text) is None and "4" in glue.text and ending(path) in (".tsv", ".txt"):
+    headed = table.find(glue.text) is not None or ending(path) not in (".tsv", ".txt")
+    if "4" in glue.text and not headed and len(table.columns) == 4:
         table = Table(path, replace(table.form, header=False))  # CoLA's training file
     for names in (glue.text, glue.text_b, glue.label):
         if (
@@ -145,7 +148,7 @@ def _rows(part: Part, glue: Glue, bad: BadRows) -> Iterator[Row]:
         found = (values[len(texts)] or "").strip() if label else ""
         if found in NUMBERS[: len(glue.labels)]:
             found = glue.labels[int(found)]
-        elif found == "-1" and split.startswith("test"):  # Hugging Face's mark of a hidden label
+        elif found in HIDDEN and split.startswith("test"):
             found = ""
         if dev:
             split = "valid" if tuple(map(str, values[-2:])) in dev else "train"
@@ -154,12 +157,8 @@ def _rows(part: Part, glue: Glue, bad: BadRows) -> Iterator[Row]:
 
 
 def _mnli(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:
-    """MNLI's matched sets are the splits valid and test, beside them the mismatched ones."""
-    found: dict[str, list[Path]] = find_splits(directory, ENDINGS)
-    for path in sorted(directory.iterdir()):
-        if match := MNLI_SPLITS.fullmatch(path.name):
-            mismatched = "_mismatched" if match[2] == "mismatched" else ""
-            found.setdefault(SPLITS[match[1]] + mismatched, []).append(path)
+    """MNLI has two sets to validate on, and two to test on."""
+    found = find_splits(directory, ENDINGS, MNLI_SPLITS)
     given = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
     found |= {name: paths for name, paths in given.items() if paths}
     for name in ("train", "valid", "valid_mismatched"):
@@ -174,13 +173,23 @@ def _mnli(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Pa
     ]
 
 
+def _is_original(arguments: argparse.Namespace, directory: Path) -> bool:
+    path = directory / MRPC_TRAIN
+    if arguments.train or not path.is_file():
+        return False
+    return find_splits(directory, ENDINGS).get("train") == [path]
+
+
 def _original_mrpc(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:
     """Microsoft's two files: GLUE drew its dev set from the training file, by pairs of ids."""
     lists = [directory / name for name in MRPC_DEV if (directory / name).is_file()]
     if not lists and not arguments.valid:
         raise BadInput(f"{directory} lacks {MRPC_DEV[0]}, the ids of GLUE's dev set")
-    dev = frozenset(tuple(line.split("\t")) for path in lists[:1] for _, line in read_lines(path))
+    valid = arguments.valid or []
+    lists = [] if valid else lists[:1]
+    dev = frozenset(tuple(line.split()) for path in lists for _, line in read_lines(path))
     test = arguments.test or [directory / MRPC_TEST]
-    check_files([directory / MRPC_TRAIN, *test])
+    check_files([directory / MRPC_TRAIN, *valid, *test])
     parts = [Part("train", _open(directory / MRPC_TRAIN, "train", glue), dev)]
+    parts += [Part("valid", _open(path, "valid", glue)) for path in valid]
     return parts + [Part("test", _open(path, "test", glue)) for path in test]

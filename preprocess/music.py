@@ -17,13 +17,14 @@ import numpy as np
 from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files
-from preprocess.tables import Table
+from preprocess.tables import Table, ending
 from preprocess.tasks import SPLITS, Row, Task
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")
+TABLES = (".csv", ".json")
 COLUMNS = ["canonical_composer", "split", "midi_filename"]
 
 
@@ -54,12 +55,14 @@ def read(arguments: argparse.Namespace) -> Task:
         raise BadInput("the table of pieces names the splits; give --input FILE|DIR alone")
     bad = BadRows(arguments.skip_bad)
     table = _table(source) if source.is_dir() else source
+    if table is not None and ending(table) not in TABLES:
+        raise BadInput(f"{table} is no table of pieces; give maestro*.csv or .json, or a directory")
     pieces = _by_directory(source) if table is None else _maestro(table, bad)
     if not pieces:
         raise BadInput(f"{source} names no piece")
     return Task(
         rows=lambda: _rows(pieces, arguments.segment, bad),
-        files=[piece.path for piece in pieces if piece.path.is_file()] + ([table] if table else []),
+        files=[*([table] if table else []), *(p.path for p in pieces if p.path.is_file())],
         kind="class",
         metric="accuracy",
         columns={"text": "pitches", "text_b": None, "label": "composer"},
@@ -70,10 +73,8 @@ def read(arguments: argparse.Namespace) -> Task:
 
 def _table(directory: Path) -> Path | None:
     """MAESTRO's table of pieces in its directory."""
-    for ending in (".csv", ".json"):
-        if found := sorted(directory.glob(f"maestro*{ending}")):
-            return found[0]
-    return None
+    files = [path for path in sorted(directory.glob("maestro*")) if ending(path) in TABLES]
+    return min(files, key=ending, default=None)  # csv before json
 
 
 def _maestro(path: Path, bad: BadRows) -> list[Piece]:
@@ -98,7 +99,8 @@ def _maestro(path: Path, bad: BadRows) -> list[Piece]:
 
 def _by_directory(directory: Path) -> list[Piece]:
     """The pieces of a directory with one for each composer; they have no split."""
-    files = sorted(p for p in directory.glob("*/**/*") if p.suffix.lower() in MIDI)
+    files = sorted(p for p in directory.glob("*/**/*")
+                   if p.suffix.lower() in MIDI and not p.name.startswith("."))  # fmt: skip
     if not files:
         raise BadInput(
             f"{directory} holds neither maestro*.csv or .json nor a directory a composer with MIDI"
@@ -113,7 +115,8 @@ def _rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
         try:
             notes = pitches(piece.path)
         except ValueError as error:
-            bad(piece.file, piece.line, f"{piece.name}: {error}")
+            named = "" if piece.file == piece.path else f"{piece.name}: "
+            bad(piece.file, piece.line, f"{named}{error}")
             continue
         whole = " ".join(map(str, notes))
         for start in range(0, len(notes), segment):
@@ -135,7 +138,7 @@ def pitches(path: Path) -> list[int]:
     if not path.is_file():
         raise ValueError("there is no such file")
     try:
-        score: Any = Score(str(path), ttype="tick")
+        score: Any = Score.from_midi(path.read_bytes(), ttype="tick")  # whatever its ending
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"not a MIDI file ({str(error).splitlines()[0]})") from None
     notes = [track.notes.numpy() for track in score.tracks if not track.is_drum and track.notes]

@@ -1,6 +1,7 @@
 """Labelled sequences of letters, DNA and protein alike, from every form their data sets come in:
 
-- FASTA, the label being the second field of a record's header (PLUS);
+- FASTA, the label being the second field of a record's header (PLUS), and a third field "test" the
+  mark of a test row (DeepLoc);
 - a directory of FASTA files, one a class, named by it;
 - text with three lines a record, identifier, sequence, label (Hilbert-CNN);
 - delimited files, JSON lines (TAPE) and parquet with named columns.
@@ -9,8 +10,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files, read_lines
 from preprocess.fasta import read_fasta
-from preprocess.tables import ENDINGS, Table, ending
+from preprocess.tables import ENDINGS, Table, ending, stem
 from preprocess.tasks import Row, Task, check_metric, find_splits, input_files
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
@@ -31,22 +34,26 @@ LABEL = ("label", "labels", "class", "score", "target")
 @dataclass(frozen=True)
 class Sequences:
     """One task: its letters, whether it has classes or scores (None: the user says), the columns
-    that may hold the label, how long sequences lose their middle, and how a label is read."""
+    that may hold the label, how long sequences lose their middle, how a label is read, and the
+    class that the task leaves out."""
 
     alphabet: str
     kind: str | None = None
     label: tuple[str, ...] = LABEL
     longest: int | None = None
     clean: Callable[[str], str] = str
+    without: str | None = None
 
 
 class Record(NamedTuple):
-    """A sequence, its label as it is written, where it stands, and its identifier."""
+    """A sequence, its label as it is written, where it stands, its identifier, and whether it is
+    marked as a test row."""
 
     line: int
     sequence: str
     label: str | None
     id: str | None = None
+    test: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
@@ -66,94 +73,133 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
 
 def read(arguments: argparse.Namespace, form: Sequences) -> Task:
     """The task that files of sequences describe. Raises BadInput naming file and line."""
-    source: Path | None = arguments.input
-    classes: dict[Path, str] = {}
-    endings = (*ENDINGS, *FASTA)
-    if source is not None and source.is_dir() and "train" not in find_splits(source, endings):
-        classes = {path: path.stem for path in sorted(source.iterdir()) if path.suffix in FASTA}
-    if classes and not arguments.train:
-        if arguments.valid or arguments.test:
-            raise BadInput(f"{source} holds a FASTA file a class, which takes no --valid or --test")
-        check_files(classes)
-        files = {"": list(classes)}
-    else:
-        files = input_files(arguments, endings)
-    bad = BadRows(arguments.skip_bad)
+    classes = _classes(arguments)
+    files = {"": list(classes)} if classes else input_files(arguments, (*ENDINGS, *FASTA))
+    places = [(split, path) for split, paths in files.items() for path in paths]
+    found = {path: _columns(path, split, arguments, form) for split, path in places}
+    bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
     letters = frozenset(form.alphabet)
 
     def rows() -> Iterator[Row]:
-        for split, paths in files.items():
-            for path in paths:
-                for record in _records(path, classes.get(path), arguments, form, bad):
-                    sequence = record.sequence.upper()
-                    if wrong := sorted(set(sequence) - letters):
-                        reason = f"letters other than {form.alphabet}: {''.join(wrong)!r}"
-                        bad(path, record.line, reason)
-                    elif not sequence:
-                        bad(path, record.line, "the sequence is empty")
-                    else:
-                        if arguments.longest and len(sequence) > arguments.longest:
-                            head = -(-arguments.longest // 2)
-                            sequence = sequence[:head] + sequence[head - arguments.longest :]
-                        label = form.clean(record.label.strip()) if record.label else None
-                        yield Row(split, (sequence,), label or None, path, record.line, record.id)
+        for split, path in places:
+            for record in _records(path, classes.get(path), found[path], letters, bad):
+                sequence = record.sequence.upper()
+                label = form.clean((record.label or "").strip())
+                if wrong := sorted(set(sequence) - letters):
+                    reason = f"letters other than {form.alphabet}: {''.join(wrong)!r}"
+                    bad(path, record.line, reason)
+                elif not sequence:
+                    bad(path, record.line, "the sequence is empty")
+                elif label and label == form.without:
+                    left_out(path, record.line, f"{label} is no class of this task")
+                else:
+                    if arguments.longest and len(sequence) > arguments.longest:
+                        head = -(-arguments.longest // 2)
+                        sequence = sequence[:head] + sequence[head - arguments.longest :]
+                    where = "test" if record.test and not split else split
+                    yield Row(where, (sequence,), label or None, path, record.line, record.id)
 
     kind = form.kind or arguments.kind
+    first = next(iter(found.values()))
     return Task(
         rows=rows,
-        files=[path for paths in files.values() for path in paths],
+        files=list(found),
         kind=kind,
         metric=check_metric(kind, None),
-        columns={"text": arguments.sequence or "sequence", "text_b": None, "label": "label",
-                 "uppercase": True},
+        columns={"text": first[0] if first else "sequence", "text_b": None,
+                 "label": first[-1] if first else "label", "uppercase": True,
+                 "longest": arguments.longest},
         bad=bad,
+        splits=[(split, paths[0]) for split, paths in files.items()],
+        left_out=left_out,
         tokenizer=tokenizers.symbols(form.alphabet),
     )  # fmt: skip
 
 
+def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
+    """file -> class of a directory with a FASTA file a class; none of a directory of splits."""
+    source: Path | None = arguments.input
+    if source is None or not source.is_dir() or arguments.train:
+        return {}
+    fasta = [path for path in sorted(source.iterdir())
+             if ending(path) in FASTA and not path.name.startswith(".")]  # fmt: skip
+    splits = find_splits(source, (*ENDINGS, *FASTA))
+    if "train" in splits:
+        used = [path for paths in splits.values() for path in paths]
+        if others := [path.name for path in fasta if path not in used]:
+            names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            print(f"note: {source} holds {splits['train'][0].name}, so its files are splits, not "
+                  f"classes; not read: {names}", file=sys.stderr)  # fmt: skip
+        return {}
+    if fasta and (arguments.valid or arguments.test):
+        raise BadInput(f"{source} holds a FASTA file a class, which takes no --valid or --test")
+    check_files(fasta)
+    return {path: stem(path) for path in fasta}
+
+
+def _columns(
+    path: Path, split: str, arguments: argparse.Namespace, form: Sequences
+) -> list[str] | None:
+    """The columns of the sequence and the label (a test file may lack it); None: it has none."""
+    if ending(path) in (*FASTA, ".txt"):
+        return None
+    table = Table(path)
+    wanted = []
+    for option, given, names in (
+        ("--sequence", arguments.sequence, SEQUENCE),
+        ("--label", arguments.label, form.label),
+    ):
+        column = table.find([given] if given else names)
+        if column is not None:
+            wanted.append(column)
+        elif option == "--sequence" or split != "test":
+            if given:
+                raise table.missing(given)
+            raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
+    return wanted
+
+
 def _records(
-    path: Path, label: str | None, arguments: argparse.Namespace, form: Sequences, bad: BadRows
+    path: Path, label: str | None, columns: list[str] | None, letters: frozenset[str], bad: BadRows
 ) -> Iterator[Record]:
-    if ending(path) in FASTA or (ending(path) == ".txt" and _looks_like_fasta(path)):
+    if columns is not None:
+        for line, values in Table(path).rows(columns, bad):
+            yield Record(line, (values[0] or "").strip(), values[1] if values[1:] else None)
+    elif ending(path) in FASTA or _looks_like_fasta(path, letters):
         for line, header, sequence in read_fasta(path, bad):
             name, *fields = header.split() or [""]
             found = label or (fields[0] if fields else None)
-            yield Record(line, sequence, found, name)
-    elif ending(path) == ".txt":
-        yield from _three_lines(path, bad)
+            yield Record(line, sequence, found, name or None, fields[1:2] == ["test"])
     else:
-        table = Table(path)
-        wanted = []
-        for option, given, names in (
-            ("--sequence", arguments.sequence, SEQUENCE),
-            ("--label", arguments.label, form.label),
-        ):
-            column = table.find([given] if given else names)
-            if column is None and given:
-                raise table.missing(given)
-            if column is None:
-                there = ", ".join(map(repr, table.columns))
-                raise BadInput(f"{path} has the columns {there}; give {option} COLUMN")
-            wanted.append(column)
-        for line, values in table.rows(wanted, bad):
-            yield Record(line, (values[0] or "").strip(), values[1])
+        yield from _three_lines(path, bad)
 
 
-def _looks_like_fasta(path: Path) -> bool:
-    lines = (line for _, line in read_lines(path) if line.strip())
-    starts = [line.startswith(">") for line, _ in zip(lines, range(3), strict=False)]
-    return starts[:1] == [True] and starts[2:] in ([], [True])
+def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
+    """Whether the third line is of a sequence or a header; else it is a label (three lines)."""
+    lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
+    first, _, third = (*islice(lines, 3), "", "", "")[:3]
+    if not first.startswith(">"):
+        return False
+    return not third or third.startswith(">") or (
+        len(first.split()) > 1 and set(third.upper()) <= letters
+    )  # fmt: skip
 
 
 def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:
-    held: list[str] = []
-    number = 0
-    for number, line in read_lines(path, bad):
-        if not line.strip() and not held:
-            continue
-        held.append(line.strip())
-        if len(held) == 3:
-            yield Record(number, held[1], held[2])
+    """Records of three lines; blank lines do not count, and a line `>...` begins a record."""
+    held: list[tuple[int, str]] = []
+    for at, line in read_lines(path, bad):
+        if held and (len(held) == 3 or line.startswith(">")):
+            yield from _record(path, held, bad)
             held = []
+        if line.strip():
+            held.append((at, line.strip()))
     if held:
-        bad(path, number, "the last record has not three lines: identifier, sequence, label")
+        yield from _record(path, held, bad)
+
+
+def _record(path: Path, lines: list[tuple[int, str]], bad: BadRows) -> Iterator[Record]:
+    if len(lines) == 3:
+        yield Record(lines[2][0], lines[1][1], lines[2][1])
+    else:
+        bad(path, lines[0][0], "the record has not three lines: identifier, sequence, label")

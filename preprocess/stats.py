@@ -17,10 +17,9 @@ from preprocess.progress import progress
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
-from xformer.data.store import Ragged, Store, open_store
+from xformer.data.store import TEXTS, Ragged, Store, open_store
 
 BLOCK = 2**22  # values read at once
-TEXTS = ("tokens", "tokens_b")  # the columns of ids
 
 
 def id_counts(
@@ -91,13 +90,15 @@ def _summary(found: Counter[int]) -> dict[str, float]:
 
 def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
     if store.kind == "class":
-        names = ["(unseen)", "(none)", *store.labels]  # -2, -1, 0, ...
+        names = ["(not in training)", "(none)", *store.labels]  # -2, -1, 0, ...
         counts = np.zeros(len(names), np.int64)
         for block in _blocks(values):
             counts += np.bincount(block + 2, minlength=len(names))
         found = dict(zip(names, counts.tolist(), strict=True))
         named = {name: found[name] for name in store.labels}
-        return named | {name: found[name] for name in ("(none)", "(unseen)") if found[name]}
+        return named | {
+            name: found[name] for name in ("(none)", "(not in training)") if found[name]
+        }
     if store.kind == "span":  # first and last token, -1 where there is no answer
         answered = sum(int((block[:, 0] >= 0).sum()) for block in _blocks(values))
         return {"answered": answered, "(none)": len(values) - answered}

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from preprocess.bad import BadRows
-from preprocess.binarize import read_lines
+from preprocess.binarize import PACKED, read_lines
 from xformer.data.errors import BadInput
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
+CELL = 2**24  # characters in a quoted column at most: a quote left open must not swallow a file
+BROKEN = object()  # what a text that is not JSON is read as
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,13 @@ class Form:
 
 
 def ending(path: Path) -> str:
-    """The ending that tells the format, under a .gz or .zst."""
-    return Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+    """The ending that tells the format, in small letters, under a .gz or .zst."""
+    return (Path(path.stem) if path.suffix in PACKED else path).suffix.lower()
+
+
+def stem(path: Path) -> str:
+    """The file's name without its ending, nor that of its packing."""
+    return Path(path.stem).stem if path.suffix in PACKED else path.stem
 
 
 class Table:
@@ -49,19 +58,21 @@ class Table:
     def __init__(self, path: Path, form: Form | None = None):
         self.path, self.form = path, form or Form.of(path)
         self.kind = ending(path)
+        # a bad row above the first good one is for `rows` to judge; a bad header ends the work
+        bad = BadRows(self.kind in (".jsonl", ".json") or not self.form.header)
         if self.kind == ".parquet":
             self.columns = [str(name) for name in self._parquet().schema_arrow.names]
         elif self.kind in (".jsonl", ".json"):
-            first = next(self._objects(BadRows(False)), None)
-            self.columns = list(first[1]) if first else []
+            self.columns = list(next(self._objects(bad), (0, {}))[1])
         else:
-            row = next(self._delimited(BadRows(False)), (0, []))[1]
+            row = next(self._delimited(bad), (0, []))[1]
             numbers = [str(i) for i in range(1, len(row) + 1)]
             self.columns = [name.strip() for name in row] if self.form.header else numbers
         if not self.columns:
-            raise BadInput(f"{path} holds no row")
-        if repeated := {name for name in self.columns if self.columns.count(name) > 1}:
-            raise BadInput(f"{path}: two columns are called {repeated.pop()!r}")
+            raise BadInput(bad.first[0] if bad.first else f"{path} holds no row")
+        named = [name for name in self.columns if name]
+        if repeated := sorted({name for name in named if named.count(name) > 1}):
+            raise BadInput(f"{path}: two columns are called {repeated[0]!r}")
 
     def find(self, names: Sequence[str]) -> str | None:
         """The first of these names that is a column."""
@@ -75,8 +86,12 @@ class Table:
             return BadInput(f"{self.path} has {len(self.columns)} columns; there is no {name}")
         near = get_close_matches(name, self.columns, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        there = ", ".join(map(repr, self.columns))
-        return BadInput(f"{self.path} has no column {name!r}; it has {there}{hint}")
+        return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")
+
+    def shown(self) -> str:
+        """The columns for a message; a file without a header may have texts for names."""
+        names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
+        return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
     def rows(self, names: Sequence[str], bad: BadRows) -> Iterator[tuple[int, list[str | None]]]:
         """(line, the values of these columns as strings) of every row; None for a JSON null.
@@ -119,44 +134,50 @@ class Table:
                 if line:
                     yield number, line.split(self.form.delimiter)
             return
-        csv.field_size_limit(sys.maxsize)
-        lines = (line + "\n" for _, line in read_lines(self.path, bad))
+        csv.field_size_limit(CELL)
+        number = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal number
+            for number, line in read_lines(self.path, bad):  # noqa: B007 - told below
+                yield line + "\n"
+
         reader = csv.reader(
-            lines, delimiter=self.form.delimiter, quotechar=self.form.quote, strict=True
+            lines(), delimiter=self.form.delimiter, quotechar=self.form.quote, strict=True
         )
         while True:
+            start = number + 1
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                bad(self.path, reader.line_num, f"{error}{self.form.hint}")
+                where = f" (the row begins in line {start})" if start < number else ""
+                bad(self.path, number, f"{error}{where}{self.form.hint}")
                 continue
             if row is None:
                 return
             if row:
-                yield reader.line_num, row
+                yield number, row
 
     # ------------------------------------------------------------------------ JSON
 
     def _objects(self, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(line, object) of JSON lines; of one JSON array (number of the item, item)."""
-        items: Iterator[tuple[int, Any]] = read_lines(self.path, bad)
-        number, first = next(items, (1, ""))
-        if self.kind == ".json" and first.lstrip().startswith("["):
-            text = "\n".join([first, *(line for _, line in items)])
-            found = self._parse(number, text, bad)
-            items = enumerate(found if isinstance(found, list) else [], 1)
+        """(line, object) of JSON lines; of a .json file that is one value (number of the row, row),
+        and the file is held in memory."""
+        lines = read_lines(self.path, bad)
+        items: Iterator[tuple[int, Any]]
+        if self.kind == ".json":
+            first = next(((number, t) for number, t in lines if t.strip()), (1, ""))
+            if _is_whole(first[1]):
+                text = "\n".join([first[1], *(line for _, line in lines)])
+                items = enumerate(_rows_of(self._parse(1, text, bad)), 1)
+            else:
+                items = ((n, self._parse(n, t, bad)) for n, t in chain([first], lines) if t.strip())
         else:
-            lines = [(number, first)]
-            items = (
-                (line, self._parse(line, text, bad))
-                for source in (lines, items)
-                for line, text in source
-                if text.strip()
-            )
+            items = ((number, self._parse(number, t, bad)) for number, t in lines if t.strip())
         for line, item in items:
             if isinstance(item, dict):
                 yield line, item
-            elif item is not None:
+            elif item is not BROKEN:
                 bad(self.path, line, "this is no JSON object {...}")
 
     def _parse(self, line: int, text: str, bad: BadRows) -> Any:
@@ -164,7 +185,7 @@ class Table:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             bad(self.path, line, f"not valid JSON: {error}")
-            return None
+            return BROKEN
 
     def _values(self, line: int, values: list[Any], bad: BadRows) -> list[str | None] | None:
         """Strings of JSON values; a list of one (as in TAPE's files) stands for its item."""
@@ -174,10 +195,14 @@ class Table:
                 value = value[0]
             if isinstance(value, bool):
                 value = int(value)
-            if isinstance(value, list | dict):
+            if isinstance(value, list | dict | bytes):
                 bad(self.path, line, f"{str(value)[:40]!r} is neither text nor a number")
                 return None
-            made.append(None if value is None else str(value))
+            text = None if value is None else str(value)
+            if text is not None and not text.isascii() and _HALF.search(text):
+                bad(self.path, line, "half a surrogate pair, which is no character")
+                return None
+            made.append(text)
         return made
 
     # ------------------------------------------------------------------------ parquet
@@ -190,16 +215,53 @@ class Table:
             raise BadInput(f"{self.path}: parquet needs pip install 'xformer[formats]'") from None
         try:
             return ParquetFile(self.path)
-        except (lib.ArrowInvalid, OSError) as error:
-            raise BadInput(f"{self.path} is not a parquet file: {error}") from None
+        except (lib.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(f"{self.path} is not a parquet file: {reason}") from None
 
     def _parquet_rows(
         self, names: Sequence[str], bad: BadRows
     ) -> Iterator[tuple[int, list[str | None]]]:
         line = 0
-        for block in self._parquet().iter_batches(BLOCK, columns=list(names)):
+        for block in self._blocks(names):
             for row in block.to_pylist():
                 line += 1
                 values = self._values(line, [row[name] for name in names], bad)
                 if values is not None:
                     yield line, values
+
+    def _blocks(self, names: Sequence[str]) -> Iterator[Any]:
+        from pyarrow import lib
+
+        try:
+            yield from self._parquet().iter_batches(BLOCK, columns=list(names))
+        except (lib.ArrowException, OSError) as error:
+            raise BadInput(f"{self.path} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _is_whole(line: str) -> bool:
+    """Whether a file that begins with this line is one JSON value, not one a line."""
+    if line.lstrip().startswith("["):
+        return True
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.lstrip().startswith("{") and not line.rstrip().endswith("}")
+    return not isinstance(first, dict) or _is_columns(first)
+
+
+def _is_columns(value: Any) -> bool:
+    """Whether this is {"column": {"row": value, ...}, ...}, as pandas writes a table."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(column, dict) for column in value.values())
+
+
+def _rows_of(value: Any) -> list[Any]:
+    """The rows of a list of objects, or of an object of columns."""
+    if _is_columns(value):
+        keys = dict.fromkeys(key for column in value.values() for key in column)
+        return [{name: c[key] for name, c in value.items() if key in c} for key in keys]
+    if value is BROKEN:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -27,7 +27,7 @@ from preprocess.arguments import add_output, check_output, number, origin, summa
 from preprocess.bad import BadRows
 from preprocess.binarize import BATCH, check_files, sources
 from preprocess.progress import progress
-from preprocess.tables import ending
+from preprocess.tables import ending, stem
 from preprocess.words import Encoder
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
@@ -36,15 +36,17 @@ from xformer.data.tokenizers import Tokenizer
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
+ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
 SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is `train`
+VALID = 0.1  # of a source that marks its test rows alone, as Min et al. 2019 divide DeepLoc's
 MAX_CLASSES = 1000
 
 
 class Row(NamedTuple):
     """One example: one text or two, the label as it is written (None: there is none)."""
 
-    split: str  # "" where the source has no splits
+    split: str  # "" where the source does not say: it is drawn
     texts: tuple[str, ...]
     label: str | None
     file: Path
@@ -58,9 +60,11 @@ class Row(NamedTuple):
 class Task:
     """What a reader makes of its arguments.
 
-    `rows` reads everything anew each time it is called. `labels` fixes the classes and their order
-    (None: the sorted names found in training). `columns` says which column of the raw file is
-    which, for programs that read such files later. `tokenizer` is used where the user gives none.
+    `rows` reads everything anew each time it is called. `splits` names a file for each split that
+    must hold a row. `labels` fixes the classes and their order (None: the sorted names found in
+    training). `columns` says which column of the raw file is which, for programs that read such
+    files later. `left_out` are rows that the task is defined without. `tokenizer` is used where
+    the user gives none.
     """
 
     rows: Callable[[], Iterator[Row]]
@@ -69,6 +73,8 @@ class Task:
     metric: str
     columns: dict[str, Any]
     bad: BadRows
+    splits: Sequence[tuple[str, Path]] = ()
+    left_out: BadRows = field(default_factory=lambda: BadRows(skip=True))
     labels: list[str] | None = None
     tokenizer: Tokenizer | None = None
     pairs: bool = False
@@ -76,12 +82,13 @@ class Task:
 
 @dataclass
 class Survey:
-    """What one pass over the rows finds: counts, labels, each text's key, whether ids are given."""
+    """What one pass over the rows finds: rows and labels by split, the keys of the texts in order,
+    whether ids and groups are given. Memory grows by 8 bytes a row."""
 
     rows: dict[str, int] = field(default_factory=dict)
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> label -> rows
-    first: dict[str, str] = field(default_factory=dict)  # label -> file:line
-    keys: array[int] = field(default_factory=lambda: array("Q"))
+    classes: set[str] = field(default_factory=set)
+    keys: dict[str, array[int]] = field(default_factory=dict)
     ids: bool = False
     groups: bool = False
 
@@ -106,9 +113,11 @@ def write_task(
 ) -> dict[str, dict[str, Any]]:
     """Check every row, then encode and write them all. Returns rows and tokens of every split.
 
-    A source without splits is divided 90/5/5 by `seed`; equal texts, and rows of one group, stay
-    together. The label column is int64 (a class id; UNLABELLED where a row has none, UNSEEN where
-    its class is in no row of training) or float32 (NaN where none).
+    A source without splits is divided 90/5/5 by `seed`, one that marks its test rows alone 90/10;
+    equal texts, and rows of one group, stay together. Published splits stay as they are: texts in
+    two of them are counted, in the origin and on standard error.
+    The label column is int64 (a class id; UNLABELLED where a row has none, UNSEEN where its class
+    is in no row of training) or float32 (NaN where none).
     Raises BadInput naming file and line of a label or score that cannot be.
     """
     survey = _survey(task, seed)
@@ -116,10 +125,12 @@ def write_task(
     if drawn is not None:
         origin = {**origin, "seed": seed}
         survey = _survey(task, seed, drawn)
+    if "train" not in survey.rows:
+        raise BadInput(f"{task.files[0]} holds no row for training")
+    twice = _twice(survey)
     labels = _class_names(task, survey) if task.kind == "class" else []
     unseen = _unseen(survey, labels) if task.kind == "class" else {}
-    order = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
-    names: list[str] = [name for name in order if name in survey.rows]
+    names: list[str] = [name for name in ORDER if name in survey.rows]
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
     columns = {**dict.fromkeys(texts, ""), "label": "int64" if labels else "float32"}
     columns |= {"id": "uint8"} if survey.ids else {}
@@ -135,6 +146,8 @@ def write_task(
                     shown.add(len(batch))
         origin = {**origin, "sources": sources(task.files), "columns": task.columns}
         origin |= task.bad.as_origin() | ({"unseen": unseen} if unseen else {})
+        origin |= {"left_out_rows": len(task.left_out)} if len(task.left_out) else {}
+        origin |= {"in_two_splits": twice} if twice else {}
         # splits close in reverse; the store lists them in their usual order
         store.splits = {name: store.splits[name] for name in names}
         store.finish(task.kind, labels, task.metric, origin)
@@ -154,12 +167,12 @@ def _rows(task: Task, drawn: Sequence[str] | None) -> Iterator[Row]:
         if reason is not None:
             task.bad(row.file, row.line, reason)
         else:
-            yield row if splits is None else row._replace(split=next(splits))
+            yield row if splits is None or row.split else row._replace(split=next(splits))
 
 
 def _wrong(task: Task, row: Row) -> str | None:
     if row.label is None:
-        return "the label is empty" if row.split in ("train", "valid", "") else None
+        return None if row.split.startswith("test") else "the label is empty"
     if task.kind == "score":
         fine = math.isfinite(_number(row.label))
         return None if fine else f"the score {row.label!r} is not a number"
@@ -182,36 +195,57 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
         survey.rows[row.split] = survey.rows.get(row.split, 0) + 1
         if task.kind == "class" and row.label is not None:
             survey.labels.setdefault(row.split, Counter())[row.label] += 1
-            survey.first.setdefault(row.label, f"{row.file}:{row.line}")
-            if len(survey.first) > MAX_CLASSES:
+            survey.classes.add(row.label)
+            if len(survey.classes) > MAX_CLASSES:
                 raise BadInput(
                     f"{row.file}: the label column holds more than {MAX_CLASSES} classes; "
                     "are these numbers (--kind score)?"
                 )
         survey.ids |= row.id is not None
         survey.groups |= row.group is not None
-        if not row.split:
-            text = row.key or "\0".join(text.strip() for text in row.texts)
-            key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
-            survey.keys.append(int.from_bytes(key, "little"))
+        text = row.key or "\0".join(text.strip() for text in row.texts)
+        key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
+        survey.keys.setdefault(row.split, array("Q")).append(int.from_bytes(key, "little"))
+    for split, path in task.splits:
+        if split and split not in survey.rows:
+            raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
-        raise BadInput(f"{task.files[0]} holds no example")
+        raise BadInput(f"{task.files[0]} holds no example that can be used")
     return survey
 
 
+def _twice(survey: Survey) -> dict[str, dict[str, int]]:
+    """split -> earlier split -> rows whose text stands in both; says so on standard error."""
+    found: dict[str, dict[str, int]] = {}
+    names = [name for name in ORDER if name in survey.keys]
+    for i, name in enumerate(names):
+        keys = np.asarray(survey.keys[name])
+        for other in names[:i]:
+            if number := int(np.isin(keys, np.asarray(survey.keys[other])).sum()):
+                found.setdefault(name, {})[other] = number
+    parts = [f"{number:,} of the {survey.rows[name]:,} rows of {name} are in {other}"
+             for name, others in found.items() for other, number in others.items()]  # fmt: skip
+    if parts:
+        text = "; ".join(parts)
+        print(f"note: {text} too, word for word; they stay, as published", file=sys.stderr)
+    return found
+
+
 def _draw_splits(task: Task, survey: Survey) -> list[str]:
-    """The split of every row. Equal texts have one key, and a key lies in one split.
+    """The split of every row without one. Equal texts have one key, and a key lies in one split.
 
     The keys are hashes of (seed, text), so their sorted order is the seed's own permutation.
     """
-    keys, group, sizes = np.unique(survey.keys, return_inverse=True, return_counts=True)
+    keys, group, sizes = np.unique(survey.keys[""], return_inverse=True, return_counts=True)
     start = (np.cumsum(sizes) - sizes) / len(group)  # where a group begins, as a share of all
-    bounds = np.cumsum(list(SHARES.values()))
-    names = [*SHARES, "train"]
+    shares = {"valid": VALID} if "test" in survey.rows else SHARES
+    bounds = np.cumsum(list(shares.values()))
+    names = [*shares, "train"]
     of_key = np.searchsorted(bounds, start, side="right")
     if len(set(of_key)) < len(names):
         raise BadInput(
-            f"{task.files[0]} holds {len(keys)} different examples, too few to be split 90/5/5; "
+            f"{task.files[0]} holds {len(keys)} different examples, too few to be split "
+            f"{'90/10' if 'test' in survey.rows else '90/5/5'}; "
             "give a directory with train, valid and test files"
         )
     return [names[i] for i in of_key[group]]
@@ -233,8 +267,8 @@ def _unseen(survey: Survey, labels: list[str]) -> dict[str, dict[str, int]]:
             named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
             more = ", ..." if len(unseen) > 5 else ""
             print(
-                f"warning: {split}: {sum(unseen.values())} rows of classes that training has not "
-                f"({named}{more}); they count as wrong",
+                f"warning: {split}: rows of classes that training has not count as wrong: "
+                f"{named}{more}",
                 file=sys.stderr,
             )
     return found
@@ -312,34 +346,43 @@ def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[s
     return {name: files[name] for name in ("", "train", "valid", "test") if name in files}
 
 
-def find_splits(directory: Path, endings: Sequence[str]) -> dict[str, list[Path]]:
+def find_splits(
+    directory: Path, endings: Sequence[str], names: dict[str, str] = SPLITS
+) -> dict[str, list[Path]]:
     """split -> files of a directory: `train.tsv`, `dev.tsv`, else names that end so or are parts of
-    a whole, as `sts-train.csv` or `validation-00000-of-00001.parquet`.
+    a whole, as `sts-train.csv` or `validation-00000-of-00001.parquet`. `names` says which split a
+    name stands for. Hidden files are passed over.
 
-    Raises BadInput where two files could be the same split, or they have several endings.
+    Raises BadInput where two files could be the same split, a part is missing, or the files have
+    several endings.
     """
-    names = "|".join(SPLITS)
+    words = "|".join(names)
     if not directory.is_dir():
-        raise BadInput(f"{directory} does not exist")
-    files = [p for p in sorted(directory.iterdir()) if p.is_file() and ending(p) in endings]
-    found: dict[str, list[Path]] = {}
-    for pattern in (rf"({names})", rf"(?:.*[-_.])?({names})(-\d+-of-\d+)?"):
+        raise BadInput(f"{directory} is no directory")
+    files = [p for p in sorted(directory.iterdir())
+             if p.is_file() and ending(p) in endings and not p.name.startswith(".")]  # fmt: skip
+    for pattern in (rf"({words})", rf"(?:.*[-_.])?({words})(?:-\d+-of-(\d+)(?:-[0-9a-f]+)?)?"):
+        found: dict[str, list[Path]] = {}
+        parts: dict[str, int] = {}  # split -> files it should have
         for path in files:
-            stem = path.name.removesuffix(path.suffix if ending(path) == path.suffix else
-                                          f"{ending(path)}{path.suffix}")  # fmt: skip
-            match = re.fullmatch(pattern, stem)
+            match = re.fullmatch(pattern, stem(path), re.IGNORECASE)
             if match is None:
                 continue
-            others = found.setdefault(SPLITS[match[1]], [])
-            if others and not (match.lastindex == 2 and "-of-" in others[0].name):
+            split = names[match[1].lower()]
+            number = int(match[2]) if match.lastindex == 2 else 0
+            others = found.setdefault(split, [])
+            if others and not (number and number == parts[split]):
                 raise BadInput(
-                    f"{directory} holds both {others[0].name} and {path.name}: which is "
-                    f"{SPLITS[match[1]]}?"
+                    f"{directory} holds both {others[0].name} and {path.name}: which is {split}?"
                 )
+            parts[split] = number
             others.append(path)
         if "train" in found:
             break
         found = {}
+    for split, paths in found.items():
+        if parts[split] not in (0, len(paths)):
+            raise BadInput(f"{directory} holds {len(paths)} of the {parts[split]} files of {split}")
     every = [path for paths in found.values() for path in paths]
     if len({ending(path) for path in every}) > 1:
         raise BadInput(f"{directory} holds files of several endings: "
@@ -354,14 +397,17 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     """The options of every task, with `add_own` for those of its own."""
     add = parser.add_argument
     add("--input", type=Path, metavar="FILE|DIR", help="The raw file, or a directory that holds "
-        "the train, valid (or dev) and test files. A single file is split 90/5/5.")  # fmt: skip
+        "the train, valid (or dev) and test files. A source without splits is divided 90/5/5 into "
+        "train, valid and test.")  # fmt: skip
     for split in ("train", "valid", "test"):
         add(f"--{split}", type=Path, nargs="+", metavar="FILE", help=f"The files of the split "
-            f"{split} (default: what --input holds).")  # fmt: skip
+            f"{split} (default: what the directory --input holds; without --input there is no such "
+            "split).")  # fmt: skip
     add("--tokenizer", type=Path, metavar="TOK", help="The directory of a tokenizer, a store or a "
         "checkpoint (default: the alphabet of the task, if it has one).")  # fmt: skip
     add("--seed", type=number(0), default=0, metavar="N",
-        help="Draws the splits of a single file (default: %(default)s).")  # fmt: skip
+        help="Decides which rows become train, valid and test where the source does not say "
+        "(default: %(default)s).")  # fmt: skip
     add("--skip-bad", action="store_true", help="Leave out rows that cannot be read, list and "
         "count them (default: the first one ends the command).")  # fmt: skip
     add_own(parser)
@@ -383,5 +429,6 @@ def run(read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespac
         task, arguments.output, tokenizer, arguments.seed, origin(), arguments.overwrite
     )
     task.bad.report()
+    task.left_out.report()
     size = sum(path.stat().st_size for path in task.files)
     summarise(arguments.output, written, started, size)

@@ -76,7 +76,7 @@ def read(arguments: argparse.Namespace) -> Task:
                 label = (values[-1] or "").strip() if labelled else ""
                 yield Row(split, texts, label or None, table.path, line)
 
-    labels = arguments.labels.split(",") if arguments.labels else None
+    labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
         raise BadInput(f"--labels {arguments.labels}: give each class once, for --kind class")
     columns = {"text": arguments.text, "text_b": arguments.text_b, "label": arguments.label}
@@ -87,6 +87,7 @@ def read(arguments: argparse.Namespace) -> Task:
         metric=check_metric(arguments.kind, arguments.metric),
         columns=columns,
         bad=bad,
+        splits=[(split, paths[0]) for split, paths in files.items()],
         labels=labels,
         pairs=len(names) == 2,
     )

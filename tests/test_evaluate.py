@@ -283,3 +283,44 @@ def test_a_mapping_belongs_to_its_tokenizer(
 
 def test_keys_of_another_form_are_refused(forks: Forks, learned: dict[str, Path]) -> None:
     refused(evaluate(forks, learned["text"], "text=[MASK]", "split=valid"), "split=", "text=")
+
+
+def test_votes_are_those_of_a_plain_loop() -> None:
+    """Segments vote for a class each; the mean probability breaks ties, whatever its size."""
+    draw = np.random.default_rng(0)
+    scores = draw.dirichlet(np.full(4, 0.3), 300)
+    groups = draw.integers(0, 90, 300) * 7 - 20  # some of two or four rows: ties
+    found = metrics.vote(np.log(scores), groups).argmax(1)
+    ties = 0
+    expected = []
+    for group in sorted(set(groups.tolist())):
+        rows = [scores[i].tolist() for i in range(300) if groups[i] == group]
+        count = [sum(row.index(max(row)) == k for row in rows) for k in range(4)]
+        ties += count.count(max(count)) > 1
+        mean = [sum(row[k] for row in rows) / len(rows) for k in range(4)]
+        expected.append(max(range(4), key=lambda k: (count[k], mean[k])))
+    assert found.tolist() == expected
+    assert ties > 10
+    sure = np.log(np.array([[1 - 1e-12, 1e-12], [0.51, 0.49], [0.51, 0.49], [1e-12, 1 - 1e-12]]))
+    assert metrics.vote(sure, np.array([0, 1, 1, 1])).argmax(1).tolist() == [0, 0]
+    assert metrics.vote(sure, np.zeros(4, int)).argmax(1).tolist() == [0]
+
+
+def test_groups_of_scores() -> None:
+    values = np.array([[1.0], [2.0], [6.0], [4.0]])
+    groups = np.array([5, 3, 5, 3])
+    assert metrics.mean_by_group(values, groups).tolist() == [[3.0], [3.5]]
+    assert metrics.first_by_group(np.array([10, 20, 10, 20]), groups).tolist() == [20, 10]
+
+
+def test_classes_that_training_has_not_are_wrong() -> None:
+    """A label of -2 is never right: it costs accuracy, precision and Matthews' coefficient."""
+    labels, answers = np.array([0, 1, 1, -2, -2]), np.array([0, 1, 0, 1, 0])
+    found = metrics.classification(answers, labels, 2)
+    assert found["accuracy"] == pytest.approx(2 / 5)
+    assert found["f1"] == pytest.approx(2 * 1 / (2 + 2))  # two said to be 1, two that are
+    # 5 rows, 2 right, 3 and 2 answers, 1, 2 and 2 labels: Gorodkin 2004, equation 8
+    covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
+    assert found["mcc"] == pytest.approx(covariance / spread**0.5)
+    three = metrics.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
+    assert three["f1"] == pytest.approx((1 + 0 + 1) / 3)

@@ -79,7 +79,7 @@ def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
             )  # fmt: skip
         labels = Counter(split["label"])
         wanted = {label: labels[i] for i, label in enumerate(LABELS)}
-        assert here["labels"] == wanted | {"(none)": labels[-1], "(unseen)": labels[-2]}
+        assert here["labels"] == wanted | {"(none)": labels[-1], "(not in training)": labels[-2]}
         both = Counter(len(a) + len(b) for a, b in zip(*texts, strict=True))
         assert stats.survey(found)[name].together == both
 
@@ -116,7 +116,7 @@ def test_figure_of_a_store(tmp_path, monkeypatch, capsys, kind):
     assert "tokens, vocabulary 100 -->" in text
     for phrase in ("tokens in a row", "rank of the id", "1 / rank (Zipf)", "valid, 40 rows"):
         assert f"<!-- {phrase} -->" in text
-    assert ("<!-- (unseen) -->" in text) == (kind == "class")
+    assert ("<!-- (not in training) -->" in text) == (kind == "class")
     assert ("<!-- a label so long that it… -->" in text) == (kind == "class")
 
 

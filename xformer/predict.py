@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +58,7 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
     source = checkpoint.source or checkpoint.tokenizer
     columns: dict[str, Ragged | np.ndarray] = {}
     for name, column in zip(("tokens", "tokens_b"), zip(*texts, strict=True), strict=False):
-        if (head.columns or {}).get("uppercase"):
-            column = tuple(text.upper() for text in column)
+        column = tuple(_prepared(text, head.columns or {}) for text in column)
         encoded = source.encode_batch(column)
         offsets = np.concatenate([[0], np.cumsum([len(e) for e in encoded])])
         columns[name] = Ragged(np.concatenate(encoded), offsets)
@@ -74,14 +74,26 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
     return probabilities(outputs) if head.kind == "classify" else outputs
 
 
+def _prepared(text: str, columns: dict[str, Any]) -> str:
+    """A raw text as its task's rows were prepared: capital letters, both ends of a long one."""
+    if columns.get("uppercase"):
+        text = text.strip().upper()
+    longest = columns.get("longest")
+    if longest and len(text) > longest:
+        head = -(-longest // 2)
+        return text[:head] + text[head - longest :]
+    return text
+
+
 def read_rows(path: Path, head: Head) -> list[list[str]]:
     """The raw texts of a tab-separated file, one or two a row.
 
-    The columns are those the task was made from where a header names them; else the file must
-    have exactly as many columns as there are texts. Raises BadInput naming file and line.
+    The columns are those the task was made from where a header names them (of sequences also
+    `sequence`, as FASTA names no columns); else the file must have exactly as many columns as
+    there are texts. Raises BadInput naming file and line.
     """
     wanted = 2 if head.pair else 1
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         raise BadInput(f"{path}: rows to predict are separated by tabs; give a .tsv file")
     columns = head.columns or {}
     names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
@@ -100,13 +112,16 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
     if not rows:
         raise BadInput(f"{path} is empty")
     header = [name.strip() for name in rows[0][1]]
+    letters = bool(columns.get("uppercase"))
+    if letters and names[0] not in header and "sequence" in header:
+        names = ["sequence"]
     named = set(names) <= set(header)
     if not named and len(header) != wanted:
         raise BadInput(
             f"{path}:1: its header lacks the column {' or '.join(names)}; without a header each "
             f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
         )
-    if not named and not names[0].isdigit() and names[0] != "sequence":
+    if not named and not names[0].isdigit() and not letters:
         print(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", file=sys.stderr)
     where = [header.index(name) for name in names] if named else list(range(wanted))
     texts = []
