@@ -50,7 +50,7 @@ from xformer.data import tokenizers
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import SplitWriter, Store, create_store, open_store
 
-BLOCK = 2**21  # tokens made at once, and
+BLOCK = 2**20  # tokens made at once, and
 LEAST_ROWS = 2**11  # sequences, for every step of all of them costs some time of its own
 PIECE = 2**14  # tokens drawn at once, so that what is between fits a cache
 SPECIAL = 5  # ids 0 to 4
