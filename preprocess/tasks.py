@@ -146,7 +146,7 @@ def write_task(
                     shown.add(len(batch))
         origin = {**origin, "sources": sources(task.files), "columns": task.columns}
         origin |= task.bad.as_origin() | ({"unseen": unseen} if unseen else {})
-        origin |= {"left_out_rows": len(task.left_out)} if len(task.left_out) else {}
+        origin |= {"left_out_rows": task.left_out.count} if task.left_out.count else {}
         origin |= {"in_two_splits": twice} if twice else {}
         # splits close in reverse; the store lists them in their usual order
         store.splits = {name: store.splits[name] for name in names}
