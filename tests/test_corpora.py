@@ -748,14 +748,19 @@ def content():
 assert child(0) == 0
 whole = content()
 for stop in places:
-    shutil.rmtree(output)
+    shutil.rmtree(output, ignore_errors=True)
     status = child(stop)
     assert status in (-9, 0), status
     # absent, or (killed behind the renaming) whole
     assert not output.exists() or content() == whole, stop
-    if not output.exists():
+    # what one leaves behind the next clears away; every fourth is started again to its end
+    assert len(os.listdir(output.parent)) <= 1, stop
+    if not output.exists() and (stop % 4 == 0 or len(places) < 4):
         assert status == -9
         assert child(0) == 0
+    elif not output.exists():
+        print("killed", flush=True)
+        continue
     assert content() == whole, stop
     assert os.listdir(output.parent) == [output.name], (stop, os.listdir(output.parent))
     print("killed" if status else "done", flush=True)
