@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,8 +68,17 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "preprocess.py"), *map(str, arguments)]
 
 
-def timed(line: list[str]) -> tuple[float, int]:
-    """(seconds, peak bytes of resident memory, its own and its children's added up)."""
+class Spent(NamedTuple):
+    """What something took: seconds, those of all processors, and peak bytes of memory (0: not
+    measured), of a process and its children added up."""
+
+    seconds: float
+    busy: float
+    peak: int = 0
+
+
+def timed(line: list[str]) -> Spent:
+    """What a command takes from its start to its end."""
     started = time.monotonic()
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     peak, ended = 0, threading.Event()
@@ -81,13 +90,13 @@ def timed(line: list[str]) -> tuple[float, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    status = process.wait()
+    _, status, usage = os.wait4(process.pid, 0)
     seconds = time.monotonic() - started
     ended.set()
     watcher.join()
     if status:
         raise SystemExit(f"{' '.join(line)} ended with status {status}")
-    return seconds, peak
+    return Spent(seconds, usage.ru_utime + usage.ru_stime, peak)
 
 
 def family(pid: int) -> list[int]:
@@ -111,15 +120,15 @@ def resident(pid: int) -> int:
 
 
 def library(source: Path, tokenizer: Path) -> None:
-    """Print the seconds that the tokenizer library takes for all documents in memory."""
+    """Print what the tokenizer library takes for all documents in memory."""
     documents, model = _load(source, tokenizer)
-    started = time.monotonic()
+    started, busy = time.monotonic(), _busy()
     model.encode_batch_fast(documents, add_special_tokens=False)
-    print(time.monotonic() - started)
+    print(time.monotonic() - started, _busy() - busy)
 
 
 def hugging_face(source: Path, tokenizer: Path) -> None:
-    """Print the seconds that `datasets` takes to tokenise all documents and save the table."""
+    """Print what `datasets` takes to tokenise all documents and save the table."""
     import datasets
 
     documents, model = _load(source, tokenizer)
@@ -132,10 +141,15 @@ def hugging_face(source: Path, tokenizer: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         table = datasets.Dataset.from_dict({"text": documents})
-        started = time.monotonic()
+        started, busy = time.monotonic(), _busy()
         table = table.map(encode, batched=True, num_proc=CORES, remove_columns=["text"])
         table.save_to_disk(folder)
-        print(time.monotonic() - started)
+        print(time.monotonic() - started, _busy() - busy)
+
+
+def _busy() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
@@ -149,11 +163,12 @@ def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
     return documents, fast.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
 
 
-def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path) -> float:
-    """The seconds that a function above prints, run in a process of its own."""
+def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path) -> Spent:
+    """What a function above prints, run in a process of its own."""
     line = [sys.executable, __file__, "--only", function.__name__, str(source), str(tokenizer)]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    seconds, busy = map(float, done.stdout.split()[-2:])
+    return Spent(seconds, busy)
 
 
 # ---------------------------------------------------------------------------------- the reports
@@ -164,17 +179,14 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
     size = source.stat().st_size / 1e6
     store = folder / "store"
     ours = ["text", "--input", source, "--tokenizer", tokenizer, "--output", store, "--overwrite"]
-    seconds: dict[str, list[float]] = {}
-    peaks = []
+    taken: dict[str, list[Spent]] = {"all": [], "one": [], "library": [], "hugging_face": []}
     for _ in range(rounds):
         for name, workers in (("all", CORES), ("one", 1)):
-            spent, peak = timed(command(*ours, "--workers", workers))
-            seconds.setdefault(name, []).append(spent)
-            peaks.append(peak)
+            taken[name].append(timed(command(*ours, "--workers", workers)))
         for function in (library, hugging_face):
-            spent = apart(function, source, tokenizer)
-            seconds.setdefault(function.__name__, []).append(spent)
-    middle = {name: median(values) for name, values in seconds.items()}
+            taken[function.__name__].append(apart(function, source, tokenizer))
+    middle = {name: median(spent.seconds for spent in all_) for name, all_ in taken.items()}
+    busy = {name: median(spent.busy for spent in all_) for name, all_ in taken.items()}
     names = {
         "all": f"text to store, `--workers {CORES}` (the whole command)",
         "one": "text to store, `--workers 1` (the whole command)",
@@ -184,14 +196,17 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
     lines = [
         f"{size:.1f} MB of text, {CORES} cores, medians of {rounds} rounds taken in turn:",
         "",
-        "| way | seconds (all rounds) | MB/s | ours takes |",
-        "|---|---|---|---|",
+        "| way | seconds (all rounds) | MB/s | over ours | processor seconds | over ours |",
+        "|---|---|---|---|---|---|",
     ]
     for name, what in names.items():
-        shown = ", ".join(f"{value:.2f}" for value in seconds[name])
-        ratio = middle[name] / middle["all"]
-        lines.append(f"| {what} | {shown} | {size / middle[name]:.1f} | 1 / {ratio:.2f} |")
-    lines += ["", f"Peak memory of our command and its processes: {max(peaks) / 1e6:.0f} MB."]
+        shown = ", ".join(f"{spent.seconds:.2f}" for spent in taken[name])
+        lines.append(
+            f"| {what} | {shown} | {size / middle[name]:.1f} | {middle[name] / middle['all']:.2f} "
+            f"| {busy[name]:.2f} | {busy[name] / busy['all']:.2f} |"
+        )
+    peak = max(spent.peak for spent in [*taken["all"], *taken["one"]])
+    lines += ["", f"Peak memory of our command and its processes: {peak / 1e6:.0f} MB."]
     return [*lines, bytes_a_token(store, "as it is"), *as_articles(source, tokenizer, folder)]
 
 
@@ -216,9 +231,9 @@ def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
     lines = [json.dumps({"text": article}, ensure_ascii=False) for article in articles if article]
     (folder / "articles.jsonl").write_text("\n".join(lines), encoding="utf-8")
     store = folder / "articles"
-    spent, _ = timed(command("text", "--input", folder / "articles.jsonl", "--tokenizer", tokenizer,
+    spent = timed(command("text", "--input", folder / "articles.jsonl", "--tokenizer", tokenizer,
                              "--output", store))  # fmt: skip
-    rate = (folder / "articles.jsonl").stat().st_size / 1e6 / spent
+    rate = (folder / "articles.jsonl").stat().st_size / 1e6 / spent.seconds
     note = f"an article a document (JSON lines, {rate:.1f} MB/s)"
     return [bytes_a_token(store, note)]
 
@@ -228,9 +243,9 @@ def synthetic(folder: Path) -> list[str]:
     lines = ["", "| artificial corpus | million tokens a second |", "|---|---|"]
     for name in ("uniform", "zipf", "nesting", "flat"):
         arguments = ["synthetic", name, "--tokens", TOKENS, "--output", folder / name]
-        spent, _ = timed(command(*arguments))
+        spent = timed(command(*arguments))
         tokens = sum(open_store(folder / name).split(s).tokens for s in ("train", "valid"))
-        lines.append(f"| {name} | {tokens / 1e6 / spent:.1f} |")
+        lines.append(f"| {name} | {tokens / 1e6 / spent.seconds:.1f} |")
     return lines
 
 
@@ -255,12 +270,13 @@ def memory(source: Path, tokenizer: Path, folder: Path) -> list[str]:
     large_text(source, path, LARGE)
     size = path.stat().st_size
     store = folder / "large"
-    spent, peak = timed(command("text", "--input", path, "--tokenizer", tokenizer, "--output",
+    spent = timed(command("text", "--input", path, "--tokenizer", tokenizer, "--output",
                                 store))  # fmt: skip
+    rate = size / 1e6 / spent.seconds
     return [
         f"{size / 1e9:.2f} GB with changed letters in {CHANGED:.0%} of the words: "
-        f"{spent:.0f} s, {size / 1e6 / spent:.1f} MB/s on {CORES} cores, peak memory of all "
-        f"processes {peak / 1e6:.0f} MB.",
+        f"{spent.seconds:.0f} s, {rate:.1f} MB/s on {CORES} cores, peak memory "
+        f"of all processes {spent.peak / 1e6:.0f} MB.",
         bytes_a_token(store, "as it is"),
     ]
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -653,7 +654,7 @@ def long_text(tmp_path: Path) -> Path:
         " ".join(line) for line in generator.integers(10**8, size=(1000, 10)).astype(str)
     )
     with (tmp_path / "t.txt").open("w") as file:
-        for i in range(8):
+        for i in range(24):
             file.write(block.replace("1", f"x{i}") + "\n\n")
     (tmp_path / "out").mkdir()
     return tmp_path / "t.txt"
@@ -747,14 +748,19 @@ def content():
 assert child(0) == 0
 whole = content()
 for stop in places:
-    shutil.rmtree(output)
+    shutil.rmtree(output, ignore_errors=True)
     status = child(stop)
     assert status in (-9, 0), status
     # absent, or (killed behind the renaming) whole
     assert not output.exists() or content() == whole, stop
-    if not output.exists():
+    # what one leaves behind the next clears away; every fourth is started again to its end
+    assert len(os.listdir(output.parent)) <= 1, stop
+    if not output.exists() and (stop % 4 == 0 or len(places) < 4):
         assert status == -9
         assert child(0) == 0
+    elif not output.exists():
+        print("killed", flush=True)
+        continue
     assert content() == whole, stop
     assert os.listdir(output.parent) == [output.name], (stop, os.listdir(output.parent))
     print("killed" if status else "done", flush=True)
@@ -780,6 +786,7 @@ def test_killed_at_every_operation_and_started_again(toks, tmp_path, count, plac
 
 
 def test_killed_at_some_moment_and_started_again(toks, long_text):
+    long_text.write_text(long_text.read_text()[:800_000])
     output = long_text.parent / "out/s"
     command = ["text", "--input", long_text, "--workers", 2, "--tokenizer", toks / "wordpiece",
                "--output", output]  # fmt: skip
@@ -790,7 +797,9 @@ def test_killed_at_some_moment_and_started_again(toks, long_text):
         time.sleep(generator.uniform(0, 0.6))
         process.kill()
         process.communicate()
-        assert not output.exists()
+        if output.exists():  # it was quicker
+            open_store(output)
+            shutil.rmtree(output)
     ended = start(SMALL_BATCHES + "errors.run(main)", *command)
     assert (ended.wait(), ended.communicate()[1]) == (0, "")
     assert os.listdir(output.parent) == ["s"]
