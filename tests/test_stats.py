@@ -32,7 +32,7 @@ def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
     generator = np.random.default_rng(0)
     words = tokenizers.symbols((f"w{i}" for i in range(95)), separated=True)
     rows: dict[str, dict[str, Any]] = {}
-    columns = {"tokens": "", "tokens_b": "", "id": ""}
+    columns = {"tokens": "", "tokens_b": "", "id": "uint16"}
     columns["label"] = "float32" if kind == "score" else "int64"
     texts = ("tokens", "tokens_b", "id")
     with create_store(path, words, columns, texts) as new:

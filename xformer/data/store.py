@@ -3,7 +3,7 @@
     STORE/store.json              what is in it: columns, splits, labels, checksums, where from
     STORE/tokenizer_meta.json ... the tokenizer that made the ids
     STORE/train/tokens.npy        every row's ids end to end (uint16 where the vocabulary allows)
-    STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]], int64
+    STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]]
     STORE/train/label.npy         a plain column: one value a row
     STORE/train/context.text.npy  a column of the table `context`, which has rows of its own
 
@@ -29,6 +29,7 @@ from xformer.data.files import BLOCK, atomic_directory, block_checksums, read_js
 FORMAT = 1
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the training classes
+NARROWED = 2**20  # offsets rewritten at once
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
 
@@ -202,6 +203,16 @@ class NpyWriter:
         self.file.close()
 
 
+def _narrow(path: Path) -> None:
+    """Rewrite a file of int64 as int32: short rows cost less so."""
+    values = np.load(path, mmap_mode="r")
+    writer = NpyWriter(path.with_suffix(".narrow"), np.dtype(np.int32))
+    for start in range(0, len(values), NARROWED):
+        writer.append(values[start : start + NARROWED])
+    writer.close()
+    writer.path.replace(path)
+
+
 class SplitWriter:
     """Appends rows to one split: a ragged column takes (values, lengths), a plain one values."""
 
@@ -233,6 +244,9 @@ class SplitWriter:
     def close(self) -> None:
         for writer in [*self.writers.values(), *self.offsets.values()]:
             writer.close()
+        for column, writer in self.offsets.items():
+            if self.writers[column].length < 2**31:
+                _narrow(writer.path)
 
     def describe(self) -> dict[str, Any]:
         lengths: dict[str, set[int]] = {}  # by table; "" is the rows
