@@ -1,6 +1,6 @@
 """Every data set of a directory -> a store, and a table of what came out.
 
-    python benchmarks/datasets.py DATA --output docs/data.md
+    python benchmarks/every_dataset.py DATA --output docs/data.md
 
 DATA holds real data under the names below (GLUE's tasks, SQuAD, DNA, protein, music, text in five
 languages, Java); what it lacks is left out and named. The commands in the table are those that run.
@@ -113,8 +113,8 @@ def main() -> None:
         lines = ["# Every data set", "", *_INTRODUCTION]
         for title, entries in (("Tasks", TASKS), ("Corpora", CORPORA), ("Synthetic", SYNTHETIC)):
             lines += ["", f"## {title}", "", *_HEAD]
-            for i, entry in enumerate(entries):
-                store = made / f"{title}{i}"
+            for entry in entries:
+                store = made / "stores" / entry.name
                 seconds = _run(entry.arguments, places, store)
                 lines.append(_line(entry, open_store(store), seconds))
                 print(lines[-1], flush=True)
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 _INTRODUCTION = [
-    "Made by `python benchmarks/datasets.py DATA --output docs/data.md`. Rows of train / valid /",
+    "Made by `python benchmarks/every_dataset.py DATA --output docs/data.md`. Rows of train / valid /",
     "test, drawn 90/5/5 where the source has none; labels of the training split, or of all where",
     "it was drawn (a test set with `-` has none); seconds of the whole command on two cores,",
     "start-up included.",
