@@ -39,7 +39,7 @@ from xformer.data.store import open_store  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
 VOCABULARY = 30_000
-TOKENS = 5_000_000  # of each artificial corpus
+TOKENS = 50_000_000  # of each artificial corpus
 LARGE = 2_000_000_000  # bytes of the input of --memory
 CHANGED = 0.05  # share of its words with another letter
 
