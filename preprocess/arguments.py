@@ -91,6 +91,20 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
         help="Replace the output if it exists (default: refuse).")  # fmt: skip
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", type=Path, metavar="FILE",
+        help="Also write the numbers to this file (default: the screen alone).")  # fmt: skip
+
+
+def check_json(path: Path | None) -> None:
+    """Raise BadInput if the numbers cannot be written to `path`."""
+    if path is not None and path.is_dir():
+        raise BadInput(f"{path} is a directory; give a file")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise BadInput(f"{path.parent} does not exist")
+
+
 def check_output(path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...] = ()) -> None:
     """Raise BadInput if `path` may not be written: it exists without --overwrite, or it is not a
     directory of the same kind (one that holds `mark` and nothing named in `foreign`)."""

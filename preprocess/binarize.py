@@ -5,6 +5,7 @@ into rows, the record of what was read. All of it streams: memory does not grow 
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,10 +33,16 @@ def check_files(paths: Iterable[Path]) -> None:
             raise BadInput(f"{path} is empty")
 
 
-def sources(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of every file, for the store's origin."""
+def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Name (below the folder that holds them all), size and SHA-256 of every file, for the store's
+    origin."""
+    folder = os.path.commonpath([path.absolute().parent for path in paths])
     return [
-        {"file": path.name, "bytes": path.stat().st_size, "sha256": file_checksum(path)}
+        {
+            "file": path.absolute().relative_to(folder).as_posix(),
+            "bytes": path.stat().st_size,
+            "sha256": file_checksum(path),
+        }
         for path in paths
     ]
 
@@ -118,14 +125,17 @@ class _Blocks(io.RawIOBase):
         return size
 
 
-def read_lines(path: Path, bad: BadRows | None = None) -> Iterator[tuple[int, str]]:
+def read_lines(
+    path: Path, bad: BadRows | None = None, read: Callable[[int], None] = lambda _: None
+) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its end) of a UTF-8 file, which may be packed; a byte-order
     mark is dropped.
 
-    A line that is not UTF-8 goes to `bad` (default: raises BadInput naming file and line).
+    A line that is not UTF-8 goes to `bad` (default: raises BadInput naming file and line). `read`
+    is told how many bytes were read from the disk.
     """
     bad = bad or BadRows(skip=False)
-    with open_binary(path) as file:
+    with open_binary(path, read) as file:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from preprocess import (
     dna,
+    fetch,
     glue,
     music,
     protein,
@@ -28,6 +29,7 @@ from preprocess import (
     tsv,
     vocabulary,
 )
+from preprocess import vocabulary_figures as figures
 from preprocess.arguments import Parser
 from xformer.data.errors import Interrupted
 
@@ -52,7 +54,16 @@ class Reader(NamedTuple):
 
 
 COMMANDS = {
-    "tokenizer": Command(vocabulary.add_arguments, vocabulary.run, "Learn a vocabulary from text."),
+    "fetch": Command(
+        fetch.add_arguments,
+        fetch.run,
+        "Download a public data set from its publisher, checked against its SHA-256.",
+    ),
+    "tokenizer": Command(
+        vocabulary.add_arguments,
+        vocabulary.run,
+        "Learn a vocabulary from text, or bring in a published one.",
+    ),
     "text": Command(
         text.add_arguments, text.run, "Encode plain text into a store for pre-training."
     ),
@@ -65,6 +76,16 @@ COMMANDS = {
         stats.add_verify_arguments,
         stats.run_verify,
         "Check every block of a store's files against its checksum.",
+    ),
+    "vocab-overlap": Command(
+        figures.add_overlap_arguments,
+        figures.run_overlap,
+        "Count the English-like pieces of two vocabularies, and those that both have.",
+    ),
+    "english-contexts": Command(
+        figures.add_contexts_arguments,
+        figures.run_contexts,
+        "Measure how much of a store is English-like.",
     ),
     "pydocs": Command(
         pydocs.add_arguments,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from preprocess.bad import BadRows
@@ -15,18 +15,20 @@ LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes and the s
 _SPACE = string.whitespace.encode()
 
 
-def read_fasta(path: Path, bad: BadRows | None = None) -> Iterator[tuple[int, str, str]]:
+def read_fasta(
+    path: Path, bad: BadRows | None = None, read: Callable[[int], None] = lambda _: None
+) -> Iterator[tuple[int, str, str]]:
     """(line number of the header, header without ">", sequence) of every record, streamed.
 
     White space in sequences is dropped and letters are made upper case. The file may be compressed
     (see `open_binary`). Memory holds one record. A record without a sequence, with a letter other
     than A to Z and `*` (Chiang and Lee 2020, section 3, use A to Z), or with bytes that are not
     UTF-8 goes to `bad` with its line (default: raises BadInput). Raises BadInput naming file and
-    line for text before the first header.
+    line for text before the first header. `read` is told how many bytes were read from the disk.
     """
     bad = bad or BadRows(skip=False)
     start, header, good, parts = 0, "", True, list[bytes]()
-    with open_binary(path) as file:
+    with open_binary(path, read) as file:
         for number, line in enumerate(file, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")

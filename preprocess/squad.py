@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
         options = {key: getattr(arguments, key) for key in ("max_tokens", "stride", "max_question")}
         columns = {"text": "question", "text_b": "context", "label": "answers"}
         record = origin() | {
-            "sources": sources(files.values()),
+            "sources": sources([*files.values()]),
             "columns": columns,
             "squad": options,
         }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from preprocess.arguments import add_json, check_json
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
@@ -167,16 +168,12 @@ def verify(path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `stats`."""
     parser.add_argument("store", type=Path, metavar="STORE", help="The store's directory.")
-    parser.add_argument("--json", type=Path, metavar="FILE",
-        help="Also write the numbers to this file (default: the screen alone).")  # fmt: skip
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print, and perhaps write, a store's description."""
-    if arguments.json is not None and arguments.json.is_dir():
-        raise BadInput(f"{arguments.json} is a directory; give a file")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise BadInput(f"{arguments.json.parent} does not exist")
+    check_json(arguments.json)
     found = describe(open_store(arguments.store))
     show(found)
     if arguments.json is not None:

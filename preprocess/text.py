@@ -1,8 +1,9 @@
-"""Plain text -> documents -> rows of a store, in memory that does not grow with the input.
+"""Raw text -> documents -> rows of a store, in memory that does not grow with the input.
 
-A document is what stands between blank lines, or one line with `--lines`. Long documents are
-encoded in segments, cut where the tokenizers cut anyway (before a single space or a line end), so
-that the ids are those of the whole document.
+A document is what stands between blank lines, or one line with `--lines`; in other formats than
+plain text it is what the format says. Long documents are encoded in segments, cut where the
+tokenizers cut anyway (before a single space, a line end, or between Chinese or Japanese letters and
+their punctuation), so that the ids are those of the whole document.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from preprocess import corpora
 from preprocess.arguments import add_output, check_output, expression, number, origin, summarise
-from preprocess.binarize import BATCH, RowCutter, check_files, not_utf8, sources
+from preprocess.bad import BadRows
+from preprocess.binarize import BATCH, RowCutter, not_utf8, open_binary, sources
+from preprocess.fasta import read_fasta
+from preprocess.java import read_java
+from preprocess.jsonl import read_json_texts
 from preprocess.progress import progress
-from preprocess.words import Encoder
+from preprocess.workers import Encoders
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import SplitWriter, create_store
@@ -35,22 +41,47 @@ _LAST_SPACE = re.compile(r".*\S(?= \S)", re.DOTALL)
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How a text file falls into documents: by blank lines or `by_line`, without lines in which
-    the expression `skip` is found."""
+    """How files fall into documents: plain text by blank lines or `by_line`; without lines in
+    which the expression `skip` is found; all files in one `format` (default: by their endings);
+    JSON objects' text in `json_field`; and what becomes of bad rows."""
 
     by_line: bool = False
     skip: re.Pattern[str] | None = None
+    format: str | None = None
+    json_field: str = "text"
+    bad: BadRows = field(default_factory=lambda: BadRows(skip=False))
 
 
-def read_pieces(path: Path, read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
+def read_pieces(
+    path: Path, read: Callable[[int], None], bad: BadRows | None = None
+) -> Iterator[tuple[str, bool]]:
     """(piece, does it end its line?) in order; lines longer than SEGMENT come in pieces.
 
-    `read` is told of every block's bytes. Raises BadInput naming file and line where the bytes are
-    not UTF-8.
+    `read` is told of every block's bytes on the disk. A line that is not UTF-8 goes to `bad`
+    (default: raises BadInput naming file and line); of a long line, the piece does.
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    if bad is None or not bad.skip:
+        yield from _pieces(path, read, "strict")
+        return
+    number, inside = 1, False
+    # bytes that are no UTF-8 become lone surrogates, which no UTF-8 gives
+    for piece, ends_line in _pieces(path, read, "surrogateescape"):
+        try:
+            piece.encode(errors="surrogateescape").decode()
+        except UnicodeDecodeError as error:
+            bad(path, number, not_utf8(error))
+            if inside and ends_line:
+                yield "", True
+        else:
+            yield piece, ends_line
+        inside = not ends_line
+        number += ends_line
+
+
+def _pieces(path: Path, read: Callable[[int], None], errors: str) -> Iterator[tuple[str, bool]]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     rest, number = "", 1
-    with path.open("rb") as file:
+    with open_binary(path, read) as file:
         while True:
             data = file.read(READ)
             try:
@@ -58,7 +89,6 @@ def read_pieces(path: Path, read: Callable[[int], None]) -> Iterator[tuple[str, 
             except UnicodeDecodeError as error:
                 line = number + error.object[: error.start].count(b"\n")
                 raise BadInput(f"{path}:{line}: {not_utf8(error)}") from None
-            read(len(data))
             number += text.count("\n")
             *lines, rest = (rest + text).split("\n")
             for whole in lines:
@@ -126,18 +156,39 @@ def batches(segments: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[bool], 
         yield ends, texts
 
 
+def whole_document(text: str, options: TextOptions) -> Iterator[tuple[str, bool]]:
+    """(segment, does it end the document?) of a document that is at hand as a whole."""
+    if options.skip is not None:
+        text = "\n".join(line for line in text.split("\n") if not options.skip.search(line))
+    while len(text) > SEGMENT:
+        head, text = _cut(text)
+        yield head, False
+    yield text, True
+
+
 def read_documents(
     paths: Iterable[Path], options: TextOptions, read: Callable[[int], None]
 ) -> Iterator[tuple[str, bool]]:
     """(segment, does it end its document?) of several files; a file's end ends a document."""
     for path in paths:
-        yield from documents(read_pieces(path, read), options)
+        form = options.format or corpora.format_of(path)
+        if form == "text":
+            yield from documents(read_pieces(path, read, options.bad), options)
+            continue
+        if form == "jsonl":
+            texts = read_json_texts(path, options.json_field, options.bad, read)
+        elif form == "java":
+            texts = read_java(path, options.bad, read)
+        else:
+            texts = (sequence for _, _, sequence in read_fasta(path, options.bad, read))
+        for text in texts:
+            yield from whole_document(text, options)
 
 
 def write_split(
     split: SplitWriter,
     paths: list[Path],
-    encoder: Encoder,
+    encoders: Encoders,
     options: TextOptions,
     max_tokens: int,
 ) -> None:
@@ -146,11 +197,13 @@ def write_split(
     total = sum(path.stat().st_size for path in paths)
     with progress(f"encoding {split.directory.name}", total, "B") as shown:
         segments = read_documents(paths, options, shown.add)
-        for ends, texts in batches(segments):
-            cutter.add(*encoder.encode(texts), ends)
+        for ids, lengths, ends in encoders.encode(batches(segments)):
+            cutter.add(ids, lengths, ends)
     if split.writers["tokens"].length == 0:
-        names = ", ".join(map(str, paths))
-        raise BadInput(f"{names}: there is no text in it, so {split.directory.name} would be empty")
+        raise BadInput(
+            f"{corpora.names(paths)}: there is no text in it, so {split.directory.name} would be "
+            "empty"
+        )
 
 
 def write_store(
@@ -161,58 +214,74 @@ def write_store(
     max_tokens: int,
     origin: dict[str, Any],
     overwrite: bool = False,
+    workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Write one split for each entry of `splits` (name -> files). Returns rows and tokens a split.
+    """Write one split for each entry of `splits` (name -> files), encoding in `workers` processes.
+    Returns rows and tokens a split.
 
-    Raises BadInput (invalid UTF-8, a split without a document, an output that exists).
+    Raises BadInput (what cannot be read, a split without a document, an output that exists) and
+    Failure (a process died).
     """
-    encoder = Encoder(tokenizer)
     with create_store(output, tokenizer, {"tokens": ""}, overwrite=overwrite) as store:
-        for name, paths in splits.items():
-            with store.split(name) as split:
-                write_split(split, paths, encoder, options, max_tokens)
+        tokenizer.save(store.directory)  # for the workers
+        with Encoders(tokenizer, store.directory, workers) as encoders:
+            for name, paths in splits.items():
+                with store.split(name) as split:
+                    write_split(split, paths, encoders, options, max_tokens)
         files = [path for paths in splits.values() for path in paths]
         origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
-        store.finish("text", [], None, origin)
+        store.finish("text", [], None, {**origin, **options.bad.as_origin()})
         return store.splits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `text`."""
     add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, metavar="FILE",
-        help="Raw text in UTF-8, for the split train.")  # fmt: skip
+    add("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="Raw text in UTF-8, for "
+        "the split train: files, directories (all their files with known endings, sorted by name), "
+        "or quoted globs such as 'text/**/*.txt'.")  # fmt: skip
     for split in ("valid", "test"):
-        add(f"--{split}", type=Path, nargs="+", default=[], metavar="FILE",
+        add(f"--{split}", nargs="+", default=[], metavar="FILE|DIR|GLOB",
             help=f"Raw text for the split {split} (default: no such split).")  # fmt: skip
     add("--tokenizer", type=Path, required=True, metavar="TOK",
         help="The directory of a tokenizer, a store or a checkpoint.")  # fmt: skip
     add("--max-tokens", type=number(1), default=510, metavar="N", help="Tokens in a row at most; "
         "longer documents are cut into several rows (default: %(default)s).")  # fmt: skip
-    add("--lines", action="store_true", help="Every line is a document (default: documents are "
-        "separated by blank lines).")  # fmt: skip
+    corpora.add_arguments(parser)
+    add("--lines", action="store_true", help="Every line of plain text is a document (default: "
+        "documents are separated by blank lines).")  # fmt: skip
     add("--skip-lines", type=expression, metavar="REGEX", help="Leave out lines in which this "
         r"expression is found, such as '^\[\d+\]' for footnotes (default: none).")  # fmt: skip
-    add("--workers", type=number(1, 4096), metavar="N",
-        help="Threads that encode (default: all cores).")  # fmt: skip
+    add("--workers", type=number(1, 4096), metavar="N", help="Processes that encode, beside the "
+        "one that reads and writes; 1: that one alone. A few megabytes are encoded without "
+        "others in any case. The ids do not depend on it (default: all cores).")  # fmt: skip
     add_output(parser, "STORE")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Encode text files into a store."""
-    splits = {"train": arguments.input, "valid": arguments.valid, "test": arguments.test}
-    splits = {name: paths for name, paths in splits.items() if paths}
-    files = [path for paths in splits.values() for path in paths]
     check_output(arguments.output, arguments.overwrite, "store.json")
-    check_files(files)
-    if arguments.workers:  # read by the tokenizers' thread pool when it starts
-        os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
+    given = {"train": arguments.input, "valid": arguments.valid, "test": arguments.test}
+    splits = {
+        name: corpora.find_files(paths, arguments.format) for name, paths in given.items() if paths
+    }
+    corpora.check_distinct(splits)
+    files = [path for paths in splits.values() for path in paths]
+    formats = {arguments.format or corpora.format_of(path) for path in files}
+    if arguments.lines and "text" not in formats:
+        raise BadInput("--lines is for plain text; in other formats documents are marked")
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    os.environ["RAYON_NUM_THREADS"] = str(workers)  # the tokenizers' threads, read when they start
     tokenizer = tokenizers.load(arguments.tokenizer)
-    options = TextOptions(arguments.lines, arguments.skip_lines)
+    bad = BadRows(arguments.skip_bad)
+    options = TextOptions(
+        arguments.lines, arguments.skip_lines, arguments.format, arguments.field, bad
+    )
     started = time.monotonic()
     written = write_store(
         arguments.output, splits, tokenizer, options, arguments.max_tokens, origin(),
-        arguments.overwrite,
+        arguments.overwrite, workers,
     )  # fmt: skip
+    bad.report()
     size = sum(path.stat().st_size for path in files)
     summarise(arguments.output, written, started, size)

@@ -1,36 +1,42 @@
-"""`tokenizer`: learn a vocabulary from raw text and write it to a directory."""
+"""`tokenizer`: learn a vocabulary from raw text, or bring in a published one, as a directory."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
+from preprocess import corpora
 from preprocess.arguments import add_output, check_output, number
-from preprocess.binarize import check_files
+from preprocess.bad import BadRows
 from preprocess.progress import Progress, progress
 from preprocess.text import TextOptions, read_documents
-from xformer.data import tokenizers
+from xformer.data import published, tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
 
-def learn(kind: str, paths: list[Path], vocab_size: int, lowercase: bool) -> tokenizers.Tokenizer:
+def learn(
+    kind: str, paths: list[Path], vocab_size: int, lowercase: bool, options: TextOptions
+) -> tokenizers.Tokenizer:
     """A vocabulary of `vocab_size` pieces from the files' documents, read as a stream.
 
-    Raises BadInput for bytes that are not UTF-8, for files without text, and where the text cannot
+    Raises BadInput for what cannot be read, for files without text, and where the text cannot
     give that many pieces.
     """
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
     if kind == "wordpiece":  # without them its trainer's choice among equals is random
         with progress("looking for characters", total, "B") as shown:
-            for text, _ in read_documents(paths, TextOptions(), shown.add):
+            for text, _ in read_documents(paths, options, shown.add):
                 characters.update(text)
     with progress("reading", total, "B") as shown:
-        return _Training(kind, paths, vocab_size, lowercase, characters, shown).result()
+        return _Training(kind, paths, vocab_size, lowercase, characters, options, shown).result()
 
 
 class _Training(threading.Thread):
@@ -38,10 +44,10 @@ class _Training(threading.Thread):
 
     def __init__(
         self, kind: str, paths: list[Path], vocab_size: int, lowercase: bool,
-        characters: set[str], shown: Progress,
+        characters: set[str], options: TextOptions, shown: Progress,
     ):  # fmt: skip
         super().__init__(daemon=True)
-        self.paths, self.shown = paths, shown
+        self.paths, self.options, self.shown = paths, options, shown
         self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
         self.problems: list[Exception] = []  # in the order they arose: the first is the cause
         self.learned: tokenizers.Tokenizer | None = None
@@ -57,7 +63,7 @@ class _Training(threading.Thread):
         """The files' texts; what goes wrong is kept, as the libraries that read them reword it."""
         found = False
         try:
-            for text, _ in read_documents(self.paths, TextOptions(), self.shown.add):
+            for text, _ in read_documents(self.paths, self.options, self.shown.add):
                 if self.stopped.is_set():
                     self.parked.set()
                     threading.Event().wait()  # for the end of the process
@@ -67,7 +73,7 @@ class _Training(threading.Thread):
         except (BadInput, OSError) as error:
             self.problems.append(error)
         if not found:
-            names = ", ".join(map(str, self.paths))
+            names = corpora.names(self.paths)
             self.problems.append(BadInput(f"{names}: there is no text in it"))
 
     def result(self) -> tokenizers.Tokenizer:
@@ -93,25 +99,43 @@ def save(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tokenizer`."""
     add = parser.add_argument
-    add("--kind", choices=tokenizers.KINDS, required=True, help="wordpiece: BERT's; bpe: RoBERTa's "
+    add("--kind", choices=tokenizers.KINDS, help="What to learn. wordpiece: BERT's; bpe: RoBERTa's "
         "byte-level pairs; unigram: SentencePiece; symbols: one id a character.")  # fmt: skip
-    add("--input", type=Path, nargs="+", metavar="FILE", default=[],
-        help="Raw text in UTF-8.")  # fmt: skip
+    add("--input", nargs="+", metavar="FILE|DIR|GLOB", default=[], help="Raw text in UTF-8: files, "
+        "directories (all their files with known endings), or quoted globs such as "
+        "'text/**/*.txt'.")  # fmt: skip
+    corpora.add_arguments(parser)
     add("--vocab-size", type=number(6), metavar="N", help="Pieces in the vocabulary, the five "
         "special tokens included; a small text may give fewer.")  # fmt: skip
+    add("--from", type=Path, metavar="PATH", dest="source", help="Learn nothing: bring in a "
+        "published vocabulary, either a Hugging Face directory or one of its files: BERT's "
+        "vocab.txt, RoBERTa's or GPT-2's vocab.json beside merges.txt, ALBERT's spiece.model, or a "
+        "tokenizer.json. A name may go before the file's, as in gpt2.vocab.json. GPT-2's gets "
+        "RoBERTa's five special tokens at its end.")  # fmt: skip
     add("--cased", action="store_true", help="Keep upper case and accents in wordpiece (default: "
-        "lower-cased; the other kinds are always cased).")  # fmt: skip
+        "lower-cased; the other kinds are always cased). With --from it concerns BERT's and "
+        "ALBERT's (which strips accents in any case) where no tokenizer_config.json and no "
+        "tokenizer.json beside the file says do_lower_case.")  # fmt: skip
     add("--alphabet", metavar="LETTERS", help="The letters of a symbols tokenizer, in the order of "
         "their ids; then neither --input nor --vocab-size is needed.")  # fmt: skip
     add_output(parser, "TOK")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Learn a vocabulary, or write down an alphabet."""
+    """Learn a vocabulary, write down an alphabet, or bring in a published vocabulary."""
     kind, output = arguments.kind, arguments.output
     check_output(output, arguments.overwrite, tokenizers.META, ("store.json", "config.json"))
     started = time.monotonic()
-    if arguments.alphabet is not None:
+    note = ""
+    if arguments.source is not None:
+        for option in ("kind", "input", "vocab_size", "alphabet"):
+            if getattr(arguments, option):
+                raise BadInput(f"--{option.replace('_', '-')} is for learning; --from learns not")
+        tokenizer = published.read(arguments.source, arguments.cased)
+        note = _unreachable(tokenizer)
+    elif kind is None:
+        raise BadInput("--kind is required to learn a vocabulary, or --from to bring one in")
+    elif arguments.alphabet is not None:
         if kind != "symbols":
             raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")
         if arguments.input:
@@ -121,12 +145,27 @@ def run(arguments: argparse.Namespace) -> None:
         for option in ("input", "vocab_size"):
             if not getattr(arguments, option):
                 raise BadInput(f"--{option.replace('_', '-')} is required for --kind {kind}")
-        check_files(arguments.input)
-        tokenizer = learn(
-            kind, arguments.input, arguments.vocab_size, lowercase=not arguments.cased
-        )
+        files = corpora.find_files(arguments.input, arguments.format)
+        corpora.check_distinct({"--input": files})
+        bad = BadRows(arguments.skip_bad)
+        options = TextOptions(format=arguments.format, json_field=arguments.field, bad=bad)
+        tokenizer = learn(kind, files, arguments.vocab_size, not arguments.cased, options)
+        bad.report()
+        if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
+            note = " (the text holds no more)"
     save(tokenizer, output, arguments.overwrite)
-    fewer = arguments.vocab_size and kind != "symbols" and len(tokenizer) < arguments.vocab_size
-    note = " (the text holds no more)" if fewer else ""
-    seconds = time.monotonic() - started
-    print(f"{output}: {kind} tokenizer of {len(tokenizer):,} pieces{note}, {seconds:.1f} s")
+    what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
+    print(f"{output}: {what}, {time.monotonic() - started:.1f} s")
+
+
+def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
+    """A remark where a vocabulary of cased text is used on lower-cased text."""
+    one, other = tokenizer.encode_batch(["A Word", "a word"])
+    special = set(tokenizer.special.values())
+    capitals = sum(
+        re.search("[A-Z]", piece) is not None and i not in special
+        for i, piece in enumerate(tokenizer.pieces)
+    )
+    if not capitals or not np.array_equal(one, other):
+        return ""
+    return f" (lower-cased: {capitals:,} pieces with capitals are never used; see --cased)"

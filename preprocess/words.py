@@ -56,15 +56,19 @@ _PROBE = ["It's a  [MASK]\n\n  don't, \tÉtude e\u0301 中文 x\r\n y ", " a", "
 
 
 class Encoder:
-    """Texts -> ids, with a table of the words met so far where the kind of tokenizer allows it."""
+    """Texts -> ids, with a table of the words met so far where the kind of tokenizer allows it.
 
-    def __init__(self, tokenizer: Tokenizer):
+    Of several processes at work each has its `share`th part of the table's memory.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, share: int = 1):
         self.tokenizer = tokenizer
         self.rules = _RULES.get(tokenizer.kind)
         self.known: dict[str, int] = {}
         self.starts = self.lengths = np.empty(0, np.int64)
         self.ids = np.empty(0, np.int32)
         self.characters = 0
+        self.limit = min(LIMIT, max(LIMIT // share, 2**20))
         if self.rules is not None:
             # a tokenizer with rules of its own (a space put before each text) has no such table
             found, _ = self.encode(_PROBE)
@@ -102,7 +106,7 @@ class Encoder:
 
     def _numbers(self, words: list[str]) -> np.ndarray:
         """The row of the table that holds each word; unknown words are added to it."""
-        if self.characters > LIMIT:
+        if self.characters > self.limit:
             self.known.clear()
             self.starts, self.lengths, self.ids = self.starts[:0], self.lengths[:0], self.ids[:0]
             self.characters = 0

@@ -144,9 +144,10 @@ CONTENT = (
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 @pytest.mark.parametrize("options", [[], ["--lines"], ["--skip-lines", r"^\[\d+\]"]])
 def test_text_falls_into_documents_and_rows(base, tmp_path, kind, options):
-    (tmp_path / "t.txt").write_bytes(CONTENT.encode("utf-8-sig"))
+    for name in ("t.txt", "v.txt"):
+        (tmp_path / name).write_bytes(CONTENT.encode("utf-8-sig"))
     arguments = ["--tokenizer", base / kind, "--output", tmp_path / "s", "--max-tokens", 7]
-    said = run("text", "--input", tmp_path / "t.txt", "--valid", tmp_path / "t.txt",
+    said = run("text", "--input", tmp_path / "t.txt", "--valid", tmp_path / "v.txt",
                *arguments, *options, "--workers", 1)  # fmt: skip
     found = open_store(tmp_path / "s")
     skip = re.compile(options[1]) if options[:1] == ["--skip-lines"] else None
@@ -157,7 +158,7 @@ def test_text_falls_into_documents_and_rows(base, tmp_path, kind, options):
     assert f"train {len(wanted)} rows, {sum(map(len, wanted))} tokens" in said
     origin = found.meta["origin"]
     assert origin["command"][:2] == ["preprocess.py", "text"]
-    assert [source["file"] for source in origin["sources"]] == ["t.txt", "t.txt"]
+    assert [source["file"] for source in origin["sources"]] == ["t.txt", "v.txt"]
     assert origin["sources"][0]["bytes"] == len(CONTENT.encode("utf-8-sig"))
 
 
@@ -623,7 +624,7 @@ REFUSED = [
     ([*TOK, "bpe", "--output", "store", "--overwrite"], "something else"),
     ([*TEXT, "missing.txt"], "missing.txt does not exist"),
     ([*TEXT, "empty.txt"], "empty.txt is empty"),
-    ([*TEXT, "."], r"\. is a directory"),
+    ([*TEXT, "wordpiece"], "wordpiece holds no file with content and a known ending"),
     ([*TEXT, "blank.txt"], "blank.txt: there is no text in it, so train would be empty"),
     ([*TEXT, "corpus.txt", "--valid", "blank.txt"], "so valid would be empty"),
     ([*TEXT, "bad.txt"], "bad.txt:3: not valid UTF-8"),

@@ -49,7 +49,9 @@ def write(path: Path, value: Any) -> Path:
     return path
 
 
-def make(monkeypatch, tmp_path: Path, tokenizer: Path, value: Any, *options: object) -> Store:
+def make(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path, value: Any, *options: object
+) -> Store:
     raw = write(tmp_path / "raw.json", value)
     arguments = ["--train", raw, "--tokenizer", tokenizer, "--output", tmp_path / "s", *options]
     monkeypatch.setattr("sys.argv", ["preprocess.py", "task", "squad", *map(str, arguments)])
@@ -148,7 +150,7 @@ def test_dev_sets_of_squad(shared, tmp_path):
     assert sum(not found for found in answers) == 5_945
     exact, seen = 0, set()
     for row in np.flatnonzero(columns["label"][:, 0] >= 0):
-        text = answer(split, row, *columns["label"][row])
+        text = answer(split, int(row), *columns["label"][row])
         wanted = answers[columns["group"][row]][0]
         assert wanted in text  # tokens are never narrower than the answer
         if columns["group"][row] not in seen:

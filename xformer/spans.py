@@ -26,7 +26,7 @@ def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
     The window is tokens `second` to `second + lengths` of its row, (N,) each; "no answer" is the
     first special token. A span is at most LONGEST tokens.
     """
-    N, L, _ = logits.size()
+    L = logits.size(1)
     null = logits[:, 0].sum(1)
     place = torch.arange(L, device=logits.device)
     inside = (place >= second[:, None]) & (place < (second + lengths)[:, None])

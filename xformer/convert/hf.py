@@ -78,7 +78,8 @@ def from_hf(directory: Path) -> Imported:
         )
     types = {str(source[name].dtype).removeprefix("torch.") for name in used}
     record = {"op": "from-hf", "family": family.name, "file": file.name,
-              "sha256": file_checksum(file), "dtype": types.pop() if len(types) == 1 else "mixed"}  # fmt: skip
+              "sha256": file_checksum(file),
+              "dtype": types.pop() if len(types) == 1 else "mixed"}  # fmt: skip
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
     return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
 
@@ -304,9 +305,9 @@ def family_of(config: ModelConfig) -> Family:
     else:
         name = "bert"
     family = FAMILIES[name]
-    plain = ModelConfig(**family.fixed).model_dump() | {"first_position": config.first_position if name == "roberta" else 0}  # fmt: skip
-    for field in ("shared_layers", "first_position", "pooler", *family.fixed):
-        if getattr(config, field) != plain[field]:
+    plain = ModelConfig(**family.fixed)
+    for field in {"shared_layers", "pooler", *family.fixed}:
+        if getattr(config, field) != getattr(plain, field):
             raise BadInput(f"model.{field}={getattr(config, field)} is not a {name}'s")
     if bool(config.embedding) != ("embedding" in family.config):
         raise BadInput(f"model.embedding={config.embedding} is not a {name}'s")

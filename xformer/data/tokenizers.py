@@ -1,10 +1,11 @@
 """Text to ids and back: train, load, save. WordPiece and byte-level BPE by `tokenizers`, unigram by
-`sentencepiece`, and symbols (a fixed alphabet, one id each) by a table lookup.
+`sentencepiece` (ALBERT's, which normalises text first, by `tokenizers`), and symbols (a fixed
+alphabet, one id each) by a table lookup.
 
 A tokenizer is a directory: `tokenizer_meta.json` (kind, special tokens, options) beside
-`tokenizer.json` (wordpiece, bpe), `spiece.model` (unigram) or nothing more (symbols: the alphabet
-is in the meta file). Ids are bare: special tokens are added when a batch is built, never here, and
-a text that spells "[SEP]" does not get the special token.
+`tokenizer.json` (wordpiece, bpe, ALBERT's unigram), `spiece.model` (unigram) or nothing more
+(symbols: the alphabet is in the meta file). Ids are bare: special tokens are added when a batch is
+built, never here, and a text that spells "[SEP]" does not get the special token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ KINDS = ("wordpiece", "bpe", "unigram", "symbols")
 BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+# before a piece of ALBERT's that no text may get: words hold no space, so none is equal to it
+HIDDEN = " "
 
 
 class Tokenizer:
@@ -34,7 +38,7 @@ class Tokenizer:
 
     `pieces` is the vocabulary in id order; `special` maps "pad", "unk", "cls", "sep", "mask" to
     ids; `pair_separators` is how many separators stand between the texts of a pair (BERT 1,
-    RoBERTa 2).
+    RoBERTa 2). `meta["normalisation"]` is there where the unigram is ALBERT's.
     """
 
     def __init__(self, meta: dict[str, Any], model: Any):
@@ -42,15 +46,18 @@ class Tokenizer:
         self.kind: str = meta["kind"]
         self.pair_separators: int = meta["pair_separators"]
         self._model = model
+        self._sentencepiece = _runs_sentencepiece(meta)
         if self.kind == "symbols":
             self.pieces: list[str] = list(model)
-        elif self.kind == "unigram":
+        elif self._sentencepiece:
             self.pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
         else:
             vocabulary = model.get_vocab(with_added_tokens=False)
             self.pieces = sorted(vocabulary, key=vocabulary.__getitem__)
             if list(map(vocabulary.__getitem__, self.pieces)) != list(range(len(vocabulary))):
                 raise BadInput("the vocabulary's ids are not 0 to its size without gaps")
+            if self.kind == "unigram":
+                self.pieces = [piece.removeprefix(HIDDEN) for piece in self.pieces]
         ids = {piece: i for i, piece in enumerate(self.pieces)}
         missing = [piece for piece in meta["special"].values() if piece not in ids]
         if missing:
@@ -65,7 +72,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """SHA-256 over everything that decides which ids a text gets."""
         state = {**self.meta, "pieces": self.pieces}
-        if self.kind == "unigram":
+        if self._sentencepiece:
             state["model"] = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         elif self.kind != "symbols":
             state["model"] = json.loads(self._model.to_str())
@@ -75,10 +82,53 @@ class Tokenizer:
         """The bare ids of each text, int32, no special tokens, no truncation."""
         if self.kind == "symbols":
             return [self._encode_symbols(text) for text in texts]
-        if self.kind == "unigram":
+        if self._sentencepiece:
             return [np.asarray(ids, np.int32) for ids in self._model.encode(list(texts))]
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(ids, starts, ends) of each text, int32: token i is made of `text[starts[i]:ends[i]]`.
+
+        Ids are those of `encode_batch`; positions count the characters (code points) of the text as
+        it is given, and neither starts nor ends ever decrease. White space at either end of a token
+        is left out, so one of white space alone is empty. A token which is a part of a character
+        (bytes of an emoji, the "f" of a ligature) has the whole character.
+        """
+        found = self._symbol_spans if self.kind == "symbols" else self._library_spans
+        return [
+            (ids, *_without_space(text, starts, ends))
+            for text, (ids, starts, ends) in zip(texts, found(texts), strict=True)
+        ]
+
+    def _library_spans(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        if self._sentencepiece:
+            for text, found in zip(
+                texts, self._model.encode(list(texts), return_type="offset_mapping"), strict=True
+            ):
+                spans = np.asarray(found["offsets"], np.int32).reshape(-1, 2)
+                for i, (piece, (start, end)) in enumerate(zip(found["pieces"], spans, strict=True)):
+                    # of a character that becomes several pieces, all but the last have no part
+                    if piece.strip("▁") and not text[start:end].strip():
+                        spans[i] = end, min(end + 1, len(text))
+                yield np.asarray(found["ids"], np.int32), spans[:, 0], spans[:, 1]
+            return
+        for encoding in self._model.encode_batch(list(texts), add_special_tokens=False):
+            spans = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
+            yield np.asarray(encoding.ids, np.int32), spans[:, 0], spans[:, 1]
+
+    def _symbol_spans(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        symbol = re.compile(r"\S+" if self.meta["separated"] else r"\S")
+        for text in texts:
+            spans = [match.span() for match in symbol.finditer(text)]
+            starts, ends = np.asarray(spans, np.int32).reshape(-1, 2).T
+            yield self._encode_symbols(text), starts, ends
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Readable text of ids; special tokens appear as they are spelt."""
@@ -86,16 +136,17 @@ class Tokenizer:
         if self.kind == "symbols":
             between = " " if self.meta["separated"] else ""
             return between.join(self.pieces[i] for i in ids)
-        if self.kind == "unigram":
+        if self._sentencepiece:
             return self._model.decode(ids)
-        return self._model.decode(ids, skip_special_tokens=False)
+        text = self._model.decode(ids, skip_special_tokens=False)
+        return text.removeprefix(HIDDEN) if self.kind == "unigram" else text
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files into an existing directory."""
         meta = {**self.meta, "vocab_size": len(self), "fingerprint": self.fingerprint}
         if self.kind == "symbols":
             meta["pieces"] = self.pieces
-        elif self.kind == "unigram":
+        elif self._sentencepiece:
             (directory / "spiece.model").write_bytes(self._model.serialized_model_proto())
         else:
             self._model.save(str(directory / "tokenizer.json"), pretty=False)
@@ -136,7 +187,7 @@ def load(directory: str | Path) -> Tokenizer:
         pieces = meta.pop("pieces", None)
         if meta["kind"] == "symbols":
             tokenizer = Tokenizer(meta, pieces)
-        elif meta["kind"] == "unigram":
+        elif _runs_sentencepiece(meta):
             tokenizer = Tokenizer(meta, _sentencepiece(path / "spiece.model"))
         else:
             tokenizer = Tokenizer(meta, _fast(path / "tokenizer.json"))
@@ -145,6 +196,21 @@ def load(directory: str | Path) -> Tokenizer:
     if tokenizer.fingerprint != fingerprint:
         raise BadInput(f"the tokenizer in {path} was changed after it was saved")
     return tokenizer
+
+
+def _runs_sentencepiece(meta: dict[str, Any]) -> bool:
+    return meta["kind"] == "unigram" and "normalisation" not in meta
+
+
+def _without_space(
+    text: str, starts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The spans without the white space at either end; one of white space alone becomes empty."""
+    visible = np.array([i for i, letter in enumerate(text) if not letter.isspace()], np.int32)
+    following = np.append(visible, len(text))[np.searchsorted(visible, starts)]
+    preceding = np.append(-1, visible)[np.searchsorted(visible, ends)] + 1
+    starts = np.minimum(following, ends).astype(np.int32)
+    return starts, np.maximum(preceding, starts).astype(np.int32)
 
 
 def _fast(path: Path) -> Any:
@@ -191,15 +257,53 @@ def wordpiece(vocabulary: dict[str, int], lowercase: bool, strip_accents: bool |
     )
 
 
-def byte_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    """RoBERTa's byte-level BPE over a given vocabulary and merge list."""
+def byte_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]],
+             prefix_space: bool = False) -> Tokenizer:  # fmt: skip
+    """RoBERTa's byte-level BPE over a given vocabulary and merge list.
+
+    With `prefix_space` a text's first word is encoded as if a space went before it.
+    """
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
 
     model = Fast(models.BPE(vocabulary, merges))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     model.decoder = decoders.ByteLevel()
     return Tokenizer({"kind": "bpe", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}, model)
+
+
+def albert(scores: list[tuple[str, float]], charsmap: bytes | None, controls: Iterable[str],
+           symbols: Iterable[str], lowercase: bool = True,
+           keep_accents: bool = False) -> Tokenizer:  # fmt: skip
+    """ALBERT's tokenizer: SentencePiece's unigram model over text made plain first.
+
+    `scores` are the pieces in id order with their log-probabilities, `charsmap` is the model's own
+    table of characters. A text never gets one of the `controls`; one of `symbols` always stands
+    alone in it, and what follows it begins a word. Raises BadInput unless id 1 is "<unk>".
+    """
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    if len(scores) < 2 or scores[1][0] != ALBERT_SPECIAL["unk"]:
+        raise BadInput("the vocabulary is not ALBERT's: id 1 is not <unk>")
+    hidden = {*controls, *ALBERT_SPECIAL.values()}
+    vocabulary = [(HIDDEN + p if p in hidden else p, score) for p, score in scores]
+    model = Fast(models.Unigram(vocabulary, unk_id=1, byte_fallback=False))
+    steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    if not keep_accents:
+        steps += [normalizers.NFKD(), normalizers.StripAccents()]
+    if lowercase:
+        steps.append(normalizers.Lowercase())
+    if charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    model.normalizer = normalizers.Sequence(steps)
+    word = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), word])
+    model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    model.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
+    normalisation = {"lowercase": lowercase, "keep_accents": keep_accents}
+    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
+    return Tokenizer({**meta, "normalisation": normalisation}, model)
 
 
 def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:

@@ -1,0 +1,299 @@
+"""Public data sets from their publishers' addresses into a cache, with licence and citation.
+
+Which there are, and what is known of each, is data: `catalogue.toml` beside this module.
+
+In the cache, a data set is the directory of its name, which appears whole, with `SOURCE.json`:
+addresses, checksums of what was sent and of every unpacked file, licence, date. `.fetch/NAME`
+holds the downloads until then, and for good the checksums first seen of files that the catalogue
+does not pin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from preprocess.download import File, download
+from preprocess.unpack import ENDINGS, Unpacker
+from xformer.data.errors import BadInput, Failure, Interrupted
+from xformer.data.files import (
+    atomic_directory,
+    file_checksum,
+    read_json,
+    refuse_existing,
+    write_json,
+)
+
+CATALOGUE = Path(__file__).with_name("catalogue.toml")
+RATIO = 20  # how many times its own size an archive may unpack to, where its entry says nothing
+CAP = 2**36  # bytes that a data set may unpack to, where its entry says nothing
+REQUIRED = {"licence", "citation", "source", "then"}
+ALLOWED = {*REQUIRED, "files", "unpacked", "directory", "by_hand", "note"}
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """An entry of a catalogue, as `catalogue.toml` explains it; `directory` is in the cache."""
+
+    name: str
+    licence: str
+    citation: str
+    source: str
+    then: str
+    directory: str
+    files: tuple[File, ...] = ()
+    unpacked: int | None = None
+    by_hand: str = ""
+    note: str = ""
+
+
+def load_catalogue(path: Path) -> dict[str, DataSet]:
+    """The data sets by name. Raises BadInput naming the file, the entry and what is wrong."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist") from None
+    except (ValueError, IsADirectoryError) as error:
+        raise BadInput(f"{path} is no catalogue in TOML: {error}") from None
+    catalogue = {name: _entry(f"{path}: {name!r}", name, entry) for name, entry in table.items()}
+    places = {f"{data.directory}/": data.name for data in catalogue.values()}
+    for place, name in places.items():
+        for other, owner in places.items():
+            if owner != name and other.startswith(place):
+                raise BadInput(f"{path}: {owner!r} would lie within {name!r}: give `directory`")
+    if len(places) < len(catalogue):
+        raise BadInput(f"{path}: two data sets have the same directory")
+    return catalogue
+
+
+def _entry(where: str, name: str, entry: Any) -> DataSet:
+    if not isinstance(entry, dict) or not NAME.fullmatch(name):
+        raise BadInput(f'{where} is no data set: write ["group/name"] and its keys below')
+    for key in sorted(entry.keys() ^ REQUIRED):
+        if key not in ALLOWED:
+            near = get_close_matches(key, ALLOWED, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise BadInput(f"{where} has the unknown key {key!r}{hint}")
+        if key in REQUIRED:
+            raise BadInput(f"{where} lacks the key {key!r}")
+    kinds = {"unpacked": int, "files": list}
+    for key, value in entry.items():
+        kind = kinds.get(key, str)
+        if type(value) is not kind or not value:
+            raise BadInput(f"{where}: {key} = {value!r} must be {_ARTICLES[kind]}")
+    directory = entry.get("directory", name)
+    if not NAME.fullmatch(directory):
+        raise BadInput(f"{where}: directory = {directory!r} must be like 'group/name'")
+    if ("files" in entry) == ("by_hand" in entry):
+        raise BadInput(f"{where} needs either `files` or `by_hand`")
+    files = tuple(_file(where, value) for value in entry.get("files", []))
+    if len({file.name.casefold() for file in files}) < len(files):
+        raise BadInput(f"{where}: two files have the same name: give `name`")
+    return DataSet(**{**entry, "name": name, "directory": directory, "files": files})
+
+
+_ARTICLES = {str: "a string", int: "a whole number above 0", list: "a list of files"}
+
+
+def _file(where: str, value: Any) -> File:
+    if not isinstance(value, dict) or not value.keys() <= {"url", "name", "bytes", "sha256"}:
+        raise BadInput(f"{where}: a file has url, and may have name, bytes and sha256: {value!r}")
+    url = value.get("url", "")
+    if not isinstance(url, str) or not re.fullmatch(r"https?://[\w.:-]+/[!-~]*", url, re.ASCII):
+        raise BadInput(f"{where}: url = {url!r} is no address that begins with https://")
+    name = value.get("name", unquote(urlsplit(url).path).rpartition("/")[2])
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+        raise BadInput(f"{where}: {name!r} is no plain name of a file: give `name`")
+    size, checksum = value.get("bytes"), value.get("sha256")
+    if size is not None and (type(size) is not int or size < 1):
+        raise BadInput(f"{where}: bytes = {size!r} must be a whole number above 0")
+    if checksum is not None and not re.fullmatch(r"[0-9a-f]{64}", str(checksum)):
+        raise BadInput(f"{where}: sha256 = {checksum!r} must be 64 digits 0-9 and a-f")
+    return File(url, name, size, checksum)
+
+
+def fetch(data: DataSet, cache: Path) -> Path:
+    """Bring a data set into `cache` and return its directory, or return what is there, verified.
+
+    Raises Failure if the network, a checksum, an archive or what is there is at fault: what is
+    there is never touched. Raises BadInput where it can only be had by hand.
+    """
+    if data.by_hand:
+        raise BadInput(f"{data.name} can only be fetched by hand: {data.by_hand}")
+    refuse_existing(cache, overwrite=True)
+    target, downloads = cache / data.directory, cache / ".fetch" / data.directory
+    if not target.exists():
+        downloads.mkdir(parents=True, exist_ok=True)
+        with _locked(downloads / "lock", data.name):
+            if not target.exists():  # another process may have brought it meanwhile
+                _bring(data, target, downloads)
+                return target
+    _verify(data, target)
+    return target
+
+
+@contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    """Only one process at a time; the lock ends with its process, however that ends."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process fetches {name}: waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _bring(data: DataSet, target: Path, downloads: Path) -> None:
+    """Download, check, unpack into `target`, say what came."""
+    started = time.monotonic()
+    seen_at = downloads / "seen.json"
+    seen = read_json(seen_at) if seen_at.exists() else {}
+    today = datetime.now(UTC).date().isoformat()
+    sent: list[dict[str, Any]] = []
+    for file in data.files:
+        first = seen.get(file.url, {})
+        whence = "the catalogue" if file.sha256 else f"{seen_at}, first seen {first.get('date')},"
+        checksum = download(file, downloads, file.sha256 or first.get("sha256"), whence)
+        size = (downloads / file.name).stat().st_size
+        sent.append({"url": file.url, "bytes": size, "sha256": checksum})
+        print(f"{file.url}: {size:,} bytes, {_trust(file, first, checksum)}")
+        if not file.sha256 and not first:
+            seen[file.url] = {"sha256": checksum, "date": today}
+            write_json(seen_at, seen)
+    limit = sum(
+        int(item["bytes"]) * (RATIO if file.name.lower().endswith(ENDINGS) else 1)
+        for file, item in zip(data.files, sent, strict=True)
+    )
+    with atomic_directory(target) as directory:
+        unpacker = Unpacker(directory, data.unpacked or min(limit, CAP))
+        for file in data.files:
+            unpacker.add(downloads / file.name)
+        record = {
+            "name": data.name,
+            "date": today,
+            "licence": data.licence,
+            "citation": data.citation,
+            "files": sent,
+            "unpacked": _contents(directory),
+        }
+        write_json(directory / "SOURCE.json", record)
+    for file in data.files:
+        (downloads / file.name).unlink()
+    count = sum(path.is_file() for path in target.rglob("*")) - 1
+    seconds = time.monotonic() - started
+    print(f"{target}: {count:,} files, {unpacker.limit - unpacker.left:,} bytes; {seconds:.1f} s")
+
+
+def _trust(file: File, first: dict[str, str], checksum: str) -> str:
+    if file.sha256:
+        return "SHA-256 as the catalogue has it"
+    if first:
+        return f"SHA-256 as first seen {first['date']}"
+    return f"not pinned: its SHA-256 is {checksum}, keep it"
+
+
+def _contents(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file, by its path below the directory."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": file_checksum(path),
+        }
+        for path in files
+    }
+
+
+def _verify(data: DataSet, target: Path) -> None:
+    """Raise unless every file that was unpacked is there as it was."""
+    if not (target / "SOURCE.json").is_file():
+        raise BadInput(f"{target} exists and was not fetched: move it, or give another --cache")
+    record = read_json(target / "SOURCE.json")
+    try:
+        files = {name: (item["bytes"], item["sha256"]) for name, item in record["unpacked"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise BadInput(f"{target}/SOURCE.json is damaged: remove {target} and run again") from None
+    for name, (size, checksum) in files.items():
+        path = target / name
+        if not path.is_file():
+            what = "is missing"
+        elif path.stat().st_size != size or file_checksum(path) != checksum:
+            what = "is not as it was unpacked"
+        else:
+            continue
+        raise Failure(f"{path} {what}: remove {target} and run again")
+    print(f"{data.name} is already here: {target}, {len(files):,} files verified")
+
+
+def table(catalogue: dict[str, DataSet]) -> str:
+    """A line for each data set: name, size as sent in MB, whence, licence."""
+    rows = [("name", "MB", "from", "licence")]
+    for data in catalogue.values():
+        sizes = [file.bytes for file in data.files]
+        size = "?" if not sizes or None in sizes else f"{sum(filter(None, sizes)) / 1e6:.2f}"
+        hosts = sorted({urlsplit(file.url).hostname or "" for file in data.files})
+        rows.append((data.name, size, ", ".join(hosts) or "(by hand)", data.licence))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        f"{name:{widths[0]}}  {size:>{widths[1]}}  {host:{widths[2]}}  {licence}"
+        for name, size, host, licence in rows
+    )
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XFORMER_CACHE") or Path.home() / ".cache" / "xformer")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME",
+        help="The data set, named as its task, such as glue/cola (default: list all).")  # fmt: skip
+    add("--list", action="store_true",
+        help="Print every name with size in MB as sent, server and licence, and fetch "
+        "nothing.")  # fmt: skip
+    add("--cache", type=Path, metavar="DIR", help="Where data sets lie, each in the directory of "
+        "its name (default: $XFORMER_CACHE, or else ~/.cache/xformer). What is there already is "
+        "verified, never replaced; what broke off is resumed.")  # fmt: skip
+    add("--catalogue", type=Path, default=CATALOGUE, metavar="FILE",
+        help="Your own list of data sets in TOML, instead of the one that comes with this "
+        "program and explains the form (preprocess/catalogue.toml).")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Fetch one data set and say what to do with it, or list all."""
+    catalogue = load_catalogue(arguments.catalogue)
+    if arguments.list or arguments.name is None:
+        print(table(catalogue))
+        return
+    if arguments.name not in catalogue:
+        near = get_close_matches(arguments.name, catalogue, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise BadInput(f"no data set is named {arguments.name!r}{hint} (fetch --list names them)")
+    data = catalogue[arguments.name]
+    try:
+        target = fetch(data, arguments.cache or _default_cache())
+    except (KeyboardInterrupt, Interrupted) as stop:
+        number = stop.status - 128 if isinstance(stop, Interrupted) else signal.SIGINT
+        raise Interrupted(number, "stopped; run again to go on where it was") from None
+    print(f"licence: {data.licence}\ncite: {data.citation}")
+    if data.note:
+        print(f"note: {data.note}")
+    then = data.then.replace("{directory}", shlex.quote(str(target)))
+    print(f"next: python preprocess.py {then}")

@@ -1,0 +1,78 @@
+"""JSON lines (an object a line), or one JSON array of objects: the text of one of their fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from preprocess.bad import BadRows
+from preprocess.binarize import open_binary, read_lines
+from xformer.data.errors import BadInput
+
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+def read_json_texts(
+    path: Path, field: str, bad: BadRows, read: Callable[[int], None] = lambda _: None
+) -> Iterator[str]:
+    """The text in `field` of every object. Memory holds the longest line, or the whole array.
+
+    What is no object, lacks the field or has something else than text in it goes to `bad` with its
+    line; so do lines that are not UTF-8 or not JSON; an array that is not JSON raises BadInput.
+    """
+    with open_binary(path) as file:
+        is_array = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    for line, value in (_array if is_array else _lines)(path, bad, read):
+        if not isinstance(value, dict):
+            bad(path, line, f'not a JSON object, such as {{"{field}": "..."}}')
+        elif field not in value:
+            has = ", ".join(map(repr, list(value)[:5])) or "nothing"
+            bad(path, line, f"no field {field!r}; it has {has}; name another with --field")
+        elif not isinstance(value[field], str):
+            bad(path, line, f"the field {field!r} holds no text but {_shown(value[field])}")
+        elif _is_unicode(value[field]):
+            yield value[field]
+        else:
+            bad(path, line, f"the field {field!r} holds half of a surrogate pair")
+
+
+def _lines(path: Path, bad: BadRows, read: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    for number, line in read_lines(path, bad, read):
+        if line and not line.isspace():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                bad(path, number, f"not valid JSON: {error}")
+            else:
+                yield number, value
+
+
+def _array(path: Path, bad: BadRows, read: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    text = "\n".join(line for _, line in read_lines(path, bad, read))
+    decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    while True:
+        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+        line, counted = line + text.count("\n", counted, place), place
+        if text.startswith("]", place):
+            return
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path}:{line}: not valid JSON: {error}") from None
+        yield line, value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,337 @@
+"""Vocabularies in the form in which they are published with BERT, RoBERTa and ALBERT.
+
+    vocab.txt                  BERT's WordPiece: one piece a line
+    vocab.json, merges.txt     RoBERTa's or GPT-2's byte-level BPE
+    spiece.model               ALBERT's unigram, as SentencePiece writes it
+    tokenizer.json             any of these, as Hugging Face's `tokenizers` writes it
+
+Beside them `tokenizer_config.json` may say how a text is made plain: do_lower_case, strip_accents,
+tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). Where it is silent
+tokenizer.json decides, then BERT's and ALBERT's own custom. The ids are those which `transformers`
+gives for the same files, except that a text which spells a special token does not get its id.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.data.tokenizers import ROBERTA_SPECIAL, Tokenizer
+
+# where a directory has several, the first is read
+FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model")
+# other classes split text by rules that are not here, such as MeCab's for Japanese
+CLASSES = re.compile(
+    r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert)Tokenizer(Fast)?"
+    r"|PreTrainedTokenizerFast|TokenizersBackend"
+)
+ALBERT_STEPS = re.compile(
+    r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
+)
+ALBERT_REPLACED = [{"String": "``"}, {"String": "''"}, {"Regex": " {2,}"}]
+# options of a tokenizer.json's model that change ids, and the values with which it is known
+WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": "##",
+             "max_input_chars_per_word": 100}  # fmt: skip
+BPE = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+       "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
+UNIGRAM = {"unk_id": 1, "byte_fallback": False}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file to read, which of FORMS it is, and what its fellows' names begin with."""
+
+    file: Path
+    form: str
+    stem: str
+    cased: bool
+
+    def beside(self, name: str) -> Path:
+        """The path of a fellow."""
+        return Path(self.stem + name)
+
+    def flag(self, name: str) -> bool | None:
+        """What the first file that has an option says about it; None where none has."""
+        for file, said in self._said():
+            if name in said:
+                if not isinstance(value := said[name], bool | None):
+                    raise BadInput(f"{file}: {name} is {value!r}, neither true nor false")
+                return value
+        return None
+
+    def lowercase(self) -> bool:
+        said = self.flag("do_lower_case")
+        if said and self.cased:
+            raise BadInput(f"{self.file}: its fellows say do_lower_case: true; leave out --cased")
+        return not self.cased if said is None else said
+
+    def _said(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        file = self.beside("tokenizer_config.json")
+        if file.is_file():
+            said = read_json(file)
+            if not isinstance(said, dict):
+                raise BadInput(f"{file} is not a table of options")
+            name = said.get("tokenizer_class")
+            if name is not None and not CLASSES.fullmatch(str(name)):
+                raise BadInput(f"{file}: the rules of {name} are not known")
+            yield file, said
+        file = self.beside("tokenizer.json")
+        if file.is_file():
+            yield file, _rules(read_json(file))
+
+
+def read(path: str | Path, cased: bool = False) -> Tokenizer:
+    """The tokenizer of a directory or of one file in a form listed above.
+
+    A file may have a name before its own, as in `gpt2.vocab.json` beside `gpt2.merges.txt`.
+    `cased` keeps upper case where the files do not say what to do. A GPT-2 vocabulary, which has
+    none of RoBERTa's special tokens, gets them at its end: <s>, <pad>, </s>, <unk>, <mask>.
+
+    Raises BadInput for a missing file, one that is no vocabulary, lacks special tokens or holds a
+    piece twice, ids with gaps, merges that do not fit, and rules that are not those of the three.
+    """
+    source = _source(Path(path), cased)
+    readers = {"tokenizer.json": _tokenizer_json, "vocab.txt": _vocab_txt,
+               "vocab.json": _vocab_json, "spiece.model": _spiece_model}  # fmt: skip
+    return readers[source.form](source)
+
+
+def _source(path: Path, cased: bool) -> _Source:
+    if path.is_dir():
+        for form in FORMS:
+            if (path / form).is_file():
+                return _Source(path / form, form, f"{path}/", cased)
+        raise BadInput(
+            f"{path} has neither tokenizer.json nor vocab.txt, vocab.json with merges.txt, or "
+            "spiece.model"
+        )
+    if not path.exists():
+        raise BadInput(f"{path} does not exist")
+    stem = str(path).removesuffix("merges.txt")
+    if stem != str(path):
+        return _Source(Path(f"{stem}vocab.json"), "vocab.json", stem, cased)
+    for form in FORMS:
+        if path.name.endswith(form):
+            return _Source(path, form, str(path).removesuffix(form), cased)
+    for form in ("tokenizer.json", "vocab.txt", "spiece.model"):
+        if path.suffix == Path(form).suffix:  # under a name of its own, so without fellows
+            return _Source(path, form, f"{path}.", cased)
+    raise BadInput(f"{path} is no vocabulary: give a .txt, a .json or a .model, or its directory")
+
+
+# ---------------------------------------------------------------------------------- the forms
+
+
+def _vocab_txt(source: _Source) -> Tokenizer:
+    # not splitlines(): a piece may be U+2028 and the like
+    pieces = _text(source.file).removesuffix("\n").split("\n")
+    seen: dict[str, int] = {}
+    for number, piece in enumerate(pieces, 1):
+        if seen.setdefault(piece, number) != number:
+            raise BadInput(
+                f"{source.file}:{number}: it holds a piece twice, {piece!r} also in line "
+                f"{seen[piece]}"
+            )
+    return _wordpiece(source, {piece: i for i, piece in enumerate(pieces)})
+
+
+def _vocab_json(source: _Source) -> Tokenizer:
+    file = source.beside("merges.txt")
+    vocabulary = _vocabulary(source.file, read_json(source.file))
+    if not file.is_file():
+        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges")
+    merges = []
+    for number, line in enumerate(_text(file).removesuffix("\n").split("\n"), 1):
+        if number == 1 and line.startswith("#version"):
+            continue
+        merge = line.split(" ")
+        if len(merge) != 2:
+            raise BadInput(f"{file}:{number}: {line!r} is not a merge, two pieces and a space")
+        merges.append((f"{file}:{number}", (merge[0], merge[1])))
+    return _byte_bpe(source, vocabulary, merges)
+
+
+def _spiece_model(source: _Source) -> Tokenizer:
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2
+    model = messages.ModelProto()
+    try:
+        model.ParseFromString(source.file.read_bytes())
+    except Exception as error:  # protobuf's own class of errors
+        raise BadInput(f"{source.file} is not a SentencePiece model: {error}") from None
+    if not model.pieces or model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
+        raise BadInput(f"{source.file} is not a SentencePiece model of the kind unigram")
+    kinds = model.SentencePiece
+    return _albert(
+        source,
+        [(piece.piece, piece.score) for piece in model.pieces],
+        model.normalizer_spec.precompiled_charsmap,
+        [piece.piece for piece in model.pieces if piece.type == kinds.CONTROL],
+        [piece.piece for piece in model.pieces if piece.type == kinds.USER_DEFINED],
+    )
+
+
+def _tokenizer_json(source: _Source) -> Tokenizer:
+    fast = read_json(source.file)
+    unknown = BadInput(
+        f"{source.file} is not BERT's WordPiece, RoBERTa's byte-level BPE or ALBERT's unigram"
+    )
+    try:
+        model, added = fast["model"], fast.get("added_tokens") or []
+        special = {token["content"]: token["id"] for token in added if token["special"]}
+        symbols = [token["content"] for token in added if not token["special"]]
+        kind = _kind(fast)
+        if kind is None or any(token["normalized"] for token in added if not token["special"]):
+            raise unknown
+        if kind == "unigram":
+            scores = [(str(piece), float(score)) for piece, score in model["vocab"]]
+            charsmap = [step["precompiled_charsmap"] for step in _steps(fast["normalizer"])
+                        if step["type"] == "Precompiled"]  # fmt: skip
+            return _albert(source, scores, base64.b64decode(charsmap[0]) if charsmap else b"",
+                           special, symbols)  # fmt: skip
+        if symbols:
+            raise BadInput(f"{source.file}: {symbols[0]!r} was added to the vocabulary; "
+                           "only added special tokens are known")  # fmt: skip
+        vocabulary = _vocabulary(source.file, {**special, **model["vocab"]})
+        if kind == "wordpiece":
+            return _wordpiece(source, vocabulary)
+        pairs = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+        return _byte_bpe(source, vocabulary, [(str(source.file), (a, b)) for a, b in pairs])
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise unknown from None
+
+
+def _kind(fast: dict[str, Any]) -> str | None:
+    """Which of the three a tokenizer.json is, if its every step is that one's."""
+    model, normal = fast["model"], _steps(fast["normalizer"])
+    before = [step["type"] for step in _steps(fast["pre_tokenizer"])]
+    steps = " ".join(step["type"] for step in normal)
+
+    def has(options: dict[str, Any]) -> bool:
+        # an empty affix is written as null, too
+        return all(
+            model.get(name, value) == value or (value == "" and model[name] is None)
+            for name, value in options.items()
+        )
+
+    if steps == "BertNormalizer" and before == ["BertPreTokenizer"] and has(WORDPIECE):
+        return "wordpiece" if normal[0].get("clean_text", True) else None
+    if not steps and before == ["ByteLevel"] and has(BPE) and "merges" in model:
+        return "bpe" if fast["pre_tokenizer"].get("use_regex", True) else None
+    replaced = [step["pattern"] for step in normal if step["type"] == "Replace"]
+    if (
+        ALBERT_STEPS.fullmatch(steps)
+        and before == ["WhitespaceSplit", "Metaspace"]
+        and has(UNIGRAM)
+    ):
+        space = _steps(fast["pre_tokenizer"])[1]
+        always = space.get("prepend_scheme", "always") == "always"
+        always &= space.get("add_prefix_space", True) is True
+        return "unigram" if always and replaced == ALBERT_REPLACED[: len(replaced)] else None
+    return None
+
+
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normaliser or pre-tokeniser, in order."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return list(part["normalizers"] if "normalizers" in part else part["pretokenizers"])
+
+
+def _rules(fast: Any) -> dict[str, Any]:
+    """What a tokenizer.json does to a text, in the words of a tokenizer_config.json."""
+    try:
+        normal, before = _steps(fast["normalizer"]), _steps(fast["pre_tokenizer"])
+        steps = [step["type"] for step in normal]
+    except (KeyError, TypeError):
+        return {}
+    if steps == ["BertNormalizer"]:
+        return {
+            "do_lower_case": normal[0].get("lowercase"),
+            "strip_accents": normal[0].get("strip_accents"),
+            "tokenize_chinese_chars": normal[0].get("handle_chinese_chars"),
+        }
+    if not steps and before:
+        return {"add_prefix_space": before[0].get("add_prefix_space")}
+    return {"do_lower_case": "Lowercase" in steps, "keep_accents": "StripAccents" not in steps}
+
+
+# ---------------------------------------------------------------------------------- the three
+
+
+def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
+    lowercase, accents = source.lowercase(), source.flag("strip_accents")
+    chinese = source.flag("tokenize_chinese_chars") is not False
+    with _naming(source.file):
+        return tokenizers.wordpiece(vocabulary, lowercase, accents, chinese)
+
+
+def _byte_bpe(source: _Source, vocabulary: dict[str, int],
+              merges: list[tuple[str, tuple[str, str]]]) -> Tokenizer:  # fmt: skip
+    """`merges` come with the place where each stands."""
+    for place, (first, second) in merges:
+        for piece in (first, second, first + second):
+            if piece not in vocabulary:
+                raise BadInput(
+                    f"{place}: the merge {first!r} {second!r} does not fit the vocabulary, which "
+                    f"lacks {piece!r}"
+                )
+    special = ROBERTA_SPECIAL.values()
+    if not any(piece in vocabulary for piece in special):
+        vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(special)}
+    prefix_space = source.flag("add_prefix_space") or False
+    with _naming(source.file):
+        return tokenizers.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space)
+
+
+def _albert(source: _Source, scores: list[tuple[str, float]], charsmap: bytes,
+            controls: Iterable[str], symbols: list[str]) -> Tokenizer:  # fmt: skip
+    known = {piece for piece, _ in scores}
+    for piece in [*controls, *symbols]:
+        if piece not in known:
+            raise BadInput(f"{source.file}: {piece!r} was added to the vocabulary it is not in")
+    if len(known) != len(scores):
+        raise BadInput(f"{source.file} holds a piece twice")
+    lowercase, accents = source.lowercase(), source.flag("keep_accents") or False
+    with _naming(source.file):
+        return tokenizers.albert(scores, charsmap, controls, symbols, lowercase, accents)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Begin the message of what is wrong with a vocabulary by the file it is from."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{file}: {error}") from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadInput(f"{file} does not exist") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{file} is not UTF-8") from None
+
+
+def _vocabulary(file: Path, value: Any) -> dict[str, int]:
+    """Pieces and ids, once it is sure that they are. Raises BadInput naming what is wrong."""
+    if not isinstance(value, dict) or any(type(i) is not int for i in value.values()):
+        raise BadInput(f"{file} is not a vocabulary, a table of pieces and their ids")
+    for place, (i, piece) in enumerate(sorted((i, piece) for piece, i in value.items())):
+        if i != place:
+            wrong = f"{piece!r} has the id of another piece" if i < place else f"no {place}"
+            raise BadInput(f"{file}: the ids are not 0 to {len(value) - 1} without gaps: {wrong}")
+    return value
