@@ -78,6 +78,16 @@ class Tokenizer:
             state["model"] = json.loads(self._model.to_str())
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What tokenizer.json holds (of wordpiece, bpe and ALBERT's unigram alone)."""
+        return dict(json.loads(self._model.to_str()))
+
+    @property
+    def sentencepiece(self) -> bytes | None:
+        """What spiece.model holds (of our own unigram alone)."""
+        return self._model.serialized_model_proto() if self._sentencepiece else None
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The bare ids of each text, int32, no special tokens, no truncation."""
         if self.kind == "symbols":
@@ -322,6 +332,16 @@ def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
     return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])
 
 
+def unigram(path: Path) -> Tokenizer:
+    """The tokenizer of a SentencePiece model, whose own normalisation is all there is."""
+    return _unigram(_sentencepiece(path))
+
+
+def _unigram(model: Any) -> Tokenizer:
+    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
+    return Tokenizer(meta, model)
+
+
 def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = True,
           characters: Iterable[str] | None = None) -> Tokenizer:  # fmt: skip
     """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
@@ -426,5 +446,4 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise BadInput(f"SentencePiece cannot make {vocab_size} pieces of this: {reason}") from None
     processor = sentencepiece.SentencePieceProcessor()
     processor.load_from_serialized_proto(model.getvalue())
-    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
-    return Tokenizer(meta, processor)
+    return _unigram(processor)
