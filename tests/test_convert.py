@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import Done, command
 from safetensors.torch import load_file, save_file
-from test_model import HIDDEN, PIECES, VOCABULARY, tiny_bert
+from tiny import HIDDEN, PIECES, VOCABULARY, tiny
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
@@ -33,7 +33,7 @@ Weights = dict[str, Tensor]
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with an MLM head, as transformers saves it. Not to be changed."""
     directory = tmp_path_factory.mktemp("plain")
-    tiny_bert("BertForMaskedLM", directory)
+    tiny("BertForMaskedLM", directory)
     return directory
 
 
@@ -145,18 +145,18 @@ def test_what_is_left_over_is_named(source: Path) -> None:
 
 def test_heads_are_recognised(tmp_path: Path) -> None:
     names = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}, "num_labels": 2}
-    tiny_bert("BertForSequenceClassification", tmp_path / "class", **names)
+    tiny("BertForSequenceClassification", tmp_path / "class", **names)
     imported = hf.from_hf(tmp_path / "class")
     assert imported.checkpoint.head == Head("classify", ("bad", "good"), max_tokens=17)
     assert imported.lacking == ["MLM head"]
-    tiny_bert("BertForSequenceClassification", tmp_path / "score", num_labels=1)
+    tiny("BertForSequenceClassification", tmp_path / "score", num_labels=1)
     assert hf.from_hf(tmp_path / "score").checkpoint.head == Head("regress", max_tokens=17)
-    tiny_bert("BertModel", tmp_path / "bare")
+    tiny("BertModel", tmp_path / "bare")
     bare = hf.from_hf(tmp_path / "bare")
     assert bare.checkpoint.head is None
     assert bare.lacking == ["MLM head"]
     assert "pooler.weight" in bare.checkpoint.weights
-    tiny_bert("BertForPreTraining", tmp_path / "both")
+    tiny("BertForPreTraining", tmp_path / "both")
     both = hf.from_hf(tmp_path / "both")
     assert both.checkpoint.head == Head("mlm", max_tokens=17)
     assert "pooler.weight" in both.checkpoint.weights

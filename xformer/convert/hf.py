@@ -101,22 +101,25 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         if theirs in meta:
             values[ours] = meta[theirs]
         elif ours not in values:
-            raise BadInput(f"{file} is not a {family.name}'s: no {theirs!r}")
-    if values["activation"] not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise BadInput(f"{file}: hidden_act {values['activation']!r} is none of {known}")
-    values["activation"] = ACTIVATIONS[values["activation"]]
-    if family.name == "roberta":
-        values["first_position"] = first = meta.get("pad_token_id", 1) + 1
-        values["max_positions"] -= first
+            raise BadInput(f"{file} is not of the family {family.name}: no {theirs!r}")
+    activations = {
+        theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in family.activations
+    }
+    if str(values["activation"]) not in activations:
+        name, found = family.config["activation"], values["activation"]
+        raise BadInput(f"{file}: {name} {found!r} is none of {', '.join(activations)}")
+    values["activation"] = activations[str(values["activation"])]
     try:
+        if family.name == "roberta":  # rows of positions before the first are the padding's
+            values["first_position"] = first = meta.get("pad_token_id", 1) + 1
+            values["max_positions"] -= first
         return family, ModelConfig(**values, **family.fixed), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
             first_error = error.errors()[0]
             reason = " ".join(map(str, (*first_error["loc"], first_error["msg"])))
-        raise BadInput(f"{file} is not a {family.name}'s: {reason}") from None
+        raise BadInput(f"{file} is not of the family {family.name}: {reason}") from None
 
 
 def _tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
@@ -136,18 +139,22 @@ def _shards(index: Path, read: Any) -> tuple[list[Path], dict[str, Tensor]]:
     places = places.get("weight_map") if isinstance(places, dict) else None
     if not isinstance(places, dict) or not places:
         raise BadInput(f"{index} holds no weight_map")
-    files = sorted({str(shard) for shard in places.values()})
-    if any(Path(shard).name != shard for shard in files):
-        raise BadInput(f"{index} names files outside of its directory")
+    shards = sorted({str(shard) for shard in places.values()})
+    if outside := next((s for s in shards if s in ("", "..") or Path(s).name != s), None):
+        raise BadInput(f"{index} names {outside!r}, which is no file of its directory")
+    if lost := next((s for s in shards if not (index.parent / s).is_file()), None):
+        raise BadInput(f"{index.parent / lost} does not exist; {index.name} names it")
     tensors: dict[str, Tensor] = {}
-    for shard in files:
+    for shard in shards:
         found = read(index.parent / shard)
+        if twice := sorted(set(found) & set(tensors)):
+            raise BadInput(f"{index.parent / shard} holds {twice[0]}, as another shard does")
+        tensors |= found
         for name in (name for name, place in places.items() if place == shard):
             if name not in found:
                 raise BadInput(f"{index.parent / shard} lacks the tensor {name}, which "
                                f"{index.name} says it holds")  # fmt: skip
-            tensors[name] = found[name]
-    return [index, *(index.parent / shard for shard in files)], tensors
+    return [index, *(index.parent / shard for shard in shards)], tensors
 
 
 def _unpickle(file: Path) -> dict[str, Tensor]:
@@ -226,9 +233,10 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
             tensor = source[name]
             if not tensor.is_floating_point():
                 raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
+            tensor = tensor.detach().float()
             if not torch.isfinite(tensor).all():
                 raise BadInput(f"{file}: {name} holds NaN or infinity")
-            parts.append(tensor.detach().float())
+            parts.append(tensor)
             used.add(name)
         shapes = [tuple(part.shape) for part in parts]
         if len(set(shapes)) > 1 or not shapes[0]:
@@ -261,42 +269,62 @@ def account(imported: Imported) -> str:
 def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
 
-    Tensors have the type they were imported with, as long as nothing changed them, else float32;
-    tied ones are written once. Raises BadInput where no family has the checkpoint's shape.
+    Tensors have the type they were imported with where that loses nothing, else float32; tied ones
+    are written once. Raises BadInput where no family has the checkpoint's shape.
     """
-    family = family_of(checkpoint.config)
-    weights = checkpoint.weights
-    table = dict(family.encoder)
-    kind: HeadKind | None = checkpoint.head.kind if checkpoint.head else None
-    pooled = kind in ("classify", "regress")
-    if "pooler.weight" in weights and not (pooled and "pooler.*" in family.classify):
-        table |= family.pooler
-    tables = {"mlm": family.mlm, "classify": family.classify, "regress": family.classify,
-              "span": family.span, None: {}}  # fmt: skip
-    heads = expand(tables[kind] | (family.pair if "pair_head.weight" in weights else {}), 1)
-    bare = expand(table, checkpoint.config.stored_layers)
-    prefix = family.prefix if kind else ""
-    names = {ours: [prefix + name for name in theirs] for ours, theirs in bare.items()} | heads
-    if lost := sorted(set(weights) - set(names)):
-        raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
-    record = checkpoint.history[0] if len(checkpoint.history) == 1 else {}
-    dtype = getattr(torch, record.get("dtype", ""), torch.float32)
+    family = family_of(checkpoint)
+    names = _their_names(checkpoint, family)
+    dtype = _their_type(checkpoint)
     tensors = {}
     for ours, theirs in names.items():
-        for name, part in zip(theirs, weights[ours].chunk(len(theirs)), strict=True):
+        parts = checkpoint.weights[ours].chunk(len(theirs))
+        for name, part in zip(theirs, parts, strict=True):
             tensors[name] = part.to(dtype).contiguous()
+    config = checkpoint.config
     with atomic_directory(out, overwrite) as directory:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
-        published.write(checkpoint.tokenizer, directory, checkpoint.config.max_positions)
+        published.write(checkpoint.tokenizer, directory, config.max_positions,
+                        segments=config.token_types > 1)  # fmt: skip
     return family
 
 
-def family_of(config: ModelConfig) -> Family:
+def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]:
+    """What each of our weights is called there. Raises BadInput for one without a place."""
+    weights = checkpoint.weights
+    kind: HeadKind | None = checkpoint.head.kind if checkpoint.head else None
+    pooled = kind in ("classify", "regress")
+    bare = dict(family.encoder)
+    if "pooler.weight" in weights and not (pooled and "pooler.*" in family.classify):
+        bare |= family.pooler
+    tables = {"mlm": family.mlm, "classify": family.classify, "regress": family.classify,
+              "span": family.span, None: {}}  # fmt: skip
+    heads = tables[kind] | (family.pair if "pair_head.weight" in weights else {})
+    prefix = family.prefix if heads else ""
+    layers = checkpoint.config.stored_layers
+    names = {o: [prefix + name for name in t] for o, t in expand(bare, layers).items()}
+    names |= expand(heads, 1)
+    if lost := sorted(set(weights) - set(names)):
+        raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
+    return names
+
+
+def _their_type(checkpoint: Checkpoint) -> torch.dtype:
+    """The type of the tensors that were imported, if the weights still fit it."""
+    for record in checkpoint.history:
+        if record.get("dtype") in ("float16", "bfloat16"):
+            dtype: torch.dtype = getattr(torch, record["dtype"])
+            if all(torch.equal(w.to(dtype).float(), w) for w in checkpoint.weights.values()):
+                return dtype
+    return torch.float32
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
     """The family whose models have this shape. Raises BadInput if there is none."""
+    config = checkpoint.config
     if config.norm != "post":
         raise BadInput("no family has LayerNorm before its parts (model.norm='pre')")
-    if config.shared_layers and config.embedding:
+    if config.shared_layers or config.embedding:
         name = "albert"
     elif config.first_position:
         name = "roberta"
@@ -306,11 +334,24 @@ def family_of(config: ModelConfig) -> Family:
         name = "bert"
     family = FAMILIES[name]
     plain = ModelConfig(**family.fixed)
-    for field in {"shared_layers", "pooler", *family.fixed}:
-        if getattr(config, field) != getattr(plain, field):
-            raise BadInput(f"model.{field}={getattr(config, field)} is not a {name}'s")
+    for field in ("shared_layers", "first_position", "pooler", *family.fixed):
+        value = getattr(config, field)
+        if field == "first_position" and name == "roberta":
+            continue
+        if field == "pooler" and "pooler.weight" not in checkpoint.weights:
+            continue
+        if value != getattr(plain, field):
+            raise BadInput(f"model.{field}={value} is not {name}'s: no family has this mixture")
     if bool(config.embedding) != ("embedding" in family.config):
-        raise BadInput(f"model.embedding={config.embedding} is not a {name}'s")
+        raise BadInput(f"model.embedding={config.embedding} is not {name}'s: it projects them")
+    if config.token_types == 0 and name != "distilbert":
+        raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
+    if config.activation not in family.activations:
+        raise BadInput(f"model.activation={config.activation} is not {name}'s")
+    pad = checkpoint.tokenizer.special["pad"]
+    if name == "roberta" and pad != config.first_position - 1:
+        raise BadInput(f"model.first_position={config.first_position} is not roberta's: its "
+                       f"positions begin after the id of padding, {pad}")  # fmt: skip
     return family
 
 
@@ -320,16 +361,14 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) ->
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     values["activation"] = names[config.activation]
     values["max_positions"] += config.first_position
-    if family.name == "distilbert":  # which cannot say that two dropouts are one
+    if family.defaults["head_dropout"] is not None:  # it cannot say that two dropouts are one
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
     kind: str = head.kind if head else ""
-    if kind == "mlm" and "pair_head.weight" in checkpoint.weights:
-        kind = "pair"
+    if kind in ("", "mlm") and "pair_head.weight" in checkpoint.weights:
+        kind = "pair" if kind else "next"
     written |= {"model_type": family.name, "architectures": [family.classes[kind]]}
     written |= {"dtype": str(dtype).removeprefix("torch."), "pad_token_id": special["pad"]}
-    if family.name == "roberta":
-        written["pad_token_id"] = config.first_position - 1
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
     if head is not None and head.kind == "classify":
         written["id2label"] = {str(i): label for i, label in enumerate(head.labels)}

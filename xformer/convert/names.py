@@ -32,6 +32,7 @@ class Family:
     classes: dict[str, str]
     pair: Table = field(default_factory=dict)
     span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
+    activations: tuple[str, ...] = ("gelu", "gelu_tanh", "relu")
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -42,7 +43,8 @@ def _classes(name: str, pre_training: bool = False) -> dict[str, str]:
         "classify": f"{name}ForSequenceClassification",
         "regress": f"{name}ForSequenceClassification",
     }  # fmt: skip
-    return found | ({"pair": f"{name}ForPreTraining"} if pre_training else {})
+    pairs = {"pair": f"{name}ForPreTraining", "next": f"{name}ForNextSentencePrediction"}
+    return found | (pairs if pre_training else {})
 
 
 _EMBEDDINGS = {
@@ -120,6 +122,7 @@ ROBERTA = Family(
     },
     config=_CONFIG,
     classes=_classes("Roberta"),
+    activations=("gelu",),  # that of its MLM head, whatever the config says
     defaults=_DEFAULTS,
 )
 ALBERT = Family(
@@ -151,7 +154,7 @@ ALBERT = Family(
         "predictions.decoder.bias": "predictions.bias",
     },
     config=_CONFIG | {"embedding": "embedding_size", "head_dropout": "classifier_dropout_prob"},
-    classes=_classes("Albert", pre_training=True),
+    classes=_classes("Albert", pre_training=True) | {"next": "AlbertForPreTraining"},
     fixed={"shared_layers": True},
     defaults=_DEFAULTS | {"activation": "gelu_new", "dropout": 0.0, "attention_dropout": 0.0,
                           "head_dropout": 0.1, "embedding": 128},

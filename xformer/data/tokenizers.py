@@ -75,7 +75,10 @@ class Tokenizer:
         if self._sentencepiece:
             state["model"] = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         elif self.kind != "symbols":
-            state["model"] = json.loads(self._model.to_str())
+            state["model"] = rules = self.rules
+            if self.kind == "unigram":  # the library reads a score back with its last bit changed
+                scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
+                rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     @property
