@@ -94,6 +94,8 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     family = FAMILIES[kind]
     if meta.get("position_embedding_type", "absolute") != "absolute" or meta.get("is_decoder"):
         raise BadInput(f"{file}: only encoders with absolute positions are known")
+    if meta.get("problem_type") == "multi_label_classification":
+        raise BadInput(f"{file}: several labels at once (problem_type) are not known, one class is")
     if meta.get("num_hidden_groups", 1) != 1 or meta.get("inner_group_num", 1) != 1:
         raise BadInput(f"{file}: only ALBERTs with one group of one layer are known")
     values = dict(family.defaults)
@@ -196,26 +198,26 @@ def _heads(
     """The head, the table of names of the heads the source has, and those it lacks."""
 
     def has(table: dict[str, list[str]]) -> bool:
-        return bool(table) and all(name in source for names in expand(table, 1).values()
-                                   for name in names)  # fmt: skip
+        # a part of a head is enough: what it lacks is an error then
+        return any(name in source for names in expand(table, 1).values() for name in names)
 
-    classify = family.classify if "pooler.*" in family.classify else (
-        family.pooler | family.classify
-    )  # fmt: skip
-    architecture = str((meta.get("architectures") or [""])[0])
-    if has(classify) and not OTHER_HEADS.search(architecture):
-        names = meta.get("id2label") or {}
-        count = source[family.classify["task_head.*"][0].replace("*", "weight")].size(0)
+    architecture = str(meta.get("architectures") or "").strip("[]'")
+    if has(family.classify) and not OTHER_HEADS.search(architecture):
+        weight = source.get(family.classify["task_head.*"][0].replace("*", "weight"))
+        count = len(weight) if weight is not None and weight.ndim else 0
+        names = meta.get("id2label")
+        names = names if isinstance(names, dict) else {}
         labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
         regress = meta.get("problem_type") == "regression" or count == 1
         head = Head("regress" if regress else "classify", () if regress else labels,
                     max_tokens=config.max_positions)  # fmt: skip
-        return head, classify, []
+        return head, family.pooler | family.classify, ["MLM head"]
     table = dict(family.pooler) if has(family.pooler) else {}
     lacking = [] if table else ["pooler"]
-    if table and has(family.pair):
+    if has(family.pair):
         table |= family.pair
     if has(family.span):
+        lacking = [*lacking, "MLM head"]
         return Head("span", max_tokens=config.max_positions), table | family.span, lacking
     if has(family.mlm):
         return Head("mlm", max_tokens=config.max_positions), table | family.mlm, lacking
