@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xformer import metrics
+from xformer.data.errors import BadInput
 from xformer.data.spans import answer
 from xformer.data.store import Split
 
@@ -58,12 +59,15 @@ def wanted_answers(split: Split) -> list[list[str] | None]:
 
 def score(outputs: np.ndarray, split: Split) -> dict[str, float]:
     """SQuAD's metrics of a split. Where questions without an answer occur, one is left unanswered
-    if "no answer" scores higher, and the best threshold is found too."""
+    if "no answer" scores higher, and the best threshold is found too. Raises BadInput where no
+    answers are known."""
     texts, margin = answers(outputs, split)
     every = wanted_answers(split)
     known = [i for i, found in enumerate(every) if found is not None]
     wanted = [every[i] or [] for i in known]
     texts, margin = [texts[i] for i in known], margin[known]
+    if not known:
+        raise BadInput(f"the split {split.name!r} has no answers to score against")
     if all(wanted):
         return metrics.squad(texts, wanted)
     chosen = ["" if m > 0 else text for text, m in zip(texts, margin, strict=True)]
