@@ -417,6 +417,11 @@ BAD |= {
     "several labels at once": (
         config(problem_type="multi_label_classification"), "several labels at once"
     ),
+    "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
+    "too wide by far": (config(hidden_size=3 * 10**9), "no model has these sizes"),
+    "too wide": (
+        config(hidden_size=3 * 10**4), "word.weight is (97, 39) where its config wants (97, 30000)"
+    ),
     "an activation that is a list": (config(hidden_act=["gelu"]), "hidden_act ['gelu'] is none of"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,14 +20,17 @@ from test_tokenizers import TEXTS
 from tiny import LONGEST, distance, family_of, packed, padded, random_batch, tiny
 
 from xformer import checkpoint as checkpoints
+from xformer import predict
 from xformer.checkpoint import Checkpoint, Head
 from xformer.convert import __main__ as convert
 from xformer.convert import hf
 from xformer.convert.describe import describe
 from xformer.data import errors, published, tokenizers
+from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
-from xformer.model.encoder import ModelConfig
+from xformer.data.store import Ragged, Split
+from xformer.model.encoder import ModelConfig, to_device
 
 AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name in CLASSES.items()}}
 
@@ -161,6 +165,54 @@ def test_our_own_checkpoints_give_equal_outputs_there(
     assert again.config.before_head == made.config.before_head
     assert again.tokenizer.fingerprint == made.tokenizer.fingerprint
     assert all(torch.equal(w, again.weights[name]) for name, w in made.weights.items())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_masks_are_filled_as_transformers_does(
+    learned: dict[str, tokenizers.Tokenizer], family: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    made, _, _ = scratch(learned, family).with_head(Head("mlm"), seed=2)
+    hf.to_hf(made, tmp_path / "theirs")
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    mask = tokenizer.mask_token
+    text = f"the {mask} of{mask} tests {mask}."
+    given = tokenizer(text, return_tensors="pt")
+    with torch.inference_mode():
+        logits = theirs(**given).logits[given["input_ids"] == tokenizer.mask_token_id]
+    best = logits.softmax(1).topk(3)
+    found = predict.fill_mask(made, text, 3)
+    assert len(found) == 3
+    for one, values, ids in zip(found, best.values, best.indices, strict=True):
+        assert [piece for _, piece in one] == tokenizer.convert_ids_to_tokens(ids)
+        assert [p for p, _ in one] == pytest.approx(values.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_pairs_of_texts_give_equal_outputs(
+    learned: dict[str, tokenizers.Tokenizer], family: str, tmp_path: Path
+) -> None:
+    # RoBERTa's separators and positions, segments or none of them, rows of all lengths
+    transformers = pytest.importorskip("transformers")
+    made, _, _ = scratch(learned, family, max_positions=80).with_head(
+        Head("classify", ("a", "b")), 2
+    )
+    hf.to_hf(made, tmp_path / "theirs")
+    name = "AutoModelForSequenceClassification"
+    theirs = getattr(transformers, name).from_pretrained(tmp_path / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    texts = ["", "the first", "It's done.", "of 17 tests, isn't it?"]
+    others = ["a", "Don't panic: we're done", "", "b"]
+    with torch.inference_mode():
+        expected = theirs(**tokenizer(texts, others, padding=True, return_tensors="pt")).logits
+    columns = {}
+    for column, of in (("tokens", texts), ("tokens_b", others)):
+        ids = made.tokenizer.encode_batch(of)
+        columns[column] = Ragged(np.concatenate(ids), np.cumsum([0, *map(len, ids)]))
+    batch = Assembler(Split("x", 4, 0, columns), made.tokenizer, 80).batch(np.arange(4))
+    found = made.model().logits(to_device(batch, torch.device("cpu")))
+    assert distance(found, expected[torch.from_numpy(batch.rows)]) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,8 +205,43 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     }
     assert json.loads(said.read_text()) == wanted
     assert "" in wanted.values()
+    assert answered_there(run, raw, tmp_path) == wanted
     refused(forks.run("evaluate.py", run, f"data={store}"), "no answers to score against")
     refused(forks.run("evaluate.py", run, "input=x.tsv"), "needs a checkpoint with a class or")
+
+
+def answered_there(run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:
+    """The answers of the exported model, by the means of transformers alone."""
+    transformers = pytest.importorskip("transformers")
+    good(command("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "theirs")
+    found = {}
+    for paragraph in raw["data"][0]["paragraphs"]:
+        for qa in paragraph["qas"]:
+            # windows as the store has them: they all begin at a fifth word
+            best, null, text = -np.inf, np.inf, ""
+            given = tokenizer(
+                qa["question"], paragraph["context"], truncation="only_second", max_length=20,
+                stride=11, return_overflowing_tokens=True, return_offsets_mapping=True,
+                return_tensors="pt", padding=True,
+            )  # fmt: skip
+            spans_of = given.pop("offset_mapping")
+            given.pop("overflow_to_sample_mapping")
+            with torch.inference_mode():
+                outputs = model(**given)
+            for i, (start, end) in enumerate(
+                zip(outputs.start_logits, outputs.end_logits, strict=True)
+            ):
+                null = min(null, float(start[0] + end[0]))
+                inside = [j for j, s in enumerate(given.sequence_ids(i)) if s == 1]
+                for first in inside:
+                    for last in (j for j in inside if j >= first):
+                        if (value := float(start[first] + end[last])) > best:
+                            begins, ends = int(spans_of[i, first, 0]), int(spans_of[i, last, 1])
+                            best, text = value, paragraph["context"][begins:ends]
+            found[qa["id"]] = "" if null > best else text
+    return found
 
 
 def test_other_stores_are_refused(forks: Forks, data: toys.Toys, tmp_path: Path) -> None:

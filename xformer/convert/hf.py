@@ -63,12 +63,20 @@ def from_hf(directory: Path) -> Imported:
     source = dict(zip(names, source.values(), strict=True))
     tied = _untie(source, family, file)
     head, table, lacking = _heads(source, meta, config, family)
+    if config.stored_layers > len(source):
+        layers = config.stored_layers
+        raise BadInput(
+            f"{file} holds {len(source)} tensors: too few for the config's {layers} layers"
+        )
     wanted = expand(family.encoder | table, config.stored_layers)
     weights, used = _take(wanted, source, file)
     left = sorted(n for n in source if n not in used and not BUFFERS.fullmatch(n))
-    with torch.device("meta"):
-        kind, outputs = (head.kind, head.outputs) if head else (None, 0)
-        shape = Model(config, kind, outputs, parts_of(weights)).state_dict()
+    kind, outputs = (head.kind, head.outputs) if head else (None, 0)
+    try:
+        with torch.device("meta"):
+            shape = Model(config, kind, outputs, parts_of(weights)).state_dict()
+    except RuntimeError as error:  # sizes beyond all memory
+        raise BadInput(f"{directory / 'config.json'}: no model has these sizes: {error}") from None
     check_weights(weights, shape, str(file))
     tokenizer = published.read(directory)
     if len(tokenizer) > config.vocab_size:
