@@ -539,6 +539,30 @@ def test_shards_are_read(
 
 
 @pytest.mark.parametrize("family", FAMILY)
+def test_old_pickles_of_each_family_are_read(
+    plain_families: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    # TensorFlow's names, a buffer that is no weight, and tied copies written out
+    source = tmp_path / "source"
+    shutil.copytree(plain_families[family], source)
+    weights, names = weights_of(source), hf.FAMILIES[family]
+    old = {}
+    for name, weight in weights.items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        old[name.replace("LayerNorm.bias", "LayerNorm.beta")] = weight
+    assert old.keys() != weights.keys()
+    old[f"{names.prefix}embeddings.position_ids"] = torch.arange(17)[None]
+    for copy, original in names.tied.items():
+        bare = original if original in weights else f"{names.prefix}{original}"
+        old[copy] = weights[bare].clone()
+    put_bin(source, old)
+    assert_same(source, plain_families[family])
+    imported = hf.from_hf(source)
+    assert imported.left == []
+    assert imported.tied == [*names.tied]
+
+
+@pytest.mark.parametrize("family", FAMILY)
 def test_every_family_is_accounted_for(plain_families: dict[str, Path], family: str) -> None:
     imported = hf.from_hf(plain_families[family])
     assert imported.family.name == family

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,28 @@ def test_a_name_that_is_no_directory_needs_the_hub(
         2, "error: nobody/nothing is not a directory; to fetch it from the Hugging Face hub, "
         "install xformer[hub]\n",
     )  # fmt: skip
+
+
+def test_a_repository_of_the_hub_is_fetched_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    tiny("BertModel", tmp_path / "there")
+    files = {file.name for file in (tmp_path / "there").iterdir()}
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        if name != "some/model":
+            raise hub.errors.HFValidationError(f"no such repository: {name}\nmore")
+        wanted = {file for file in files if any(fnmatch(file, p) for p in allow_patterns)}
+        assert wanted == files
+        return str(tmp_path / "there")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    assert run(capfd, "from-hf", "some/model", tmp_path / "out")[0] == 0
+    assert checkpoints.load(tmp_path / "out").config.hidden == 39
+    status, out, err = run(capfd, "from-hf", "other/model", tmp_path / "two")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith("the Hugging Face hub does not give it: no such repository: other/model\n")
 
 
 def test_real_weights_there_and_back(minilm: Path, tmp_path: Path) -> None:
