@@ -1,7 +1,8 @@
-"""Import of BERT checkpoints: every tensor accounted for, bad ones refused in one line, real
+"""Import of checkpoints: every tensor accounted for, bad ones refused in one line, real
 weights giving what `transformers` gives."""
 
 import pickle
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from helpers import Done, command
 from safetensors.torch import load_file, save_file
-from test_model import HIDDEN, PIECES, VOCABULARY, tiny_bert
+from tiny import HIDDEN, PIECES, VOCABULARY, tiny
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
@@ -33,7 +34,7 @@ Weights = dict[str, Tensor]
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with an MLM head, as transformers saves it. Not to be changed."""
     directory = tmp_path_factory.mktemp("plain")
-    tiny_bert("BertForMaskedLM", directory)
+    tiny("BertForMaskedLM", directory)
     return directory
 
 
@@ -87,7 +88,7 @@ def test_every_tensor_is_accounted_for(plain: Path) -> None:
     assert record["op"] == "from-hf"
     parameters = sum(w.numel() for w in weights_of(plain).values())
     lines = hf.account(imported).splitlines()
-    assert lines[0] == f"BERT: 2 layers, 39 wide, 3 heads, {parameters:,} parameters, 97 pieces"
+    assert lines[0] == f"bert: 2 layers, 39 wide, 3 heads, {parameters:,} parameters, 97 pieces"
     assert "left over: none" in lines
     assert "lacking in the source, new when trained: pooler" in lines
 
@@ -136,31 +137,32 @@ def test_half_precision_is_widened(plain: Path, source: Path) -> None:
 
 
 def test_what_is_left_over_is_named(source: Path) -> None:
-    extra = {"cls.seq_relationship.weight": torch.ones(2, HIDDEN), "bert.strange": torch.ones(1)}
+    extra = {"classifiers.weight": torch.ones(2, HIDDEN), "bert.strange": torch.ones(1)}
     put(source, {**weights_of(source), **extra})
     imported = hf.from_hf(source)
-    assert imported.left == ["cls.seq_relationship.weight", "strange"]
-    assert "left over: cls.seq_relationship.weight, strange" in hf.account(imported)
+    assert imported.left == ["classifiers.weight", "strange"]
+    assert "left over: classifiers.weight, strange" in hf.account(imported)
 
 
 def test_heads_are_recognised(tmp_path: Path) -> None:
     names = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}, "num_labels": 2}
-    tiny_bert("BertForSequenceClassification", tmp_path / "class", **names)
+    tiny("BertForSequenceClassification", tmp_path / "class", **names)
     imported = hf.from_hf(tmp_path / "class")
     assert imported.checkpoint.head == Head("classify", ("bad", "good"), max_tokens=17)
     assert imported.lacking == ["MLM head"]
-    tiny_bert("BertForSequenceClassification", tmp_path / "score", num_labels=1)
+    tiny("BertForSequenceClassification", tmp_path / "score", num_labels=1)
     assert hf.from_hf(tmp_path / "score").checkpoint.head == Head("regress", max_tokens=17)
-    tiny_bert("BertModel", tmp_path / "bare")
+    tiny("BertModel", tmp_path / "bare")
     bare = hf.from_hf(tmp_path / "bare")
     assert bare.checkpoint.head is None
     assert bare.lacking == ["MLM head"]
     assert "pooler.weight" in bare.checkpoint.weights
-    tiny_bert("BertForPreTraining", tmp_path / "both")
+    tiny("BertForPreTraining", tmp_path / "both")
     both = hf.from_hf(tmp_path / "both")
     assert both.checkpoint.head == Head("mlm", max_tokens=17)
     assert "pooler.weight" in both.checkpoint.weights
-    assert both.left == ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
+    assert both.checkpoint.weights["pair_head.weight"].shape == (2, HIDDEN)
+    assert both.left == []
     for imported in (bare, both):
         imported.checkpoint.model()
 
@@ -319,8 +321,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (written("tokenizer.json", "[]"), "tokenizer.json is not BERT's WordPiece"),
     "no config": (without("config.json"), "config.json does not exist"),
     "config not JSON": (written("config.json", "{"), "config.json is not valid JSON"),
-    "a list for config": (written("config.json", "[]"), "model_type None is not known; bert is"),
-    "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not known; bert is"),
+    "a list for config": (written("config.json", "[]"), "model_type None is not known; bert, ro"),
+    "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not known; bert, rob"),
     "a decoder": (config(is_decoder=True), "only encoders with absolute positions"),
     "relative positions": (
         config(position_embedding_type="relative_key"), "only encoders with absolute positions"
@@ -331,11 +333,96 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "heads that do not divide": (
         config(num_attention_heads=4), "model.hidden=39 is no multiple of model.heads=4"
     ),
-    "no width": (config(hidden_size=...), "config.json is not a BERT's: no 'hidden_size'"),
+    "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
     "a wrong width": (config(intermediate_size="wide"), "intermediate Input should be a valid int"),
     "more layers than there are": (
         config(num_hidden_layers=3), "lacks the tensor encoder.layer.2.attention.self.query.weight"
     ),
+}  # fmt: skip
+
+
+def shards(directory: Path, form: str = "safetensors", parts: int = 3) -> dict[str, str]:
+    """Cut the weights into files with an index; what is in which."""
+    weights = weights_of(directory)
+    (directory / "model.safetensors").unlink()
+    stem = "model" if form == "safetensors" else "pytorch_model"
+    names = [f"{stem}-{i + 1:05}-of-{parts:05}.{form}" for i in range(parts)]
+    places = {name: names[i % parts] for i, name in enumerate(weights)}
+    for file in names:
+        part = {name: weights[name] for name, place in places.items() if place == file}
+        if form == "safetensors":
+            save_file(part, directory / file)
+        else:
+            torch.save(part, directory / file)
+    write_json(directory / f"{stem}.{form}.index.json", {"weight_map": places})
+    return places
+
+
+def sharded(change: Callable[[dict[str, str], Path], Any], form: str = "safetensors"
+            ) -> Callable[[Path], None]:  # fmt: skip
+    """Shards, and what is done to their index."""
+
+    def apply(source: Path) -> None:
+        places = shards(source, form)
+        change(places, source)
+        index = next(source.glob("*.index.json"))
+        write_json(index, {"weight_map": places})
+
+    return apply
+
+
+def last(places: dict[str, str]) -> str:
+    return list(places)[-1]
+
+
+def lying(places: dict[str, str], source: Path) -> None:
+    places[QUERY] = next(file for file in set(places.values()) if file != places[QUERY])
+
+
+def doubled(places: dict[str, str], source: Path) -> None:
+    """One tensor in two shards."""
+    file = source / next(file for file in set(places.values()) if file != places[QUERY])
+    save_file({**load_file(file), QUERY: load_file(source / places[QUERY])[QUERY]}, file)
+
+
+BAD |= {
+    "a shard missing": (
+        sharded(lambda places, source: (source / places[QUERY]).unlink()),
+        "does not exist; model.safetensors.index.json names it",
+    ),
+    "a shard of a pickle missing": (
+        sharded(lambda places, source: (source / places[QUERY]).unlink(), "bin"),
+        "does not exist; pytorch_model.bin.index.json names it",
+    ),
+    "a shard cut": (
+        sharded(lambda places, source: truncated(places[QUERY], 0.9)(source)),
+        "is not a whole safetensors file",
+    ),
+    "a lying index": (sharded(lying), f"lacks the tensor {QUERY}, which model.safetensors.index"),
+    "a tensor in two shards": (sharded(doubled), f"holds {QUERY}, as another shard does"),
+    "a shard elsewhere": (
+        sharded(lambda places, source: places.update({QUERY: "../x.safetensors"})),
+        "names '../x.safetensors', which is no file of its directory",
+    ),
+    "a shard above": (
+        sharded(lambda places, source: places.update({QUERY: ".."})), "names '..', which is no file"
+    ),
+    "an absolute shard": (
+        sharded(lambda places, source: places.update({QUERY: "/etc/passwd"})),
+        "names '/etc/passwd', which is no file of its directory",
+    ),
+    "an empty index": (
+        sharded(lambda places, source: places.clear()), "index.json holds no weight_map"
+    ),
+    "several labels at once": (
+        config(problem_type="multi_label_classification"), "several labels at once"
+    ),
+    "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
+    "too wide by far": (config(hidden_size=3 * 10**9), "no model has these sizes"),
+    "too wide": (
+        config(hidden_size=3 * 10**4), "word.weight is (97, 39) where its config wants (97, 30000)"
+    ),
+    "an activation that is a list": (config(hidden_act=["gelu"]), "hidden_act ['gelu'] is none of"),
 }  # fmt: skip
 
 
@@ -371,6 +458,119 @@ def test_bad_input_costs_one_line_and_leaves_nothing(
     assert_refused(done, message, source.parent)
 
 
+FAMILY = {"bert": "Bert", "roberta": "Roberta", "albert": "Albert", "distilbert": "DistilBert"}
+BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "groups": ("albert", config(num_hidden_groups=2), "one group of one layer"),
+    "inner groups": ("albert", config(inner_group_num=2), "one group of one layer"),
+    "another width of embeddings": (
+        "albert", config(embedding_size=12), "is (97, 11) where its config wants (97, 12)"
+    ),
+    "no projection": (
+        "albert", changed("albert.encoder.embedding_hidden_mapping_in.weight", lambda w: None),
+        "lacks the tensor encoder.embedding_hidden_mapping_in.weight",
+    ),
+    "another activation than its head's": (
+        "roberta", config(hidden_act="relu"), "hidden_act 'relu' is none of gelu"
+    ),
+    "no padding": ("roberta", config(pad_token_id=None), "config.json is not of the family"),
+    "words for positions": (
+        "roberta", config(max_position_embeddings="many"), "is not of the family roberta"
+    ),
+    "too few positions": (
+        "roberta", config(max_position_embeddings=12), "is (19, 39) where its config wants"
+    ),
+    "half a head": (
+        "roberta", changed("lm_head.layer_norm.bias", lambda w: None),
+        "lacks the tensor lm_head.layer_norm.bias",
+    ),
+    "an untied decoder": (
+        "roberta", added(lm_head__decoder__weight=torch.ones(PIECES, HIDDEN)),
+        "lm_head.decoder.weight differs from embeddings.word_embeddings.weight",
+    ),
+    "more pieces than vectors": (
+        "roberta", config(vocab_size=90), "is (97, 39) where its config wants (90, 39)"
+    ),
+    "no merges": ("roberta", without("merges.txt"), "merges.txt does not exist"),
+    "NaN": (
+        "distilbert", changed("distilbert.transformer.layer.1.ffn.lin1.bias", lambda w: w / 0 * 0),
+        "transformer.layer.1.ffn.lin1.bias holds NaN",
+    ),
+    "8-bit numbers": (
+        "distilbert", changed("vocab_transform.weight", lambda w: w.to(torch.int8)),
+        "vocab_transform.weight holds torch.int8",
+    ),
+    "no dim": ("distilbert", config(dim=...), "is not of the family distilbert: no 'dim'"),
+    "another name of activation": (
+        "distilbert", config(activation="swish"), "activation 'swish' is none of gelu"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny MLM of each family. Not to be changed."""
+    found = {name: tmp_path_factory.mktemp(name) for name in FAMILY}
+    for name, directory in found.items():
+        tiny(f"{FAMILY[name]}ForMaskedLM", directory)
+    return found
+
+
+@pytest.mark.parametrize("case", BAD_FAMILIES)
+def test_bad_input_of_each_family(
+    plain_families: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    family, spoil, message = BAD_FAMILIES[case]
+    shutil.copytree(plain_families[family], tmp_path / "source")
+    spoil(tmp_path / "source")
+    capfd.readouterr()
+    done = run_here(capfd, "from-hf", tmp_path / "source", tmp_path / "out")
+    assert_refused(done, message, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("family", FAMILY)
+def test_shards_are_read(
+    plain_families: dict[str, Path], tmp_path: Path, family: str, form: str
+) -> None:
+    shutil.copytree(plain_families[family], tmp_path / "source")
+    shards(tmp_path / "source", form)
+    assert_same(tmp_path / "source", plain_families[family])
+    assert hf.from_hf(tmp_path / "source").left == []
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_old_pickles_of_each_family_are_read(
+    plain_families: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    # TensorFlow's names, a buffer that is no weight, and tied copies written out
+    source = tmp_path / "source"
+    shutil.copytree(plain_families[family], source)
+    weights, names = weights_of(source), hf.FAMILIES[family]
+    old = {}
+    for name, weight in weights.items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        old[name.replace("LayerNorm.bias", "LayerNorm.beta")] = weight
+    assert old.keys() != weights.keys()
+    old[f"{names.prefix}embeddings.position_ids"] = torch.arange(17)[None]
+    for copy, original in names.tied.items():
+        bare = original if original in weights else f"{names.prefix}{original}"
+        old[copy] = weights[bare].clone()
+    put_bin(source, old)
+    assert_same(source, plain_families[family])
+    imported = hf.from_hf(source)
+    assert imported.left == []
+    assert imported.tied == [*names.tied]
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_every_family_is_accounted_for(plain_families: dict[str, Path], family: str) -> None:
+    imported = hf.from_hf(plain_families[family])
+    assert imported.family.name == family
+    assert imported.checkpoint.head == Head("mlm", max_tokens=17)
+    assert imported.taken == len(weights_of(plain_families[family]))
+    assert imported.left == []
+
+
 def test_a_malicious_pickle_would_have_done_it(source: Path) -> None:
     # the two files above are dangerous where they are trusted
     for spoil in (evil_zip, evil_pickle):
@@ -397,7 +597,10 @@ def test_the_command_refuses_a_malicious_pickle(source: Path) -> None:
         (["from-hg", "a", "b"], "unknown command 'from-hg'; did you mean from-hf?"),
         (["from-hf"], "the following arguments are required: HF_DIR, OUT"),
         ([], "the following arguments are required: command"),
-        (["from-hf", "nowhere", "out"], "nowhere is not a directory"),
+        (["from-hf", "./nowhere", "out"], "nowhere is not a directory"),
+        (["to-hf", "nowhere", "out"], "the checkpoint nowhere does not exist"),
+        (["inspect", "nowhere"], "the checkpoint nowhere does not exist"),
+        (["inspekt", "x"], "unknown command 'inspekt'; did you mean inspect?"),
         (["from-hf", "a", "b", "--overwite"], "unrecognized arguments: --overwite"),
     ],
 )

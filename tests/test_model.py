@@ -1,5 +1,5 @@
-"""Attention, encoder, heads, checkpoints, surgery and optimizer, against `transformers`,
-`torch.optim` and code written out.
+"""Attention, pre-LN, checkpoints, surgery and optimizer, against `torch.optim` and code written
+out; the families against `transformers` are in test_families.py.
 
 T tokens in the batch, N sequences, H heads, D size of a head, L length, C hidden size.
 """
@@ -15,38 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, random_batch, seeded
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from xformer import checkpoint as checkpoints
 from xformer import surgery
 from xformer.checkpoint import Checkpoint, Head
-from xformer.convert import hf
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.attention import Backend, attention, explicit_attention, layout
-from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.encoder import ModelConfig
 from xformer.model.heads import Model
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 from xformer.surgery.operations import Clean, CleanEmbeddings, Operation
-
-LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST = 2, 3, 39, 53, 97, 17
-VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
-LENGTHS = [1, 5, 5, 2, LONGEST, 3]
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The error relative to what is expected, both as vectors."""
-    assert found.shape == expected.shape
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
 
 # ---------------------------------------------------------------------------------- attention
 
@@ -133,218 +116,7 @@ def test_explicit_attention_has_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(attend, inputs)
 
 
-# ------------------------------------------------------------------- parity with transformers
-
-
-def tiny_bert(kind: str, directory: Path, **changes: Any) -> Any:
-    """A BERT of transformers in awkward sizes, every weight random, saved with a vocabulary."""
-    transformers = pytest.importorskip("transformers")
-    settings = {
-        "vocab_size": PIECES, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "intermediate_size": INNER, "layer_norm_eps": 1e-2,
-        "max_position_embeddings": LONGEST, "attn_implementation": "eager", "num_labels": 4,
-    }  # fmt: skip
-    model = getattr(transformers, kind)(transformers.BertConfig(**{**settings, **changes})).eval()
-    generator = seeded(3)
-    for name, weight in model.named_parameters():
-        centre = 1.0 if name.endswith("LayerNorm.weight") else 0.0
-        weight.data = centre + 0.3 * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(directory)
-    (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
-    return model
-
-
-def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Packed:
-    """A packed batch of random tokens and segments, with labels and a third of it masked."""
-    total, generator = sum(lengths), seeded(seed)
-    tokens = torch.randint(1, PIECES, (total,), generator=generator)  # they have no gradient for 0
-    places = torch.randperm(total, generator=generator)[: total // 3 + 1].sort().values
-    return Packed(
-        tokens=tokens,
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        segments=torch.randint(2, (total,), generator=generator),
-        layout=layout(np.cumsum([0, *lengths])),
-        labels=torch.randint(classes, (len(lengths),), generator=generator),
-        places=places,
-        targets=torch.randint(PIECES, places.shape, generator=generator),
-    )
-
-
-def padded(batch: Packed) -> dict[str, Tensor]:
-    """The batch as transformers takes it."""
-    lengths = list(batch.layout.lengths)
-    return {
-        "input_ids": pad_sequence(batch.tokens.split(lengths), True, 7),
-        "token_type_ids": pad_sequence(batch.segments.split(lengths), True, 1),
-        "attention_mask": pad_sequence([torch.ones(n) for n in lengths], True),
-    }
-
-
-def packed(x: Tensor, batch: Packed) -> Tensor:
-    """(N, L, ...) of transformers -> (T, ...), padding left out."""
-    return torch.cat([row[:n] for row, n in zip(x, batch.layout.lengths, strict=True)])
-
-
-def in_our_names(theirs: dict[str, Tensor], table: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Tensors of transformers' parameters under our names, query, key and value joined."""
-    modern = {hf._modern(name): tensor for name, tensor in theirs.items()}
-    names = hf._expand(table, LAYERS)
-    return {ours: torch.cat([modern[name] for name in names[ours]]) for ours in names}
-
-
-def assert_gradients_equal(model: Model, theirs: Any, table: dict[str, list[str]], tolerance: float
-                           ) -> None:  # fmt: skip
-    parameters = theirs.named_parameters(remove_duplicate=False)
-    expected = in_our_names({name: p.grad for name, p in parameters if p.grad is not None}, table)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert set(found) == set(expected) == set(dict(model.named_parameters()))
-    for name, gradient in expected.items():
-        assert distance(found[name], gradient) <= tolerance, name
-
-
-PRECISIONS = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)]
-)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
-def test_mlm_equals_transformers(
-    tmp_path: Path, activation: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    theirs = tiny_bert("BertForMaskedLM", tmp_path, hidden_act=activation).to(dtype)
-    ours = hf.from_hf(tmp_path).checkpoint.model().to(dtype)
-    batch = random_batch()
-    assert batch.places is not None
-    assert batch.targets is not None
-    labels = torch.full(batch.tokens.shape, -100).index_put((batch.places,), batch.targets)
-    labels = pad_sequence(labels.split(list(batch.layout.lengths)), True, -100)
-    expected = theirs(
-        **padded(batch), labels=labels, output_hidden_states=True, output_attentions=True
-    )
-
-    logits = ours.logits(batch)
-    assert distance(logits, packed(expected.logits, batch)[batch.places]) <= tolerance
-    loss = F.cross_entropy(logits, batch.targets)
-    assert distance(loss, expected.loss) <= tolerance
-    for backend in ("explicit", "sdpa"):
-        inside = ours.encoder.inside(batch, backend)
-        for found, hidden in zip(inside.hidden, expected.hidden_states, strict=True):
-            assert distance(found, packed(hidden, batch)) <= tolerance
-        assert torch.equal(inside.hidden[-1], ours.encoder(batch, backend))
-    for maps, theirs_of_layer in zip(
-        ours.encoder.inside(batch, "explicit").maps, expected.attentions, strict=True
-    ):
-        for n, found, wanted in zip(batch.layout.lengths, maps, theirs_of_layer, strict=True):
-            assert distance(found, wanted[:, :n, :n]) <= tolerance
-    loss.backward()
-    expected.loss.backward()
-    assert_gradients_equal(ours, theirs, hf.ENCODER | hf.MLM, tolerance)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("lengths", [[1], [LONGEST], LENGTHS, list(range(1, LONGEST + 1))])
-def test_classification_equals_transformers(
-    tmp_path: Path, lengths: list[int], dtype: torch.dtype, tolerance: float
-) -> None:
-    theirs = tiny_bert("BertForSequenceClassification", tmp_path).to(dtype)
-    ours = hf.from_hf(tmp_path).checkpoint.model().to(dtype)
-    batch = random_batch(lengths)
-    assert batch.labels is not None
-    expected = theirs(**padded(batch), labels=batch.labels)
-    logits = ours.logits(batch)
-    assert distance(logits, expected.logits) <= tolerance
-    F.cross_entropy(logits, batch.labels).backward()
-    expected.loss.backward()
-    assert_gradients_equal(ours, theirs, hf.ENCODER | hf.POOLER | hf.CLASSIFIER, tolerance)
-
-
-def test_losses_are_sums_with_counts(tmp_path: Path) -> None:
-    theirs = tiny_bert("BertForSequenceClassification", tmp_path / "classes")
-    ours = hf.from_hf(tmp_path / "classes").checkpoint.model()
-    batch = random_batch()
-    assert batch.labels is not None
-    expected = theirs(**padded(batch), labels=batch.labels)
-    loss, logits = ours.loss(batch)
-    assert loss.count == len(LENGTHS)
-    assert distance(loss.total / loss.count, expected.loss) <= 1e-5
-    assert float(loss.correct) == float((expected.logits.argmax(1) == batch.labels).sum())
-    assert distance(logits, expected.logits) <= 1e-5
-
-    theirs = tiny_bert("BertForSequenceClassification", tmp_path / "score", num_labels=1)
-    ours = hf.from_hf(tmp_path / "score").checkpoint.model()
-    assert ours.kind == "regress"
-    batch = replace(batch, labels=torch.randn(len(LENGTHS), generator=seeded(5)))
-    expected = theirs(**padded(batch), labels=batch.labels)
-    loss, _ = ours.loss(batch)
-    assert distance(loss.total / loss.count, expected.loss) <= 1e-5
-
-    theirs = tiny_bert("BertForMaskedLM", tmp_path / "mlm")
-    ours = hf.from_hf(tmp_path / "mlm").checkpoint.model()
-    assert batch.places is not None
-    assert batch.targets is not None
-    likeliest = packed(theirs(**padded(batch)).logits, batch)[batch.places].argmax(1)
-    half = torch.where(torch.arange(len(likeliest)) % 2 == 0, likeliest, batch.targets)
-    loss, _ = ours.loss(replace(batch, targets=half))
-    assert loss.count == len(half)
-    assert float(loss.correct) == float((likeliest == half).sum())
-
-
-def test_dropout_falls_where_transformers_drops(tmp_path: Path) -> None:
-    # one sequence: the same random numbers are drawn in the same order
-    rates = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
-    theirs = tiny_bert("BertForSequenceClassification", tmp_path, **rates).train()
-    ours = hf.from_hf(tmp_path).checkpoint.model().train()
-    batch = random_batch([LONGEST])
-    outputs = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        expected = theirs(**padded(batch)).logits
-        torch.manual_seed(seed)
-        outputs.append(ours.logits(batch))
-        assert distance(outputs[-1], expected) <= 1e-5
-    assert distance(outputs[0], outputs[1]) > 0.1
-    ours.eval()
-    assert torch.equal(ours.logits(batch), ours.logits(batch))
-
-
-def test_fine_tuning_takes_the_path_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    theirs = tiny_bert("BertForSequenceClassification", tmp_path, **off).train()
-    ours = hf.from_hf(tmp_path).checkpoint.model().train()
-    config = OptimConfig(lr=1e-3, weight_decay=0.1, clip=8.0)
-    plain = [p for n, p in theirs.named_parameters() if n.endswith("bias") or "LayerNorm" in n]
-    decayed = [p for p in theirs.parameters() if not any(p is q for q in plain)]
-    groups: list[Any] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.1)
-    schedule = transformers.get_linear_schedule_with_warmup(adamw, 0, 5)
-    flat = FlatOptimizer(ours, config)
-    norms = []
-    for step in range(5):
-        batch = random_batch([5, 17, 17, 1 + step, 9], seed=step)
-        flat.zero()
-        loss, _ = ours.loss(batch)
-        loss.total.backward()
-        flat.step(
-            torch.tensor(float(loss.count)), learning_rate(config, step / 5, (step + 1) / 5, 0.0)
-        )
-        adamw.zero_grad()
-        expected = theirs(**padded(batch), labels=batch.labels).loss
-        expected.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), config.clip)))
-        adamw.step()
-        schedule.step()
-        assert distance(loss.total / loss.count, expected) <= 1e-5, step
-    assert min(norms) < config.clip < max(norms), norms
-    end = in_our_names(dict(theirs.named_parameters()), hf.ENCODER | hf.POOLER | hf.CLASSIFIER)
-    start = hf.from_hf(tmp_path).checkpoint.weights
-    for name, weight in ours.named_parameters():
-        if name.endswith("qkv.bias"):
-            # the key's part has the gradient 0 but for rounding, which Adam magnifies
-            weight.data[HIDDEN : 2 * HIDDEN] = end[name][HIDDEN : 2 * HIDDEN]
-        assert distance(weight, end[name]) <= 1e-5, name
-        assert distance(weight, start[name]) > 1e-3, name
+# ------------------------------------------------------------------------------------ pre-LN
 
 
 def test_pre_ln_equals_the_block_written_out() -> None:

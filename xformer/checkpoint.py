@@ -10,6 +10,7 @@ CHECKPOINT/manifest.json        SHA-256 of every file, written last
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Head:
 
     @property
     def outputs(self) -> int:
-        return {"mlm": 0, "classify": len(self.labels), "regress": 1}[self.kind]
+        return {"mlm": 0, "classify": len(self.labels), "regress": 1, "span": 2}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Checkpoint:
     def _empty_model(self) -> Model:
         with torch.device("meta"):
             kind, outputs = (self.head.kind, self.head.outputs) if self.head else (None, 0)
-            return Model(self.config, kind, outputs, pooler="pooler.weight" in self.weights)
+            return Model(self.config, kind, outputs, parts_of(self.weights))
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
         """This checkpoint with another head: what fits is kept, the rest is fresh or dropped.
@@ -108,6 +109,11 @@ class Checkpoint:
             for name, shape in wanted.items()
         }
         return replace(self, weights=weights, head=head), fresh, dropped
+
+
+def parts_of(weights: Collection[str]) -> list[str]:
+    """Which heads beside the one that trains these weights hold."""
+    return [part for part in ("pooler", "pair_head") if f"{part}.weight" in weights]
 
 
 def check_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:

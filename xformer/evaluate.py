@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, metrics, predict
+from xformer import distributed, metrics, predict, spans
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
@@ -22,7 +22,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model.encoder import to_device
-from xformer.model.heads import Model
+from xformer.model.heads import Model, padded
 
 MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
 
@@ -45,7 +45,8 @@ class EvaluateConfig(Settings):
     out: str | None = None
     """Write the scores as JSON to this file; with `input` the predictions."""
     predictions: str | None = None
-    """Write a tab-separated line for each row of the split to this file."""
+    """Write a tab-separated line for each row of the split to this file; for span heads JSON from
+    each question's id to its answer."""
     text: str | None = None
     """A text with mask tokens, such as 'The [MASK] sat.': print the likeliest fillings."""
     top: int = Field(5, ge=1)
@@ -79,7 +80,8 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     rows = assembler.split.rows
     all_chunks = list(chunks(assembler, rows))
     sums = torch.zeros(len(all_chunks), 3, dtype=torch.float64, device=ranks.device)
-    outputs = torch.zeros(rows, max(head.outputs, 1), device=ranks.device)
+    width = {"mlm": 1, "span": 4}.get(head.kind, head.outputs)
+    outputs = torch.zeros(rows, width, device=ranks.device)
     for i, part in enumerate(all_chunks):
         if i % ranks.world_size != ranks.rank:
             continue
@@ -88,13 +90,18 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             batch = assembler.masked_batch(part, zeros, MASKING_SEED, head.masking)
         else:
             batch = assembler.batch(part)
+        packed = to_device(batch, ranks.device)
+        places = torch.from_numpy(batch.rows).to(ranks.device)
         with ranks.autocast(precision):
-            if head.kind == "mlm":
-                loss, _ = model.loss(to_device(batch, ranks.device))
+            if head.kind in ("mlm", "span"):
+                loss, logits = model.loss(packed)
                 sums[i] = torch.stack([loss.total, loss.total.new_tensor(loss.count), loss.correct])
             else:
-                logits = model.logits(to_device(batch, ranks.device)).float()
-                outputs[torch.from_numpy(batch.rows).to(ranks.device)] = logits
+                outputs[places] = model.logits(packed).float()
+        if head.kind == "span":
+            b = torch.from_numpy(assembler.lengths(batch.rows)[1]).to(ranks.device)
+            second = packed.layout.cu_seqlens.diff() - 1 - b
+            outputs[places] = spans.best_spans(padded(logits, packed), second, b)
     model.train(was_training)
     if head.kind == "mlm":
         total, count, correct = ranks.sum(sums).sum(0).tolist()
@@ -105,6 +112,11 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
         return Scores(
             {"loss": loss_value, "accuracy": correct / count, "perplexity": perplexity}, None
         )
+    if head.kind == "span":
+        total, count, _ = ranks.sum(sums).sum(0).tolist()
+        every = ranks.sum(outputs).cpu().numpy()
+        found = spans.score(every, assembler.split)
+        return Scores({"loss": total / count, **found}, every)
     return _task_scores(ranks.sum(outputs).cpu().numpy(), assembler.split, head)
 
 
@@ -159,7 +171,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
 
 def check_task(store: Store, head: Head) -> None:
     """Raise BadInput unless the store holds what the head predicts."""
-    kinds = {"mlm": ("text", "class", "score"), "classify": ("class",), "regress": ("score",)}
+    kinds = {"mlm": ("text", "class", "score", "span"), "classify": ("class",),
+             "regress": ("score",), "span": ("span",)}  # fmt: skip
     if store.kind not in kinds[head.kind]:
         wants = " or ".join(kinds[head.kind])
         raise BadInput(
@@ -241,7 +254,11 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "metrics": scores.metrics,
         }
         Path(config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if config.predictions and scores.outputs is not None:
+    if config.predictions and head.kind == "span" and scores.outputs is not None:
+        answers = spans.predictions(scores.outputs, assembler.split)
+        Path(config.predictions).write_text(json.dumps(answers, ensure_ascii=False) + "\n",
+                                            encoding="utf-8")  # fmt: skip
+    elif config.predictions and scores.outputs is not None:
         outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
         rows = [[str(row)] for row in range(len(outputs))]
         lines = predict.as_lines(head, outputs, rows, "row")
@@ -250,7 +267,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
 
 def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig) -> None:
     head = checkpoint.head
-    if head is None or head.kind == "mlm":
+    if head is None or head.kind in ("mlm", "span"):
         raise BadInput("input= needs a checkpoint with a class or score head")
     texts = predict.read_rows(Path(str(config.input)), head)
     lines = predict.as_lines(head, predict.predict_rows(checkpoint, texts), texts)

@@ -1,8 +1,12 @@
-"""Metrics of class and score tasks, by scikit-learn and scipy."""
+"""Metrics: classes and scores by scikit-learn and scipy, answers as SQuAD's own script does."""
 
 from __future__ import annotations
 
+import re
+import string
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -68,3 +72,66 @@ def mean_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def first_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(N,) -> (G,): the value of each group's first row."""
     return values[np.unique(groups, return_index=True)[1]]
+
+
+# -------------------------------------------------------------------------------- answers
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def plain_answer(text: str) -> str:
+    """Lower-cased, without punctuation, articles and extra white space (Rajpurkar et al. 2016)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def answer_scores(answer: str, wanted: Sequence[str]) -> tuple[float, float]:
+    """(exact match, F1 over words) of an answer, the best over those `wanted`; no wanted answer
+    means that none is right (Rajpurkar et al. 2018)."""
+    golds = [gold for gold in wanted if plain_answer(gold)] or [""]
+    found = plain_answer(answer)
+    exact = max(float(found == plain_answer(gold)) for gold in golds)
+    return exact, max(_word_f1(found.split(), plain_answer(gold).split()) for gold in golds)
+
+
+def _word_f1(found: list[str], gold: list[str]) -> float:
+    if not found or not gold:
+        return float(found == gold)
+    shared = sum((Counter(found) & Counter(gold)).values())
+    return 2 * shared / (len(found) + len(gold))
+
+
+def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """exact_match and f1, means over questions as shares of 1; of answerable and unanswerable ones
+    too, where there are both."""
+    scores = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
+    has = np.array([len(w) > 0 for w in wanted])
+    parts = {"": np.ones(len(has), bool)}
+    if has.any() and not has.all():
+        parts |= {"answerable_": has, "unanswerable_": ~has}
+    return {
+        f"{part}{name}": float(scores[which, i].mean())
+        for part, which in parts.items()
+        for i, name in enumerate(("exact_match", "f1"))
+    }
+
+
+def squad_with_threshold(
+    answers: Sequence[str], no_answer: np.ndarray, wanted: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """The best exact_match and f1 that a threshold on `no_answer` can reach, and f1's threshold:
+    a question with a higher value is taken to have no answer (Rajpurkar et al. 2018)."""
+    given = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
+    none = np.array([answer_scores("", w) for w in wanted])
+    order = np.argsort(no_answer, kind="stable")
+    # with the first k questions answered, and the others not
+    totals = none.sum(0) + np.concatenate([[[0, 0]], np.cumsum((given - none)[order], 0)])
+    values = np.concatenate([[-np.inf], no_answer[order]])
+    # a threshold cannot tell equal values apart
+    allowed = np.append(values[1:] > values[:-1], True)
+    totals = np.where(allowed[:, None], totals, -1)
+    best = totals.argmax(0)
+    threshold = values[best[1]] if best[1] else no_answer.min() - 1
+    found = totals.max(0) / len(wanted)
+    return {"best_exact_match": float(found[0]), "best_f1": float(found[1]),
+            "best_threshold": float(threshold)}  # fmt: skip

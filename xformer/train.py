@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed
+from xformer import distributed, spans
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
@@ -105,7 +105,7 @@ class Recipe(Settings):
     init: str | None = None
     """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
     head: HeadKind
-    """What to predict: masked tokens, a class, or a score."""
+    """What to predict: masked tokens, a class, a score, or the span of an answer."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of order, masks, dropout and fresh weights."""
     mapping: str = "none"
@@ -184,8 +184,6 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         longest = start.config.max_positions
         raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
     split = store.split("train")
-    if "tokens_b" in split.columns and start.config.token_types == 1:
-        raise BadInput(f"{store.path} holds pairs of texts: model.token_types must be 2, or 0")
     array = mapping.build(recipe.mapping, store, start.tokenizer)
     head = Head(
         recipe.head,
@@ -198,11 +196,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         columns=store.meta["origin"].get("columns"),
     )
     check_task(store, head)
-    if head.pair and start.config.token_types == 1:
-        raise BadInput(
-            f"{store.path} holds pairs; the model's model.token_types=1 cannot tell them"
-        )
-    if recipe.head != "mlm":
+    if recipe.head in ("classify", "regress"):
         labels = np.asarray(split.columns["label"])
         if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
             raise BadInput(f"{store.path}: the split 'train' has rows without a label")
@@ -237,7 +231,7 @@ def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
     free = {}
     for name in wanted.model_fields_set:
         value, has = getattr(wanted, name), getattr(start.config, name)
-        if name in ("dropout", "attention_dropout"):
+        if name in ("dropout", "attention_dropout", "head_dropout"):
             free[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
@@ -253,6 +247,7 @@ def _metric(recipe: Recipe, store: Store) -> str:
         "mlm": ["loss", "accuracy", "perplexity"],
         "classify": ["loss", "accuracy", "f1", "mcc"],
         "regress": ["loss", "pearson", "spearman"],
+        "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],
     }[recipe.head]
     metric = recipe.train.metric or ("loss" if recipe.head == "mlm" else store.metric or known[1])
     if metric not in known:
@@ -591,6 +586,8 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
 def _has_labels(job: Job, split: str) -> bool:
     if job.recipe.head == "mlm":
         return True
+    if job.recipe.head == "span":
+        return any(found is not None for found in spans.wanted_answers(job.store.split(split)))
     labels = np.asarray(job.store.split(split).columns["label"])
     return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels != UNLABELLED).any())
 

@@ -1,6 +1,8 @@
-"""Import checkpoints of other libraries.
+"""Checkpoints of Hugging Face, in and out, and what a directory holds.
 
 python -m xformer.convert from-hf HF_DIR OUT
+python -m xformer.convert to-hf CHECKPOINT OUT
+python -m xformer.convert inspect DIR
 """
 
 from __future__ import annotations
@@ -25,35 +27,122 @@ def main() -> None:
     """`python -m xformer.convert COMMAND ...`"""
     parser = Parser(
         prog="python -m xformer.convert",
-        description="Import checkpoints of other libraries.",
+        description="Import checkpoints of Hugging Face, export them, and look into a directory.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    command = commands.add_parser(
-        "from-hf",
-        help="Import a Hugging Face BERT checkpoint.",
-        description="Import a Hugging Face BERT: config.json, model.safetensors (or "
-        "pytorch_model.bin, of which only tensors are read) and the WordPiece vocabulary. Every "
-        "tensor is accounted for by name.",
-    )
-    command.add_argument("source", metavar="HF_DIR", type=Path, help="The directory to import.")
-    command.add_argument("out", metavar="OUT", type=Path, help="The checkpoint to write.")
-    command.add_argument("--overwrite", action="store_true", help="Replace OUT if it exists.")
-    known = ["from-hf"]
+    functions = {"from-hf": _add_from_hf, "to-hf": _add_to_hf, "inspect": _add_inspect}
+    for add in functions.values():
+        add(commands)
     first = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
-    if first is not None and first not in known:
-        near = difflib.get_close_matches(first, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there is {', '.join(known)}"
+    if first is not None and first not in functions:
+        near = difflib.get_close_matches(first, functions, 1)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(functions)}"
         raise BadInput(f"unknown command {first!r}{hint}")
     arguments = parser.parse_args()
+    {"from-hf": from_hf, "to-hf": to_hf, "inspect": inspect}[arguments.command](arguments)
 
+
+def _add_from_hf(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "from-hf",
+        help="Import a Hugging Face checkpoint of BERT, RoBERTa, ALBERT or DistilBERT.",
+        description="Import a Hugging Face checkpoint of BERT, RoBERTa, ALBERT or DistilBERT: its "
+        "config.json, its weights (model.safetensors or pytorch_model.bin, whole or in shards; of "
+        "a .bin only tensors are read) and its tokenizer, with the head it has. Every tensor is "
+        "accounted for by name.",
+    )
+    command.add_argument("source", metavar="HF_DIR", help="The directory to import; or the name of "
+                         "a repository of the Hugging Face hub, such as bert-base-uncased, which "
+                         "needs the package huggingface_hub.")  # fmt: skip
+    _add_output(command, "The checkpoint to write.")
+
+
+def _add_to_hf(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "to-hf",
+        help="Export a checkpoint as a directory that transformers loads.",
+        description="Export a checkpoint as a directory that transformers loads with AutoModel, "
+        "the AutoModelFor... of its head, and AutoTokenizer. An imported checkpoint that was not "
+        "trained since gives back the very tensors it came from.",
+    )
+    command.add_argument("checkpoint", metavar="CHECKPOINT",
+                         help="A checkpoint, or a finished run, of which the selected checkpoint "
+                         "is taken.")  # fmt: skip
+    _add_output(command, "The directory to write.")
+
+
+def _add_inspect(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="Show what a checkpoint, a run or a Hugging Face directory holds.",
+        description="Show on one screen what a checkpoint, a finished run or a Hugging Face "
+        "directory holds: its family, its sizes, its parameters by part, its heads, its "
+        "vocabulary and where it came from.",
+    )
+    command.add_argument("path", metavar="DIR", type=Path, help="The directory to look into.")
+
+
+def _add_output(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("out", metavar="OUT", type=Path, help=text)
+    command.add_argument("--overwrite", action="store_true",
+                         help="Replace OUT if it exists (default: refuse).")  # fmt: skip
+
+
+def from_hf(arguments: argparse.Namespace) -> None:
+    """Import a directory, or a repository of the hub."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
     from xformer.data.files import refuse_existing
 
     refuse_existing(arguments.out, arguments.overwrite)
-    imported = hf.from_hf(arguments.source)
+    imported = hf.from_hf(_directory(arguments.source))
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
     print(hf.account(imported))
+
+
+def _directory(source: str) -> Path:
+    """The directory that is meant: itself, or where the hub's repository was downloaded to."""
+    path = Path(source)
+    if path.exists() or source.count("/") > 1 or source.startswith((".", "/", "~")):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError:
+        raise BadInput(
+            f"{source} is not a directory; to fetch it from the Hugging Face hub, install "
+            "xformer[hub]"
+        ) from None
+    wanted = ["*.json", "*.txt", "*.safetensors", "spiece.model", "pytorch_model*.bin"]
+    try:
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadInput(
+            f"{source} is not a directory, and the Hugging Face hub does not give it: {reason}"
+        ) from None
+
+
+def to_hf(arguments: argparse.Namespace) -> None:
+    """Export a checkpoint."""
+    from xformer import checkpoint as checkpoints
+    from xformer.convert import hf
+    from xformer.data.files import refuse_existing
+
+    refuse_existing(arguments.out, arguments.overwrite)
+    checkpoint = checkpoints.load(arguments.checkpoint)
+    family = hf.to_hf(checkpoint, arguments.out, arguments.overwrite)
+    head = checkpoint.head.kind if checkpoint.head else "none"
+    print(f"{arguments.out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
+    if checkpoint.source is not None:
+        print("the mapping of the raw input has no place there: it stays behind", file=sys.stderr)
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """Print what a directory holds."""
+    from xformer.convert.describe import describe
+
+    print(describe(arguments.path))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
-"""BERT checkpoints of Hugging Face: one table of names, `{}` standing for the layer.
-
-Where three sources stand for one weight they are joined row by row (query, key, value).
-"""
+"""Checkpoints of Hugging Face, in and out: BERT, RoBERTa, ALBERT, DistilBERT (the names are in
+xformer/convert/names.py)."""
 
 from __future__ import annotations
 
@@ -13,47 +11,21 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors
+from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors, parts_of
+from xformer.convert.names import FAMILIES, Family, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
-from xformer.data.files import file_checksum, read_json
+from xformer.data.files import atomic_directory, file_checksum, read_json, write_json
 from xformer.model.encoder import ModelConfig
-from xformer.model.heads import Model
+from xformer.model.heads import HeadKind, Model
 
-# ours -> theirs, without the prefix "bert." that some checkpoints have
-ENCODER = {
-    "encoder.embeddings.word.weight": ["embeddings.word_embeddings.weight"],
-    "encoder.embeddings.position.weight": ["embeddings.position_embeddings.weight"],
-    "encoder.embeddings.segment.weight": ["embeddings.token_type_embeddings.weight"],
-    "encoder.embeddings.norm.*": ["embeddings.LayerNorm.*"],
-    "encoder.layers.{}.attention.qkv.*": [
-        "encoder.layer.{}.attention.self.query.*",
-        "encoder.layer.{}.attention.self.key.*",
-        "encoder.layer.{}.attention.self.value.*",
-    ],
-    "encoder.layers.{}.attention.out.*": ["encoder.layer.{}.attention.output.dense.*"],
-    "encoder.layers.{}.attention_norm.*": ["encoder.layer.{}.attention.output.LayerNorm.*"],
-    "encoder.layers.{}.mlp.up.*": ["encoder.layer.{}.intermediate.dense.*"],
-    "encoder.layers.{}.mlp.down.*": ["encoder.layer.{}.output.dense.*"],
-    "encoder.layers.{}.mlp_norm.*": ["encoder.layer.{}.output.LayerNorm.*"],
-}
-POOLER = {"pooler.*": ["pooler.dense.*"]}
-MLM = {
-    "mlm_head.dense.*": ["cls.predictions.transform.dense.*"],
-    "mlm_head.norm.*": ["cls.predictions.transform.LayerNorm.*"],
-    "mlm_head.bias": ["cls.predictions.bias"],
-}
-CLASSIFIER = {"task_head.*": ["classifier.*"]}
-# copies of other tensors: (the copy, what it must equal)
-TIED = {
-    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
                "relu": "relu"}  # fmt: skip
+OTHER_HEADS = re.compile(r"For(MultipleChoice|TokenClassification|NextSentencePrediction)$")
 
 
 @dataclass(frozen=True)
@@ -61,100 +33,141 @@ class Imported:
     """A checkpoint, and the account of the source's tensors."""
 
     checkpoint: Checkpoint
+    family: Family
     taken: int
     tied: list[str]  # copies of other tensors, checked equal
     left: list[str]  # what the source has and we have no place for
     lacking: list[str]  # heads that the source lacks
 
 
+# ------------------------------------------------------------------------------------- in
+
+
 def from_hf(directory: Path) -> Imported:
-    """Read a Hugging Face BERT directory: config.json, weights, WordPiece vocabulary.
+    """Read a Hugging Face directory: config.json, weights, tokenizer.
 
     Weights come from model.safetensors, else pytorch_model.bin (tensors only: a pickle that asks
-    for anything else is refused). Raises BadInput for another architecture, a missing tensor, one
-    of another shape or type, NaN, or a vocabulary that does not fit the embeddings.
+    for anything else is refused), whole or in the shards that their index names. Raises BadInput
+    for an unknown architecture, a missing tensor, one of another shape or type, NaN, or a
+    vocabulary that does not fit the embeddings.
     """
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one with config.json and weights")
-    config, meta = _config(directory)
-    file, source = _tensors(directory)
-    names = [_modern(name) for name in source]
+    family, config, meta = _config(directory)
+    files, source = _tensors(directory)
+    file = files[0]
+    names = [_modern(name, family) for name in source]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise BadInput(f"{file} holds {twice} twice, under an old name and a new one")
     source = dict(zip(names, source.values(), strict=True))
-    tied = [copy for copy in TIED if copy in source]
-    for copy in tied:
-        if TIED[copy] not in source or not torch.equal(source[copy], source[TIED[copy]]):
-            raise BadInput(
-                f"{file}: {copy} differs from {TIED[copy]}; only tied decoders are known"
-            )
-        del source[copy]
-    table, head, lacking = _heads(source, meta, config)
-    wanted = _expand(table, config.layers)
+    tied = _untie(source, family, file)
+    head, table, lacking = _heads(source, meta, config, family)
+    if config.stored_layers > len(source):
+        layers = config.stored_layers
+        raise BadInput(
+            f"{file} holds {len(source)} tensors: too few for the config's {layers} layers"
+        )
+    wanted = expand(family.encoder | table, config.stored_layers)
     weights, used = _take(wanted, source, file)
     left = sorted(n for n in source if n not in used and not BUFFERS.fullmatch(n))
-    with torch.device("meta"):
-        shape = Model(config, head.kind if head else None, head.outputs if head else 0,
-                      pooler="pooler.weight" in weights).state_dict()  # fmt: skip
+    kind, outputs = (head.kind, head.outputs) if head else (None, 0)
+    try:
+        with torch.device("meta"):
+            shape = Model(config, kind, outputs, parts_of(weights)).state_dict()
+    except RuntimeError as error:  # sizes beyond all memory
+        raise BadInput(f"{directory / 'config.json'}: no model has these sizes: {error}") from None
     check_weights(weights, shape, str(file))
     tokenizer = published.read(directory)
-    if tokenizer.kind != "wordpiece":
-        raise BadInput(f"{directory}: the vocabulary is not BERT's WordPiece")
     if len(tokenizer) > config.vocab_size:
         raise BadInput(
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
             f"the embeddings only {config.vocab_size}"
         )
-    record = {"op": "from-hf", "file": file.name, "sha256": file_checksum(file)}
+    types = {str(source[name].dtype).removeprefix("torch.") for name in used}
+    record = {"op": "from-hf", "family": family.name, "file": file.name,
+              "sha256": file_checksum(file),
+              "dtype": types.pop() if len(types) == 1 else "mixed"}  # fmt: skip
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
-    return Imported(checkpoint, len(used) + len(tied), tied, left, lacking)
+    return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
 
 
-def _config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    meta = read_json(directory / "config.json")
+def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    file = directory / "config.json"
+    meta = read_json(file)
     kind = meta.get("model_type") if isinstance(meta, dict) else None
-    if kind != "bert":
-        raise BadInput(f"{directory / 'config.json'}: model_type {kind!r} is not known; bert is")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise BadInput(f"{file}: model_type {kind!r} is not known; {known} are")
+    family = FAMILIES[kind]
     if meta.get("position_embedding_type", "absolute") != "absolute" or meta.get("is_decoder"):
-        raise BadInput(
-            f"{directory / 'config.json'}: only encoders with absolute positions are known"
-        )
-    activation = meta.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise BadInput(f"{directory / 'config.json'}: hidden_act {activation!r} is none of {known}")
+        raise BadInput(f"{file}: only encoders with absolute positions are known")
+    if meta.get("problem_type") == "multi_label_classification":
+        raise BadInput(f"{file}: several labels at once (problem_type) are not known, one class is")
+    if meta.get("num_hidden_groups", 1) != 1 or meta.get("inner_group_num", 1) != 1:
+        raise BadInput(f"{file}: only ALBERTs with one group of one layer are known")
+    values = dict(family.defaults)
+    for ours, theirs in family.config.items():
+        if theirs in meta:
+            values[ours] = meta[theirs]
+        elif ours not in values:
+            raise BadInput(f"{file} is not of the family {family.name}: no {theirs!r}")
+    activations = {
+        theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in family.activations
+    }
+    if str(values["activation"]) not in activations:
+        name, found = family.config["activation"], values["activation"]
+        raise BadInput(f"{file}: {name} {found!r} is none of {', '.join(activations)}")
+    values["activation"] = activations[str(values["activation"])]
     try:
-        config = ModelConfig(
-            vocab_size=meta["vocab_size"],
-            layers=meta["num_hidden_layers"],
-            hidden=meta["hidden_size"],
-            heads=meta["num_attention_heads"],
-            intermediate=meta["intermediate_size"],
-            max_positions=meta["max_position_embeddings"],
-            token_types=meta.get("type_vocab_size", 2),
-            layer_norm_eps=meta.get("layer_norm_eps", 1e-12),
-            activation=ACTIVATIONS[activation],
-            dropout=meta.get("hidden_dropout_prob", 0.1),
-            attention_dropout=meta.get("attention_probs_dropout_prob", 0.1),
-            initializer_range=meta.get("initializer_range", 0.02),
-        )
-    except KeyError as error:
-        raise BadInput(f"{directory / 'config.json'} is not a BERT's: no {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = " ".join(map(str, (*first["loc"], first["msg"])))
-        raise BadInput(f"{directory / 'config.json'} is not a BERT's: {reason}") from None
-    return config, meta
+        if family.name == "roberta":  # rows of positions before the first are the padding's
+            values["first_position"] = first = meta.get("pad_token_id", 1) + 1
+            values["max_positions"] -= first
+        return family, ModelConfig(**values, **family.fixed), meta
+    except (ValidationError, TypeError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first_error = error.errors()[0]
+            reason = " ".join(map(str, (*first_error["loc"], first_error["msg"])))
+        raise BadInput(f"{file} is not of the family {family.name}: {reason}") from None
 
 
-def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    file = directory / "model.safetensors"
-    if file.is_file():
-        return file, load_tensors(file)
-    file = directory / "pytorch_model.bin"
-    if not file.is_file():
-        raise BadInput(f"{directory} has neither model.safetensors nor pytorch_model.bin")
+def _tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
+    """The files with weights, and all their tensors."""
+    for name, read in (("model.safetensors", load_tensors), ("pytorch_model.bin", _unpickle)):
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            return [directory / name], read(directory / name)
+        if index.is_file():
+            return _shards(index, read)
+    raise BadInput(f"{directory} has neither model.safetensors nor pytorch_model.bin")
+
+
+def _shards(index: Path, read: Any) -> tuple[list[Path], dict[str, Tensor]]:
+    """What an index puts together; every tensor must be in the shard it names."""
+    places = read_json(index)
+    places = places.get("weight_map") if isinstance(places, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise BadInput(f"{index} holds no weight_map")
+    shards = sorted({str(shard) for shard in places.values()})
+    if outside := next((s for s in shards if s in ("", "..") or Path(s).name != s), None):
+        raise BadInput(f"{index} names {outside!r}, which is no file of its directory")
+    if lost := next((s for s in shards if not (index.parent / s).is_file()), None):
+        raise BadInput(f"{index.parent / lost} does not exist; {index.name} names it")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        found = read(index.parent / shard)
+        if twice := sorted(set(found) & set(tensors)):
+            raise BadInput(f"{index.parent / shard} holds {twice[0]}, as another shard does")
+        tensors |= found
+        for name in (name for name, place in places.items() if place == shard):
+            if name not in found:
+                raise BadInput(f"{index.parent / shard} lacks the tensor {name}, which "
+                               f"{index.name} says it holds")  # fmt: skip
+    return [index, *(index.parent / shard for shard in shards)], tensors
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
             tensors = torch.load(file, map_location="cpu", weights_only=True)
@@ -165,53 +178,58 @@ def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     if isinstance(tensors, dict) and all(
         isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()
     ):
-        return file, tensors
+        return tensors
     raise BadInput(f"{file} is not a table of tensors")
 
 
-def _modern(name: str) -> str:
+def _modern(name: str, family: Family) -> str:
     """A tensor's name without prefix and with today's LayerNorm parameters."""
-    name = name.removeprefix("bert.")
+    name = name.removeprefix(family.prefix)
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
     return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
 
 
-def _heads(source: dict[str, Tensor], meta: dict[str, Any], config: ModelConfig
-           ) -> tuple[dict[str, list[str]], Head | None, list[str]]:  # fmt: skip
-    """The table of names for the parts the source has, its head, and the heads it lacks."""
-    table, lacking = dict(ENCODER), []
-    if "pooler.dense.weight" in source:
-        table |= POOLER
-    else:
-        lacking.append("pooler")
-    head = None
-    if "classifier.weight" in source and "pooler.dense.weight" in source:
-        names = meta.get("id2label") or {}
-        count = source["classifier.weight"].size(0)
+def _untie(source: dict[str, Tensor], family: Family, file: Path) -> list[str]:
+    """Take the copies of other tensors out of `source`; returns their names."""
+    tied = [copy for copy in family.tied if copy in source]
+    for copy in tied:
+        original = family.tied[copy]
+        tensor = source.pop(copy)
+        if not torch.equal(tensor, source.setdefault(original, tensor)):
+            raise BadInput(f"{file}: {copy} differs from {original}; only tied decoders are known")
+    return tied
+
+
+def _heads(
+    source: dict[str, Tensor], meta: dict[str, Any], config: ModelConfig, family: Family
+) -> tuple[Head | None, dict[str, list[str]], list[str]]:
+    """The head, the table of names of the heads the source has, and those it lacks."""
+
+    def has(table: dict[str, list[str]]) -> bool:
+        # a part of a head is enough: what it lacks is an error then
+        return any(name in source for names in expand(table, 1).values() for name in names)
+
+    architecture = str(meta.get("architectures") or "").strip("[]'")
+    if has(family.classify) and not OTHER_HEADS.search(architecture):
+        weight = source.get(family.classify["task_head.*"][0].replace("*", "weight"))
+        count = len(weight) if weight is not None and weight.ndim else 0
+        names = meta.get("id2label")
+        names = names if isinstance(names, dict) else {}
         labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
         regress = meta.get("problem_type") == "regression" or count == 1
-        table |= CLASSIFIER
         head = Head("regress" if regress else "classify", () if regress else labels,
                     max_tokens=config.max_positions)  # fmt: skip
-    if "cls.predictions.bias" in source and head is None:
-        # an MLM checkpoint keeps its pooler for fine-tuning, but has no use for it
-        table |= MLM
-        head = Head("mlm", max_tokens=config.max_positions)
-    elif "cls.predictions.bias" not in source:
-        lacking.append("MLM head")
-    return table, head, lacking
-
-
-def _expand(table: dict[str, list[str]], layers: int) -> dict[str, list[str]]:
-    """The table with every layer's number and both kinds of parameter written out."""
-    full = {}
-    for ours, theirs in table.items():
-        for kind in ("weight", "bias") if ours.endswith("*") else ("",):
-            for layer in range(layers) if "{}" in ours else (0,):
-                full[ours.replace("*", kind).format(layer)] = [
-                    t.replace("*", kind).format(layer) for t in theirs
-                ]
-    return full
+        return head, family.pooler | family.classify, ["MLM head"]
+    table = dict(family.pooler) if has(family.pooler) else {}
+    lacking = [] if table else ["pooler"]
+    if has(family.pair):
+        table |= family.pair
+    if has(family.span):
+        lacking = [*lacking, "MLM head"]
+        return Head("span", max_tokens=config.max_positions), table | family.span, lacking
+    if has(family.mlm):
+        return Head("mlm", max_tokens=config.max_positions), table | family.mlm, lacking
+    return None, table, [*lacking, "MLM head"]
 
 
 def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
@@ -225,9 +243,10 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
             tensor = source[name]
             if not tensor.is_floating_point():
                 raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
+            tensor = tensor.detach().float()
             if not torch.isfinite(tensor).all():
                 raise BadInput(f"{file}: {name} holds NaN or infinity")
-            parts.append(tensor.detach().float())
+            parts.append(tensor)
             used.add(name)
         shapes = [tuple(part.shape) for part in parts]
         if len(set(shapes)) > 1 or not shapes[0]:
@@ -242,8 +261,8 @@ def account(imported: Imported) -> str:
     parameters = sum(w.numel() for w in checkpoint.weights.values())
     config = checkpoint.config
     lines = [
-        f"BERT: {config.layers} layers, {config.hidden} wide, {config.heads} heads, "
-        f"{parameters:,} parameters, {len(checkpoint.tokenizer):,} pieces",
+        f"{imported.family.name}: {config.layers} layers, {config.hidden} wide, {config.heads} "
+        f"heads, {parameters:,} parameters, {len(checkpoint.tokenizer):,} pieces",
         f"taken: {imported.taken} tensors",
     ]
     if imported.tied:
@@ -252,3 +271,118 @@ def account(imported: Imported) -> str:
     if imported.lacking:
         lines.append(f"lacking in the source, new when trained: {', '.join(imported.lacking)}")
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------ out
+
+
+def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
+    """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
+
+    Tensors have the type they were imported with where that loses nothing, else float32; tied ones
+    are written once. Raises BadInput where no family has the checkpoint's shape.
+    """
+    family = family_of(checkpoint)
+    names = _their_names(checkpoint, family)
+    dtype = _their_type(checkpoint)
+    tensors = {}
+    for ours, theirs in names.items():
+        parts = checkpoint.weights[ours].chunk(len(theirs))
+        for name, part in zip(theirs, parts, strict=True):
+            tensors[name] = part.to(dtype).contiguous()
+    config = checkpoint.config
+    with atomic_directory(out, overwrite) as directory:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
+        published.write(checkpoint.tokenizer, directory, config.max_positions,
+                        segments=config.token_types > 1)  # fmt: skip
+    return family
+
+
+def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]:
+    """What each of our weights is called there. Raises BadInput for one without a place."""
+    weights = checkpoint.weights
+    kind: HeadKind | None = checkpoint.head.kind if checkpoint.head else None
+    pooled = kind in ("classify", "regress")
+    bare = dict(family.encoder)
+    if "pooler.weight" in weights and not (pooled and "pooler.*" in family.classify):
+        bare |= family.pooler
+    tables = {"mlm": family.mlm, "classify": family.classify, "regress": family.classify,
+              "span": family.span, None: {}}  # fmt: skip
+    heads = tables[kind] | (family.pair if "pair_head.weight" in weights else {})
+    prefix = family.prefix if heads else ""
+    layers = checkpoint.config.stored_layers
+    names = {o: [prefix + name for name in t] for o, t in expand(bare, layers).items()}
+    names |= expand(heads, 1)
+    if lost := sorted(set(weights) - set(names)):
+        raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
+    return names
+
+
+def _their_type(checkpoint: Checkpoint) -> torch.dtype:
+    """The type of the tensors that were imported, if the weights still fit it."""
+    for record in checkpoint.history:
+        if record.get("dtype") in ("float16", "bfloat16"):
+            dtype: torch.dtype = getattr(torch, record["dtype"])
+            if all(torch.equal(w.to(dtype).float(), w) for w in checkpoint.weights.values()):
+                return dtype
+    return torch.float32
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family whose models have this shape. Raises BadInput if there is none."""
+    config = checkpoint.config
+    if config.norm != "post":
+        raise BadInput("no family has LayerNorm before its parts (model.norm='pre')")
+    if config.shared_layers or config.embedding:
+        name = "albert"
+    elif config.first_position:
+        name = "roberta"
+    elif config.token_types == 0:
+        name = "distilbert"
+    else:
+        name = "bert"
+    family = FAMILIES[name]
+    plain = ModelConfig(**family.fixed)
+    for field in ("shared_layers", "first_position", "pooler", *family.fixed):
+        value = getattr(config, field)
+        if field == "first_position" and name == "roberta":
+            continue
+        if field == "pooler" and "pooler.weight" not in checkpoint.weights:
+            continue
+        if value != getattr(plain, field):
+            raise BadInput(f"model.{field}={value} is not {name}'s: no family has this mixture")
+    if bool(config.embedding) != ("embedding" in family.config):
+        raise BadInput(f"model.embedding={config.embedding} is not {name}'s: it projects them")
+    if config.token_types == 0 and name != "distilbert":
+        raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
+    if config.activation not in family.activations:
+        raise BadInput(f"model.activation={config.activation} is not {name}'s")
+    pad = checkpoint.tokenizer.special["pad"]
+    if name == "roberta" and pad != config.first_position - 1:
+        raise BadInput(f"model.first_position={config.first_position} is not roberta's: its "
+                       f"positions begin after the id of padding, {pad}")  # fmt: skip
+    return family
+
+
+def _their_config(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) -> dict[str, Any]:
+    config, head, special = checkpoint.config, checkpoint.head, checkpoint.tokenizer.special
+    values = config.model_dump()
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    values["activation"] = names[config.activation]
+    values["max_positions"] += config.first_position
+    if family.defaults["head_dropout"] is not None:  # it cannot say that two dropouts are one
+        values["head_dropout"] = config.before_head
+    written = {theirs: values[ours] for ours, theirs in family.config.items()}
+    kind: str = head.kind if head else ""
+    if kind in ("", "mlm") and "pair_head.weight" in checkpoint.weights:
+        kind = "pair" if kind else "next"
+    written |= {"model_type": family.name, "architectures": [family.classes[kind]]}
+    written |= {"dtype": str(dtype).removeprefix("torch."), "pad_token_id": special["pad"]}
+    written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
+    if head is not None and head.kind == "classify":
+        written["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
+        written["label2id"] = {label: i for i, label in enumerate(head.labels)}
+    elif head is not None and head.kind == "regress":
+        written |= {"problem_type": "regression", "id2label": {"0": "score"}}
+    return written

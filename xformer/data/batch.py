@@ -28,7 +28,7 @@ class Batch:
     segments: np.ndarray  # (T,) int64, 1 from the second text of a pair on
     cu_seqlens: np.ndarray  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
     rows: np.ndarray  # (N,) int64, where each came from in the store
-    labels: np.ndarray | None = None  # (N,) int64 classes or float32 scores
+    labels: np.ndarray | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
     places: np.ndarray | None = None  # (M,) int64
     targets: np.ndarray | None = None  # (M,) int64
 
@@ -112,8 +112,8 @@ class Assembler:
         tokens[starts] = special["cls"]
         segments = np.zeros_like(tokens)
         tokens[ragged_arange(starts + 1, a)] = self._ids(columns["tokens"], rows, a)
+        second = ends - 1 - b
         if "tokens_b" in columns:
-            second = ends - 1 - b
             tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], rows, b)
             segments[ragged_arange(second, b + 1)] = 1
         return Batch(
@@ -122,8 +122,17 @@ class Assembler:
             segments=segments,
             cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
             rows=rows,
-            labels=columns["label"][rows] if "label" in columns else None,
+            labels=self._labels(rows, second - starts, b) if "label" in columns else None,
         )
+
+    def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Labels as the loss takes them: a span in positions of its row, 0 (the first special
+        token) where there is no answer, or it was truncated away."""
+        labels = self.split.columns["label"][rows]
+        if labels.ndim == 1:
+            return labels
+        there = (labels[:, 0] >= 0) & (labels[:, 1] < b)
+        return np.where(there[:, None], second[:, None] + labels, 0)
 
     def masked_batch(self, rows: np.ndarray, epochs: np.ndarray, seed: int,
                      probability: float) -> Batch:  # fmt: skip

@@ -14,6 +14,7 @@ gives for the same files, except that a text which spells a special token does n
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from typing import Any
 
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
-from xformer.data.tokenizers import ROBERTA_SPECIAL, Tokenizer
+from xformer.data.files import read_json, write_json
+from xformer.data.tokenizers import BERT_SPECIAL, HIDDEN, ROBERTA_SPECIAL, Tokenizer
 
 # where a directory has several, the first is read
 FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model")
@@ -47,6 +48,7 @@ WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": "##",
 BPE = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "",
        "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
+SPACE = r"[\s\x1c-\x1f]+"  # between symbols: what Python takes for white space
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
         f"{source.file} is not BERT's WordPiece, RoBERTa's byte-level BPE or ALBERT's unigram"
     )
     try:
+        if (own := _own(source, fast)) is not None:
+            return own
         model, added = fast["model"], fast.get("added_tokens") or []
         special = {token["content"]: token["id"] for token in added if token["special"]}
         symbols = [token["content"] for token in added if not token["special"]]
@@ -214,6 +218,20 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
         return _byte_bpe(source, vocabulary, [(str(source.file), (a, b)) for a, b in pairs])
     except (KeyError, TypeError, AttributeError, ValueError):
         raise unknown from None
+
+
+def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
+    """A tokenizer of this project's own kinds, symbols and plain unigram, as `write` leaves it."""
+    steps = [step["type"] for step in _steps(fast["pre_tokenizer"])]
+    if fast["model"]["type"] == "WordLevel" and steps in (["Split"], ["Split", "Split"]):
+        vocabulary = _vocabulary(source.file, fast["model"]["vocab"])
+        pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+        if pieces[:5] == [*BERT_SPECIAL.values()]:
+            return tokenizers.symbols(pieces[5:], separated=len(steps) == 1)
+    proto = source.beside("spiece.model")
+    if fast["model"]["type"] == "Unigram" and steps == ["Metaspace"] and proto.is_file():
+        return tokenizers.unigram(proto)
+    return None
 
 
 def _kind(fast: dict[str, Any]) -> str | None:
@@ -341,3 +359,126 @@ def _vocabulary(file: Path, value: Any) -> dict[str, int]:
             wrong = f"{piece!r} has the id of another piece" if i < place else f"no {place}"
             raise BadInput(f"{file}: the ids are not 0 to {len(value) - 1} without gaps: {wrong}")
     return value
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = True) -> None:
+    """The counterpart of `read`: files into an existing directory from which `transformers`'
+    AutoTokenizer gives the same ids, with special tokens around a text and a pair.
+
+    `longest` is the most tokens in a row, special ones included; `segments` says whether the model
+    tells the texts of a pair apart. A text which spells a special token gets its id there, as
+    `transformers` has it.
+    """
+    special = tokenizer.meta["special"]
+    fast = _fast_form(tokenizer)
+    # RoBERTa and ALBERT take the space before a mask as a part of it
+    spaced = tokenizer.kind in ("bpe", "unigram")
+    for role, piece in special.items():
+        fast.add_special_tokens([_special_token(piece, spaced and role == "mask")])
+    between = f"{special['sep']}:0 " * tokenizer.pair_separators
+    second = int(segments)
+    from tokenizers import processors
+
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{special['cls']}:0 $A:0 {special['sep']}:0",
+        pair=f"{special['cls']}:0 $A:0 {between}$B:{second} {special['sep']}:{second}",
+        special_tokens=[(special[role], tokenizer.special[role]) for role in ("cls", "sep")],
+    )
+    fast.save(str(directory / "tokenizer.json"))
+    if tokenizer.kind == "wordpiece":
+        text = "".join(f"{piece}\n" for piece in tokenizer.pieces)
+        (directory / "vocab.txt").write_text(text, encoding="utf-8")
+    elif tokenizer.kind == "bpe":
+        merges = json.loads(fast.to_str())["model"]["merges"]
+        write_json(directory / "vocab.json", tokenizer.ids)
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+        (directory / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    elif tokenizer.sentencepiece is not None:
+        (directory / "spiece.model").write_bytes(tokenizer.sentencepiece)
+    names = {f"{role}_token": piece for role, piece in special.items()}
+    if tokenizer.kind in ("bpe", "unigram"):
+        names |= {"bos_token": special["cls"], "eos_token": special["sep"]}
+    said = {"tokenizer_class": _their_class(tokenizer, segments), "model_max_length": longest,
+            "model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"],
+            **names, **_options(tokenizer)}  # fmt: skip
+    if spaced:
+        said["mask_token"] = {
+            "__type": "AddedToken", "content": special["mask"], "lstrip": True, "rstrip": False,
+            "normalized": False, "single_word": False,
+        }  # fmt: skip
+    write_json(directory / "tokenizer_config.json", said)
+    write_json(directory / "special_tokens_map.json", names)
+
+
+def _special_token(piece: str, spaced: bool) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(piece, lstrip=spaced, normalized=False, special=True)
+
+
+def _their_class(tokenizer: Tokenizer, segments: bool) -> str:
+    """The class of `transformers` that has the tokenizer's rules; one that has none, and takes all
+    from tokenizer.json, where there is no other."""
+    if tokenizer.kind == "wordpiece":
+        return "BertTokenizer"
+    if tokenizer.kind == "bpe" and not segments:  # RoBERTa's gives all tokens the segment 0
+        return "RobertaTokenizer"
+    return "AlbertTokenizer" if "normalisation" in tokenizer.meta else "PreTrainedTokenizerFast"
+
+
+def _options(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How a text is made plain, in the words of a tokenizer_config.json."""
+    if "normalisation" in tokenizer.meta:
+        normal = tokenizer.meta["normalisation"]
+        return {"do_lower_case": normal["lowercase"], "keep_accents": normal["keep_accents"]}
+    return _rules(tokenizer.rules) if tokenizer.kind in ("wordpiece", "bpe") else {}
+
+
+def _fast_form(tokenizer: Tokenizer) -> Any:
+    """The tokenizer in Hugging Face's `tokenizers`, as yet without special tokens."""
+    from tokenizers import Regex, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    if tokenizer.sentencepiece is not None:
+        return _fast_unigram(tokenizer.sentencepiece)
+    if tokenizer.kind != "symbols":
+        rules = tokenizer.rules
+        if tokenizer.kind != "unigram":
+            return Fast.from_str(json.dumps(rules))
+        pieces = rules["model"]["vocab"]  # those that no text may get are hidden
+        hidden = [piece.removeprefix(HIDDEN) for piece, _ in pieces if piece.startswith(HIDDEN)]
+        rules["model"]["vocab"] = [[piece.removeprefix(HIDDEN), score] for piece, score in pieces]
+        fast = Fast.from_str(json.dumps(rules))
+        ours = tokenizer.meta["special"].values()
+        fast.add_special_tokens([_special_token(p, False) for p in hidden if p not in ours])
+        return fast
+    fast = Fast(models.WordLevel(tokenizer.ids, unk_token=tokenizer.meta["special"]["unk"]))
+    steps = [pre_tokenizers.Split(Regex(SPACE), "removed")]
+    if not tokenizer.meta["separated"]:
+        steps.append(pre_tokenizers.Split(Regex("."), "isolated"))
+    fast.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return fast
+
+
+def _fast_unigram(proto: bytes) -> Any:
+    """A SentencePiece model of the kind unigram, its normalisation as `transformers` spells it."""
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    messages: Any = sentencepiece_model_pb2
+    model = messages.ModelProto()
+    model.ParseFromString(proto)
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    fast = Fast(models.Unigram(pieces, unk_id=model.trainer_spec.unk_id, byte_fallback=False))
+    fast.normalizer = normalizers.Sequence([
+        normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap),
+        normalizers.Strip(),
+        normalizers.Replace(Regex(" {2,}"), " "),
+    ])  # fmt: skip
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    fast.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    return fast

@@ -76,8 +76,21 @@ class Tokenizer:
         if self._sentencepiece:
             state["model"] = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         elif self.kind != "symbols":
-            state["model"] = json.loads(self._model.to_str())
+            state["model"] = rules = self.rules
+            if self.kind == "unigram":  # the library reads a score back with its last bit changed
+                scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
+                rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What tokenizer.json holds (of wordpiece, bpe and ALBERT's unigram alone)."""
+        return dict(json.loads(self._model.to_str()))
+
+    @property
+    def sentencepiece(self) -> bytes | None:
+        """What spiece.model holds (of our own unigram alone)."""
+        return self._model.serialized_model_proto() if self._sentencepiece else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The bare ids of each text, int32, no special tokens, no truncation."""
@@ -332,6 +345,16 @@ def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
     return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])
 
 
+def unigram(path: Path) -> Tokenizer:
+    """The tokenizer of a SentencePiece model, whose own normalisation is all there is."""
+    return _unigram(_sentencepiece(path))
+
+
+def _unigram(model: Any) -> Tokenizer:
+    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
+    return Tokenizer(meta, model)
+
+
 def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = True,
           characters: Iterable[str] | None = None) -> Tokenizer:  # fmt: skip
     """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
@@ -436,5 +459,4 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise BadInput(f"SentencePiece cannot make {vocab_size} pieces of this: {reason}") from None
     processor = sentencepiece.SentencePieceProcessor()
     processor.load_from_serialized_proto(model.getvalue())
-    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
-    return Tokenizer(meta, processor)
+    return _unigram(processor)

@@ -1,7 +1,7 @@
 """The transformer encoder of the BERT family, on packed tokens.
 
-T tokens in the batch, N sequences, C hidden size, H heads, D = C / H, F inner size of the MLP,
-V vocabulary.
+T tokens in the batch, N sequences, C hidden size, E embedding size, H heads, D = C / H, F inner
+size of the MLP, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,26 +28,52 @@ class ModelConfig(Settings):
     """Number of transformer layers."""
     hidden: int = Field(768, ge=1)
     """Width of the hidden states."""
+    embedding: int = Field(0, ge=0)
+    """Width of the embeddings, projected to `hidden` (ALBERT); 0 takes `hidden`, unprojected."""
     heads: int = Field(12, ge=1)
     """Attention heads a layer; must divide `hidden`."""
     intermediate: int = Field(3072, ge=1)
     """Inner width of the feed-forward part."""
     max_positions: int = Field(512, ge=1)
     """Longest row in tokens, special ones included."""
+    first_position: int = Field(0, ge=0)
+    """Row of the position table that a row's first token takes (RoBERTa: 2)."""
     token_types: int = Field(2, ge=0)
-    """Segment embeddings: 2 tells the texts of a pair apart, 0 has none."""
+    """Segment embeddings: 2 tells the texts of a pair apart, 1 is the same for all (RoBERTa), 0
+    has none (DistilBERT)."""
+    shared_layers: bool = False
+    """One set of weights for all layers (ALBERT)."""
     norm: Literal["post", "pre"] = "post"
     """LayerNorm after each residual sum (BERT) or before each part (pre-LN)."""
     layer_norm_eps: float = Field(1e-12, gt=0)
     """Epsilon of every LayerNorm."""
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
     """Activation of the feed-forward part and of the MLM head."""
+    pooler: Literal["tanh", "relu"] = "tanh"
+    """Activation of the pooler, under a task head (DistilBERT: relu)."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout on embeddings, on the output of each part, and before a task head."""
+    """Dropout on embeddings and on the output of each part."""
+    head_dropout: float | None = Field(None, ge=0, lt=1)
+    """Dropout before a head of classes or scores; absent: `dropout`."""
     attention_dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on attention probabilities."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
+
+    @property
+    def width(self) -> int:
+        """Width of the embeddings, E."""
+        return self.embedding or self.hidden
+
+    @property
+    def before_head(self) -> float:
+        """Dropout before a head of classes or scores."""
+        return self.dropout if self.head_dropout is None else self.head_dropout
+
+    @property
+    def stored_layers(self) -> int:
+        """Layers that have weights of their own."""
+        return 1 if self.shared_layers else self.layers
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -66,7 +92,7 @@ class Packed:
     positions: Tensor  # (T,)
     segments: Tensor  # (T,)
     layout: Layout
-    labels: Tensor | None = None  # (N,)
+    labels: Tensor | None = None  # (N,), spans (N, 2)
     places: Tensor | None = None  # (M,)
     targets: Tensor | None = None  # (M,)
 
@@ -110,21 +136,27 @@ def _table(rows: int, columns: int) -> nn.Embedding:
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment vectors, summed and normalised (also before pre-LN layers)."""
+    """Word, position and segment vectors, summed and normalised (also before pre-LN layers), then
+    projected where they are narrower than the layers (Lan et al. 2020, section 3.1)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.word = _table(config.vocab_size, config.hidden)
-        self.position = _table(config.max_positions, config.hidden)
-        self.segment = _table(config.token_types, config.hidden) if config.token_types else None
-        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        E = config.width
+        self.word = _table(config.vocab_size, E)
+        self.position = _table(config.first_position + config.max_positions, E)
+        self.segment = _table(config.token_types, E) if config.token_types else None
+        self.norm = nn.LayerNorm(E, config.layer_norm_eps)
+        self.projection = nn.Linear(E, config.hidden) if config.embedding else None
+        self.first_position = config.first_position
         self.dropout = config.dropout
 
     def forward(self, batch: Packed) -> Tensor:
-        x = self.word(batch.tokens) + self.position(batch.positions)  # (T, C)
+        x = self.word(batch.tokens) + self.position(batch.positions + self.first_position)  # (T, E)
         if self.segment is not None:
-            x = x + self.segment(batch.segments)
-        return F.dropout(self.norm(x), self.dropout, self.training)
+            one = self.segment.num_embeddings == 1  # of no use to tell texts apart
+            x = x + (self.segment.weight[0] if one else self.segment(batch.segments))
+        x = F.dropout(self.norm(x), self.dropout, self.training)
+        return x if self.projection is None else self.projection(x)  # (T, C)
 
 
 class SelfAttention(nn.Module):
@@ -195,29 +227,29 @@ class Inside:
 
 
 class Encoder(nn.Module):
-    """The encoder of BERT (Devlin et al. 2019, section 3)."""
+    """The encoder of BERT (Devlin et al. 2019, section 3) and its relatives."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.stored_layers))
         pre_norm = config.norm == "pre"
         self.final_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps) if pre_norm else None
 
     def forward(self, batch: Packed, backend: Backend = "auto") -> Tensor:
         """The last hidden states, (T, C)."""
         x = self.embeddings(batch)
-        for layer in self.layers:
-            x, _ = layer(x, batch.layout, backend)
+        for i in range(self.config.layers):
+            x, _ = self.layers[i % len(self.layers)](x, batch.layout, backend)
         return x if self.final_norm is None else self.final_norm(x)
 
     def inside(self, batch: Packed, backend: Backend = "auto") -> Inside:
         """Every hidden state, and with the back end "explicit" every attention map."""
         x = self.embeddings(batch)
         hidden, all_maps = [x], []
-        for layer in self.layers:
-            x, maps = layer(x, batch.layout, backend)
+        for i in range(self.config.layers):
+            x, maps = self.layers[i % len(self.layers)](x, batch.layout, backend)
             hidden.append(x)
             all_maps.append(maps)
         if self.final_norm is not None:

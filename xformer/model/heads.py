@@ -5,6 +5,7 @@ T tokens in the batch, N sequences, M masked tokens, C hidden size, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate
 
-HeadKind = Literal["mlm", "classify", "regress"]
+HeadKind = Literal["mlm", "classify", "regress", "span"]
 
 
 @dataclass(frozen=True)
@@ -31,52 +32,81 @@ class MLMHead(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden, config.hidden)
-        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.dense = nn.Linear(config.hidden, config.width)
+        self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.activation = config.activation
 
     def forward(self, x: Tensor, word: Tensor) -> Tensor:
-        """x (M, C), word (V, C) -> logits (M, V)."""
+        """x (M, C), word (V, E) -> logits (M, V)."""
         return F.linear(self.norm(activate(self.dense(x), self.activation)), word, self.bias)
 
 
 class Model(nn.Module):
-    """An encoder with the heads a checkpoint has: an MLM head, a pooler, a task head.
+    """An encoder with the heads a checkpoint has.
 
-    `kind` says which one trains and predicts; "classify" has `outputs` classes, "regress" one
-    score.
+    `kind` says which one trains and predicts: "mlm"; "classify" (`outputs` classes) and "regress"
+    (one score) on the pooled first token; "span" (start and end of an answer) on every token.
+    `parts` are further ones kept beside it: "pooler", and "pair_head", which tells of two texts
+    whether the second follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
+    order).
     """
 
     def __init__(self, config: ModelConfig, kind: HeadKind | None, outputs: int = 0,
-                 pooler: bool = False):  # fmt: skip
+                 parts: Collection[str] = ()):  # fmt: skip
         super().__init__()
         self.config, self.kind = config, kind
         self.encoder = Encoder(config)
-        task = kind in ("classify", "regress")
+        C = config.hidden
+        pooled = kind in ("classify", "regress")
         self.mlm_head = MLMHead(config) if kind == "mlm" else None
-        self.pooler = nn.Linear(config.hidden, config.hidden) if task or pooler else None
-        self.task_head = nn.Linear(config.hidden, outputs) if task else None
+        self.pooler = nn.Linear(C, C) if pooled or "pooler" in parts else None
+        self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
+        self.task_head = nn.Linear(C, outputs) if pooled or kind == "span" else None
+
+    def pooled(self, x: Tensor, batch: Packed) -> Tensor:
+        """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
+        if self.pooler is None:
+            raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
+        y = self.pooler(x[batch.first])
+        return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
     def logits(self, batch: Packed) -> Tensor:
-        """(M, V) at the masked places for MLM, else (N, outputs)."""
+        """(M, V) at the masked places for MLM, (T, 2) for spans, else (N, outputs)."""
         x = self.encoder(batch)
         if self.mlm_head is not None:
             assert batch.places is not None
             return self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight)
-        if self.pooler is None or self.task_head is None:
+        if self.task_head is None:
             raise ValueError("this model has no head: give it one with Checkpoint.with_head")
-        pooled = torch.tanh(self.pooler(x[batch.first]))  # (N, C)
-        return self.task_head(F.dropout(pooled, self.config.dropout, self.training))
+        if self.kind == "span":
+            return self.task_head(x)
+        pooled = self.pooled(x, batch)  # (N, C)
+        return self.task_head(F.dropout(pooled, self.config.before_head, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
-        """The summed loss and the logits: cross-entropy, or the squared error of a score."""
+        """The summed loss and the logits: cross-entropy (of a span the mean of start and end), or
+        the squared error of a score."""
         logits = self.logits(batch).float()
         targets = batch.targets if self.kind == "mlm" else batch.labels
         assert targets is not None
         if self.kind == "regress":
             total = F.mse_loss(logits.squeeze(1), targets, reduction="sum")
             return Loss(total, len(targets), torch.zeros((), device=logits.device)), logits
+        if self.kind == "span":
+            rows = padded(logits, batch)  # (N, L, 2)
+            total = F.cross_entropy(rows, targets, reduction="sum") / 2
+            correct = (rows.detach().argmax(1) == targets).all(1).sum().float()
+            return Loss(total, len(targets), correct), logits
         total = F.cross_entropy(logits, targets, reduction="sum")
         correct = (logits.detach().argmax(1) == targets).sum().float()
         return Loss(total, len(targets), correct), logits
+
+
+def padded(values: Tensor, batch: Packed) -> Tensor:
+    """Packed values (T, K) -> (N, L, K), with -inf behind the end of a sequence."""
+    ends = batch.layout.cu_seqlens
+    sizes = ends.diff()  # (N,)
+    row = torch.repeat_interleave(torch.arange(len(sizes), device=values.device), sizes)
+    out = values.new_full((len(sizes), batch.layout.max_length, values.size(1)), -torch.inf)
+    return out.index_put((row, batch.positions), values)

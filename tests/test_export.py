@@ -1,0 +1,407 @@
+"""Export: every tensor back as it came, directories that transformers loads with equal outputs, its
+tokenizers with equal ids; and what `inspect` shows."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import CASES, FAMILIES, class_of, labels_of
+from test_families import HEADS as CLASSES
+from test_tokenizers import TEXTS
+from tiny import LONGEST, distance, family_of, packed, padded, random_batch, tiny
+
+from xformer import checkpoint as checkpoints
+from xformer import predict
+from xformer.checkpoint import Checkpoint, Head
+from xformer.convert import __main__ as convert
+from xformer.convert import hf
+from xformer.convert.describe import describe
+from xformer.data import errors, published, tokenizers
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json, write_json
+from xformer.data.store import Ragged, Split
+from xformer.model.encoder import ModelConfig, to_device
+
+AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name in CLASSES.items()}}
+
+
+def there_and_back(source: Path, directory: Path) -> Path:
+    """from-hf, save, load, to-hf."""
+    imported = hf.from_hf(source)
+    assert imported.left == []
+    checkpoints.save(imported.checkpoint, directory / "ours")
+    loaded = checkpoints.load(directory / "ours")
+    assert hf.to_hf(loaded, directory / "theirs") is imported.family
+    return directory / "theirs"
+
+
+def assert_same_bytes(found: Path, source: Path) -> None:
+    one, two = (load_file(d / "model.safetensors") for d in (found, source))
+    assert set(one) == set(two)
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype, name
+        assert torch.equal(tensor.view(torch.uint8), two[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*CASES, *((name, "") for name in FAMILIES)], ids=lambda x: x or "bare"
+)
+def test_there_and_back_every_byte_is_the_same(name: str, kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    one = {"num_labels": 1} if kind == "regress" else {}
+    source = tmp_path / "source"
+    theirs = tiny(class_of(name, kind) if kind else f"{name}Model", source, **one)
+    found = there_and_back(source, tmp_path)
+    assert_same_bytes(found, source)
+    assert hf.from_hf(found).checkpoint.config == hf.from_hf(source).checkpoint.config
+    assert hf.from_hf(found).checkpoint.head == hf.from_hf(source).checkpoint.head
+
+    auto = getattr(transformers, f"AutoModel{AUTO[kind]}")
+    loaded, report = auto.from_pretrained(
+        found, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded) is type(theirs)
+    batch = random_batch()
+    given = padded(batch, family_of(f"{name}Model").name)
+    for one_output, other in zip(loaded.eval()(**given)[:2], theirs(**given)[:2], strict=True):
+        assert torch.equal(one_output, other)
+    ours, again = (hf.from_hf(d).checkpoint.tokenizer for d in (source, found))
+    assert again.fingerprint == ours.fingerprint
+    tokenizer = transformers.AutoTokenizer.from_pretrained(found)
+    text = "w3 W4w5 a!? é"
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert bare == ours.encode_batch([text])[0].tolist()
+    loaded(**tokenizer(["w3", "w4 w5"], padding=True, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_precision_comes_back_as_it_was(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tiny(f"{name}ForSequenceClassification", tmp_path)
+    half = {n: w.to(dtype) for n, w in load_file(tmp_path / "model.safetensors").items()}
+    save_file(half, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = there_and_back(tmp_path, tmp_path)
+    assert_same_bytes(found, tmp_path)
+    assert read_json(found / "config.json")["dtype"] == str(dtype).removeprefix("torch.")
+    # trained since, the weights no longer fit
+    checkpoint = checkpoints.load(tmp_path / "ours")
+    weights = {n: w + 1e-6 for n, w in checkpoint.weights.items()}
+    hf.to_hf(replace(checkpoint, weights=weights), tmp_path / "changed")
+    changed = load_file(tmp_path / "changed/model.safetensors")
+    assert {w.dtype for w in changed.values()} == {torch.float32}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {"first_position": 2, "token_types": 1},
+    "albert": {"embedding": 8, "shared_layers": True, "activation": "gelu_tanh"},
+    "distilbert": {"token_types": 0, "pooler": "relu", "head_dropout": 0.2},
+}
+SMALL: dict[str, Any] = {"layers": 3, "hidden": 24, "heads": 3, "intermediate": 20,
+                         "max_positions": LONGEST, "initializer_range": 0.5}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[str, tokenizers.Tokenizer]:
+    corpus = TEXTS * 3
+    letters = [*(f"▁{c}" for c in "abcdefgh"), "▁", *"abcdefghijklmnopqrstuvwxyz.,'?"]
+    special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
+    scores = [*special, *((p, -1.0 - i / 7) for i, p in enumerate([*letters, "X", "e\u0301"]))]
+    return {
+        "wordpiece": tokenizers.train("wordpiece", corpus, 200, True, set("".join(corpus))),
+        "cased": tokenizers.train("wordpiece", corpus, 200, False, set("".join(corpus))),
+        "bpe": tokenizers.train("bpe", corpus, 400),
+        "unigram": tokenizers.train("unigram", corpus, 100),
+        "albert": tokenizers.albert(scores, None, [], ["?"]),
+        "accents": tokenizers.albert(scores, None, [], [], lowercase=False, keep_accents=True),
+        "symbols": tokenizers.train("symbols", corpus, 200),
+        "separated": tokenizers.symbols(["w5", "w6", "w7"], separated=True),
+    }
+
+
+def scratch(learned: dict[str, tokenizers.Tokenizer], family: str, **more: Any) -> Checkpoint:
+    tokenizer = learned["bpe" if family == "roberta" else "wordpiece"]
+    return checkpoints.fresh(ModelConfig(**{**SMALL, **SHAPES[family], **more}), tokenizer, 1)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("family", SHAPES)
+def test_our_own_checkpoints_give_equal_outputs_there(
+    learned: dict[str, tokenizers.Tokenizer], family: str, kind: Any, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    head = Head(kind, ("a", "b", "c") if kind == "classify" else ())
+    made, _, _ = scratch(learned, family).with_head(head, seed=2)
+    assert hf.to_hf(made, tmp_path / "theirs").name == family
+    auto = getattr(transformers, f"AutoModel{AUTO[kind]}")
+    theirs = auto.from_pretrained(tmp_path / "theirs").eval()
+    batch = replace(random_batch(), labels=labels_of(random_batch(), kind))
+    found = theirs(**padded(batch, family))
+    ours = made.model().logits(batch)
+    if kind == "span":
+        expected = packed(torch.stack([found.start_logits, found.end_logits], 2), batch)
+    else:
+        expected = packed(found.logits, batch)[batch.places] if kind == "mlm" else found.logits
+    assert distance(ours, expected) <= 1e-5
+    if kind == "classify":
+        assert list(theirs.config.id2label.values()) == ["a", "b", "c"]
+    again = hf.from_hf(tmp_path / "theirs").checkpoint
+    assert again.head is not None
+    assert (again.head.kind, again.head.labels) == (kind, head.labels)
+    assert again.config == made.config.model_copy(
+        update={"head_dropout": again.config.head_dropout}
+    )
+    assert again.config.before_head == made.config.before_head
+    assert again.tokenizer.fingerprint == made.tokenizer.fingerprint
+    assert all(torch.equal(w, again.weights[name]) for name, w in made.weights.items())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_masks_are_filled_as_transformers_does(
+    learned: dict[str, tokenizers.Tokenizer], family: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    made, _, _ = scratch(learned, family).with_head(Head("mlm"), seed=2)
+    hf.to_hf(made, tmp_path / "theirs")
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    mask = tokenizer.mask_token
+    text = f"the {mask} of{mask} tests {mask}."
+    given = tokenizer(text, return_tensors="pt")
+    with torch.inference_mode():
+        logits = theirs(**given).logits[given["input_ids"] == tokenizer.mask_token_id]
+    best = logits.softmax(1).topk(3)
+    found = predict.fill_mask(made, text, 3)
+    assert len(found) == 3
+    for one, values, ids in zip(found, best.values, best.indices, strict=True):
+        assert [piece for _, piece in one] == tokenizer.convert_ids_to_tokens(ids)
+        assert [p for p, _ in one] == pytest.approx(values.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_pairs_of_texts_give_equal_outputs(
+    learned: dict[str, tokenizers.Tokenizer], family: str, tmp_path: Path
+) -> None:
+    # RoBERTa's separators and positions, segments or none of them, rows of all lengths
+    transformers = pytest.importorskip("transformers")
+    made, _, _ = scratch(learned, family, max_positions=80).with_head(
+        Head("classify", ("a", "b")), 2
+    )
+    hf.to_hf(made, tmp_path / "theirs")
+    name = "AutoModelForSequenceClassification"
+    theirs = getattr(transformers, name).from_pretrained(tmp_path / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    texts = ["", "the first", "It's done.", "of 17 tests, isn't it?"]
+    others = ["a", "Don't panic: we're done", "", "b"]
+    with torch.inference_mode():
+        expected = theirs(**tokenizer(texts, others, padding=True, return_tensors="pt")).logits
+    columns = {}
+    for column, of in (("tokens", texts), ("tokens_b", others)):
+        ids = made.tokenizer.encode_batch(of)
+        columns[column] = Ragged(np.concatenate(ids), np.cumsum([0, *map(len, ids)]))
+    batch = Assembler(Split("x", 4, 0, columns), made.tokenizer, 80).batch(np.arange(4))
+    found = made.model().logits(to_device(batch, torch.device("cpu")))
+    assert distance(found, expected[torch.from_numpy(batch.rows)]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "message"),
+    [
+        ("bert", {"norm": "pre"}, "no family has LayerNorm before its parts (model.norm='pre')"),
+        ("bert", {"shared_layers": True}, "model.embedding=0 is not albert's"),
+        ("bert", {"embedding": 7}, "model.shared_layers=False is not albert's"),
+        ("albert", {"first_position": 2}, "model.first_position=2 is not albert's"),
+        ("albert", {"token_types": 0}, "model.token_types=0 is not albert's"),
+        ("roberta", {"activation": "relu"}, "model.activation=relu is not roberta's"),
+        ("roberta", {"first_position": 5}, "its positions begin after the id of padding, 1"),
+        ("roberta", {"token_types": 0}, "model.token_types=0 is not roberta's"),
+        ("distilbert", {"pooler": "tanh"}, "model.pooler=tanh is not distilbert's"),
+        ("distilbert", {"layer_norm_eps": 1e-5}, "model.layer_norm_eps=1e-05 is not distilbert's"),
+        ("bert", {"pooler": "relu"}, "model.pooler=relu is not bert's"),
+    ],
+)
+def test_what_no_family_has_is_refused(
+    learned: dict[str, tokenizers.Tokenizer], family: str, more: dict[str, Any], message: str,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    made, _, _ = scratch(learned, family, **more).with_head(Head("classify", ("a", "b")), 1)
+    checkpoints.save(made, tmp_path / "ours")
+    status, out, err = run(capfd, "to-hf", tmp_path / "ours", tmp_path / "theirs")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: Any) -> tuple[Any, str, str]:
+    """`python -m xformer.convert ARGUMENTS`, without a process of its own."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            errors.run(convert.main)
+    out, err = capfd.readouterr()
+    return ended.value.code, out, err
+
+
+def test_the_command_keeps_an_old_directory(
+    learned: dict[str, tokenizers.Tokenizer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints.save(scratch(learned, "bert"), tmp_path / "ours")
+    line = ("to-hf", tmp_path / "ours", tmp_path / "theirs")
+    assert run(capfd, *line)[0] == 0
+    assert run(capfd, *line)[::2] == (
+        2, f"error: {line[2]} exists; give another output, or --overwrite to replace it\n"
+    )  # fmt: skip
+    assert run(capfd, *line, "--overwrite")[0] == 0
+    (tmp_path / "ours/model.safetensors").write_bytes(b"x")
+    before = (tmp_path / "theirs/config.json").read_bytes()
+    assert "is damaged" in run(capfd, *line, "--overwrite")[2]
+    assert (tmp_path / "theirs/config.json").read_bytes() == before
+
+
+def test_a_name_that_is_no_directory_needs_the_hub(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert run(capfd, "from-hf", "nobody/nothing", tmp_path / "out")[::2] == (
+        2, "error: nobody/nothing is not a directory; to fetch it from the Hugging Face hub, "
+        "install xformer[hub]\n",
+    )  # fmt: skip
+
+
+def test_a_repository_of_the_hub_is_fetched_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    tiny("BertModel", tmp_path / "there")
+    files = {file.name for file in (tmp_path / "there").iterdir()}
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        if name != "some/model":
+            raise hub.errors.HFValidationError(f"no such repository: {name}\nmore")
+        wanted = {file for file in files if any(fnmatch(file, p) for p in allow_patterns)}
+        assert wanted == files
+        return str(tmp_path / "there")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    assert run(capfd, "from-hf", "some/model", tmp_path / "out")[0] == 0
+    assert checkpoints.load(tmp_path / "out").config.hidden == 39
+    status, out, err = run(capfd, "from-hf", "other/model", tmp_path / "two")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith("the Hugging Face hub does not give it: no such repository: other/model\n")
+
+
+def test_real_weights_there_and_back(minilm: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    found = there_and_back(minilm, tmp_path)
+    source = load_file(minilm / "model.safetensors")
+    source.pop("embeddings.position_ids", None)
+    again = load_file(found / "model.safetensors")
+    assert {n: w.dtype for n, w in again.items()} == {n: w.dtype for n, w in source.items()}
+    assert all(torch.equal(again[name], tensor) for name, tensor in source.items())
+    one, two = (transformers.AutoTokenizer.from_pretrained(d) for d in (minilm, found))
+    pair = ["It's naïve — a test.", "Isn't it? 北京"]
+    assert one(*pair)["input_ids"] == two(*pair)["input_ids"]
+    with torch.inference_mode():
+        outputs = [
+            transformers.AutoModel.from_pretrained(d).eval()(**one(*pair, return_tensors="pt"))
+            for d in (minilm, found)
+        ]
+    assert torch.equal(outputs[0].last_hidden_state, outputs[1].last_hidden_state)
+    assert torch.equal(outputs[0].pooler_output, outputs[1].pooler_output)
+
+
+# ---------------------------------------------------------------------------------- tokenizers
+
+KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "symbols", "separated"]
+
+
+@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_gives_the_same_ids(
+    learned: dict[str, tokenizers.Tokenizer], kind: str, segments: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = learned[kind]
+    published.write(ours, tmp_path, 37, segments)
+    write_json(tmp_path / "config.json", {"model_type": "bert"})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = [text for text in TEXTS if "[SEP]" not in text] + ["  ", "a  ▁b", " w5 w6\x1fw9 "]
+    found = theirs(texts, add_special_tokens=False)["input_ids"]
+    assert [ids.tolist() for ids in ours.encode_batch(texts)] == found
+    a, b = (ids.tolist() for ids in ours.encode_batch(["w5 first", "w6 d."]))
+    cls, sep = ours.special["cls"], ours.special["sep"]
+    assert theirs("w5 first")["input_ids"] == [cls, *a, sep]
+    pair = theirs("w5 first", "w6 d.")
+    assert pair["input_ids"] == [cls, *a, *[sep] * ours.pair_separators, *b, sep]
+    assert ("token_type_ids" in pair) == segments
+    if segments:  # as xformer.data.batch has them
+        second = len(b) + 1
+        assert pair["token_type_ids"] == [0] * (len(pair["input_ids"]) - second) + [1] * second
+    for role, i in ours.special.items():
+        assert getattr(theirs, f"{role}_token_id") == i
+    assert theirs.model_max_length == 37
+    assert len(theirs) == len(ours)
+    again = published.read(tmp_path)
+    assert again.fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tokenizer_is_saved_and_loaded(
+    learned: dict[str, tokenizers.Tokenizer], kind: str, tmp_path: Path
+) -> None:
+    learned[kind].save(tmp_path)
+    assert tokenizers.load(tmp_path).fingerprint == learned[kind].fingerprint
+
+
+# ------------------------------------------------------------------------------------- inspect
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inspect_shows_both_forms_of_a_model(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    labels: dict[str, Any] = {
+        "id2label": {0: "bad", 1: "good"},
+        "label2id": {"bad": 0, "good": 1},
+        "num_labels": 2,
+    }
+    tiny(f"{name}ForSequenceClassification", tmp_path / "source", **labels)
+    parameters = sum(w.numel() for w in load_file(tmp_path / "source/model.safetensors").values())
+    assert run(capfd, "from-hf", tmp_path / "source", tmp_path / "ours")[0] == 0
+    for directory in ("source", "ours"):
+        status, out, err = run(capfd, "inspect", tmp_path / directory)
+        assert (status, err) == (0, "")
+        assert len(out.splitlines()) <= 24
+        assert max(map(len, out.splitlines())) <= 180
+        for said in (family_of(f"{name}Model").name, "39 wide", "3 heads", f"{parameters:,}",
+                     "2 classes: bad, good", "97 pieces", "from-hf family="):  # fmt: skip
+            assert said in out, said
+        parts = re.sub(r"\(.*?\)", "", out.split(f"{parameters:,}\n")[1].splitlines()[0])
+        numbers = [int(n.replace(",", "")) for n in re.findall(r"[a-z_]+ ([\d,]*\d)", parts)]
+        assert sum(numbers) == parameters
+
+
+def test_inspect_says_what_no_family_has(
+    learned: dict[str, tokenizers.Tokenizer], tmp_path: Path
+) -> None:
+    made = scratch(learned, "bert", norm="pre")
+    checkpoints.save(made, tmp_path / "ours")
+    said = describe(tmp_path / "ours")
+    assert "none of Hugging Face's: no family has LayerNorm before its parts" in said
+    assert "fresh seed=1" in said
+    with pytest.raises(BadInput, match="does not exist"):
+        describe(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="is not a checkpoint"):
+        describe(tmp_path)

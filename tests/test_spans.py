@@ -1,0 +1,248 @@
+"""Answers as spans: the best span and the best window against slow loops, SQuAD's metrics against
+the official script's numbers, and a toy SQuAD learnt from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toys
+from helpers import NO_DROPOUT, Forks, command, good, refused, training
+
+from xformer import metrics, spans
+from xformer.data.errors import BadInput
+from xformer.data.spans import answer
+from xformer.data.store import Split, open_store
+
+SQUAD = "recipes/finetune/squad.toml"
+
+
+# ------------------------------------------------------------------------------ spans, windows
+
+
+@pytest.mark.parametrize("length", [5, 31, 64])
+def test_the_best_span_equals_a_triple_loop(length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    rows = 12
+    logits = torch.randn(rows, length, 2, generator=generator)
+    second = torch.randint(1, 4, (rows,), generator=generator)
+    lengths = (torch.rand(rows, generator=generator) * (length - second)).ceil().long()
+    lengths[0] = length - second[0]
+    # the highest start and end are further apart than an answer may be
+    logits[0, second[0], 0] = logits[0, length - 1, 1] = 50.0
+    found = spans.best_spans(logits, second, lengths)
+    for row in range(rows):
+        best = (-np.inf, -1, -1)
+        for first in range(int(lengths[row])):
+            for last in range(first, min(int(lengths[row]), first + spans.LONGEST)):
+                start, end = logits[row, second[row] + first, 0], logits[row, second[row] + last, 1]
+                best = max(best, (float(start + end), first, last))
+        assert found[row, 0] == logits[row, 0].sum()
+        assert found[row, 1] == pytest.approx(best[0], rel=1e-6)
+        assert found[row, 2:].tolist() == list(best[1:])
+
+
+def test_a_window_of_nothing_has_no_answer() -> None:
+    found = spans.best_spans(torch.zeros(1, 4, 2), torch.tensor([3]), torch.tensor([0]))
+    assert found[0, 1] == -torch.inf
+    assert found[0, 2] < 0
+
+
+def squad(rng: np.random.Generator, paragraphs: int, questions: int) -> dict[str, object]:
+    """Which word follows this one? Of words that do not occur, none."""
+    found = []
+    for p in range(paragraphs):
+        words = [str(word) for word in rng.permutation(toys.WORDS)]
+        asked, context = words[:questions], " ".join(words[2:])
+        qas = []
+        for q, word in enumerate(asked):
+            place = 0 if word not in words[2:] else context.index(word) + len(word) + 1
+            text = context[place:].split()[0]
+            answers = [{"text": text, "answer_start": place}] if place else []
+            qas.append({"id": f"{p}-{q}", "question": word, "answers": answers})
+        found.append({"context": context, "qas": qas})
+    return {"version": "v2.0", "data": [{"title": "toy", "paragraphs": found}]}
+
+
+@pytest.fixture(scope="module")
+def store(data: toys.Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy SQuAD whose contexts are cut into three windows each."""
+    directory = tmp_path_factory.mktemp("squad")
+    raw = squad(np.random.default_rng(1), 4, 5)
+    (directory / "train.json").write_text(json.dumps(raw))
+    hidden = squad(np.random.default_rng(2), 1, 3)
+    for qa in hidden["data"][0]["paragraphs"][0]["qas"]:  # type: ignore[index]
+        del qa["answers"]
+    (directory / "test.json").write_text(json.dumps(hidden))
+    good(command("preprocess.py", "task", "squad", "--train", directory / "train.json", "--valid",
+                 directory / "train.json", "--test", directory / "test.json", "--tokenizer",
+                 data.tokenizer, "--max-tokens", "20", "--stride", "5", "--max-question", "2",
+                 "--output", directory / "store"))  # fmt: skip
+    return directory / "store"
+
+
+def slow_answers(outputs: np.ndarray, split: Split) -> tuple[list[str], list[float]]:
+    groups, texts, margins = split.columns["group"], [], []
+    for group in range(int(np.max(groups)) + 1):
+        best, null, text = -np.inf, np.inf, ""
+        for row in range(split.rows):
+            if groups[row] == group:
+                null = min(null, outputs[row, 0])
+                if outputs[row, 1] > best:
+                    best = outputs[row, 1]
+                    text = answer(split, row, int(outputs[row, 2]), int(outputs[row, 3]))
+        texts.append(text)
+        margins.append(null - best)
+    return texts, margins
+
+
+def random_outputs(split: Split, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    lengths = split.columns["tokens_b"].lengths(np.arange(split.rows))
+    first = (rng.random(split.rows) * lengths).astype(int)
+    last = np.minimum(first + rng.integers(0, 3, split.rows), lengths - 1)
+    return np.column_stack([rng.normal(size=(split.rows, 2)), first, last])
+
+
+def test_windows_are_merged_by_question(store: Path) -> None:
+    split = open_store(store).split("train")
+    assert split.rows > 2 * 20
+    for seed in range(5):
+        outputs = random_outputs(split, seed)
+        texts, margins = spans.answers(outputs, split)
+        slow = slow_answers(outputs, split)
+        assert texts == slow[0]
+        assert margins == pytest.approx(slow[1])
+        found = spans.predictions(outputs, split)
+        wanted = ["" if m > 0 else t for t, m in zip(*slow, strict=True)]
+        assert list(found.values()) == wanted
+        assert list(found)[:6] == ["0-0", "0-1", "0-2", "0-3", "0-4", "1-0"]
+        scores = spans.score(outputs, split)
+        golds = [g or [] for g in spans.wanted_answers(split)]
+        assert scores["exact_match"] == metrics.squad(wanted, golds)["exact_match"]
+
+
+def test_hidden_answers_are_not_scored(store: Path) -> None:
+    split = open_store(store).split("test")
+    with pytest.raises(BadInput, match="the split 'test' has no answers to score against"):
+        spans.score(random_outputs(split, 0), split)
+    assert set(spans.predictions(random_outputs(split, 0), split)) == {"0-0", "0-1", "0-2"}
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_best_threshold_equals_trying_all(ties: bool) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(1, 15))
+        vocabulary = ["x", "y", "x y", "x y z", ""]
+        answers = [str(word) for word in rng.choice(vocabulary, n)]
+        wanted = [[str(rng.choice(vocabulary[:4]))] if rng.random() < 0.6 else [] for _ in range(n)]
+        margin = rng.integers(-2, 3, n).astype(float) if ties else rng.normal(size=n)
+        found = metrics.squad_with_threshold(answers, margin, wanted)
+        tried = []
+        for threshold in [margin.min() - 1, *margin]:
+            chosen = ["" if m > threshold else a for a, m in zip(answers, margin, strict=True)]
+            tried.append(metrics.squad(chosen, wanted))
+        assert found["best_exact_match"] == pytest.approx(max(t["exact_match"] for t in tried))
+        assert found["best_f1"] == pytest.approx(max(t["f1"] for t in tried))
+        at = found["best_threshold"]
+        chosen = ["" if m > at else a for a, m in zip(answers, margin, strict=True)]
+        assert metrics.squad(chosen, wanted)["f1"] == pytest.approx(found["best_f1"])
+
+
+# what the official script says, in percent: EM and F1 of all, with an answer, without
+OFFICIAL = {
+    "BERT": [78.74168280973637, 81.77528052374727, 74.10593792172739, 80.18183293833516,
+             83.36417157275021, 83.36417157275021],
+    "BiDAF": [65.70369746483618, 67.8764892145134, 61.42037786774629, 65.77219238257676,
+              69.97476871320437, 69.97476871320437],
+    "nlnet": [75.82750779078582, 78.77776770381455, 69.61875843454791, 75.52773885752195,
+              82.01850294365012, 82.01850294365012],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_metrics_equal_the_official_script(shared: Path, name: str) -> None:
+    data = json.loads((shared / "squad/dev-v2.0.rebuilt.json").read_text(encoding="utf-8"))["data"]
+    file = next(
+        f for f in (shared / "squad").glob("predictions*") if name.lower() in f.name.lower()
+    )
+    given = json.loads(file.read_text(encoding="utf-8"))
+    asked = [qa for article in data for p in article["paragraphs"] for qa in p["qas"]]
+    wanted = [[a["text"] for a in qa["answers"]] for qa in asked]
+    found = metrics.squad([given[qa["id"]] for qa in asked], wanted)
+    kinds = ("", "answerable_", "unanswerable_")
+    values = [100 * found[f"{kind}{m}"] for kind in kinds for m in ("exact_match", "f1")]
+    assert values == pytest.approx(OFFICIAL[name], rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------- end to end
+
+
+def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", tmp_path / "answers.json"
+    good(forks.run(*training(SQUAD, store, run, *NO_DROPOUT, "batch.rows=16", "optim.lr=3e-3",
+                             "train.epochs=130", "train.validate_every=1000")))  # fmt: skip
+    result = json.loads((run / "result.json").read_text())["metrics"]
+    assert result["valid"]["exact_match"] == 1.0
+    assert "test" not in result  # its answers are hidden
+    done = good(forks.run("evaluate.py", run, f"data={store}", "split=train",
+                          f"predictions={said}"))  # fmt: skip
+    assert "train exact_match 1.0000" in done.out
+    assert "train unanswerable_f1 1.0000" in done.out
+    raw = json.loads((store.parent / "train.json").read_text())
+    wanted = {
+        qa["id"]: qa["answers"][0]["text"] if qa["answers"] else ""
+        for p in raw["data"][0]["paragraphs"]
+        for qa in p["qas"]
+    }
+    assert json.loads(said.read_text()) == wanted
+    assert "" in wanted.values()
+    assert answered_there(run, raw, tmp_path) == wanted
+    refused(forks.run("evaluate.py", run, f"data={store}"), "no answers to score against")
+    refused(forks.run("evaluate.py", run, "input=x.tsv"), "needs a checkpoint with a class or")
+
+
+def answered_there(run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:
+    """The answers of the exported model, by the means of transformers alone."""
+    transformers = pytest.importorskip("transformers")
+    good(command("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "theirs")
+    found = {}
+    for paragraph in raw["data"][0]["paragraphs"]:
+        for qa in paragraph["qas"]:
+            # windows as the store has them: they all begin at a fifth word
+            best, null, text = -np.inf, np.inf, ""
+            given = tokenizer(
+                qa["question"], paragraph["context"], truncation="only_second", max_length=20,
+                stride=11, return_overflowing_tokens=True, return_offsets_mapping=True,
+                return_tensors="pt", padding=True,
+            )  # fmt: skip
+            spans_of = given.pop("offset_mapping")
+            given.pop("overflow_to_sample_mapping")
+            with torch.inference_mode():
+                outputs = model(**given)
+            for i, (start, end) in enumerate(
+                zip(outputs.start_logits, outputs.end_logits, strict=True)
+            ):
+                null = min(null, float(start[0] + end[0]))
+                inside = [j for j, s in enumerate(given.sequence_ids(i)) if s == 1]
+                for first in inside:
+                    for last in (j for j in inside if j >= first):
+                        if (value := float(start[first] + end[last])) > best:
+                            begins, ends = int(spans_of[i, first, 0]), int(spans_of[i, last, 1])
+                            best, text = value, paragraph["context"][begins:ends]
+            found[qa["id"]] = "" if null > best else text
+    return found
+
+
+def test_other_stores_are_refused(forks: Forks, data: toys.Toys, tmp_path: Path) -> None:
+    refused(forks.run(*training(SQUAD, data.classes, tmp_path / "run")), "store of kind span")

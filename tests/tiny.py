@@ -1,0 +1,132 @@
+"""Tiny models of transformers in awkward sizes, and batches as we and they take them.
+
+T tokens in the batch, N sequences, L length, C hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from xformer.convert.names import FAMILIES, Family, Table, expand
+from xformer.data import published, tokenizers
+from xformer.data.files import write_json
+from xformer.model.attention import layout
+from xformer.model.encoder import Packed
+
+LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17, 11
+VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
+LETTERS = [chr(i) for i in range(33, 33 + PIECES - 5)]  # bytes that stand for themselves
+LENGTHS = [1, 5, 5, 2, LONGEST, 3]
+CLASSES = {"Bert": "bert", "Roberta": "roberta", "Albert": "albert", "DistilBert": "distilbert"}
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The error relative to what is expected, both as vectors."""
+    assert found.shape == expected.shape
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def family_of(kind: str) -> Family:
+    """The family of one of transformers' classes."""
+    return FAMILIES[CLASSES[kind.partition("For")[0].removesuffix("Model")]]
+
+
+def _settings(family: str) -> dict[str, Any]:
+    if family == "distilbert":
+        return {"vocab_size": PIECES, "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS,
+                "hidden_dim": INNER, "max_position_embeddings": LONGEST}  # fmt: skip
+    found = {
+        "vocab_size": PIECES, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "intermediate_size": INNER, "layer_norm_eps": 1e-2,
+        "max_position_embeddings": LONGEST,
+    }  # fmt: skip
+    if family == "roberta":
+        found |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
+    if family == "albert":
+        found |= {"embedding_size": EMBEDDING, "num_hidden_layers": LAYERS + 1}
+    return found
+
+
+def tiny(kind: str, directory: Path | None = None, **changes: Any) -> Any:
+    """A model of transformers, every weight random, saved with a vocabulary of its family's."""
+    transformers = pytest.importorskip("transformers")
+    name = kind.partition("For")[0].removesuffix("Model")
+    labels = 2 if kind.endswith(("QuestionAnswering", "PreTraining")) else 4
+    settings = {"attn_implementation": "eager", "num_labels": labels, **_settings(CLASSES[name])}
+    config = getattr(transformers, f"{name}Config")(**{**settings, **changes})
+    model = getattr(transformers, kind)(config).eval()
+    generator = seeded(3)
+    for parameter, weight in model.named_parameters():
+        norm = "norm" in parameter.lower() and parameter.endswith("weight")
+        weight.data = float(norm) + 0.3 * torch.randn(weight.shape, generator=generator)
+    if directory is not None:
+        model.save_pretrained(directory)
+        write_vocabulary(CLASSES[name], directory)
+    return model
+
+
+def write_vocabulary(family: str, directory: Path) -> None:
+    """PIECES pieces in the form in which the family's are published."""
+    if family == "roberta":
+        pieces = [*tokenizers.ROBERTA_SPECIAL.values(), *LETTERS]
+        write_json(directory / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
+        (directory / "merges.txt").write_text("#version: 0.2\n")
+    elif family == "albert":
+        special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
+        scores = [*special, ("▁", -1.0), *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:]))]
+        published.write(tokenizers.albert(scores, None, [], []), directory, LONGEST)
+    else:
+        (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+
+
+def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Packed:
+    """A packed batch of random tokens and segments, with labels and a third of it masked."""
+    total, generator = sum(lengths), seeded(seed)
+    # not those of padding: they have no gradient, and RoBERTa no position
+    tokens = torch.randint(2, PIECES, (total,), generator=generator)
+    places = torch.randperm(total, generator=generator)[: total // 3 + 1].sort().values
+    return Packed(
+        tokens=tokens,
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        segments=torch.randint(2, (total,), generator=generator),
+        layout=layout(np.cumsum([0, *lengths])),
+        labels=torch.randint(classes, (len(lengths),), generator=generator),
+        places=places,
+        targets=torch.randint(PIECES, places.shape, generator=generator),
+    )
+
+
+def padded(batch: Packed, family: str = "bert") -> dict[str, Tensor]:
+    """The batch as transformers takes it."""
+    lengths = list(batch.layout.lengths)
+    given = {
+        "input_ids": pad_sequence(batch.tokens.split(lengths), True, 7),
+        "attention_mask": pad_sequence([torch.ones(n) for n in lengths], True),
+    }
+    if family in ("bert", "albert"):
+        given["token_type_ids"] = pad_sequence(batch.segments.split(lengths), True, 1)
+    return given
+
+
+def packed(x: Tensor, batch: Packed) -> Tensor:
+    """(N, L, ...) of transformers -> (T, ...), padding left out."""
+    return torch.cat([row[:n] for row, n in zip(x, batch.layout.lengths, strict=True)])
+
+
+def in_our_names(theirs: dict[str, Tensor], family: Family, table: Table) -> dict[str, Tensor]:
+    """Tensors of transformers' parameters under our names, query, key and value joined."""
+    bare = {name.removeprefix(family.prefix): tensor for name, tensor in theirs.items()}
+    names = expand(table, 1 if family.fixed.get("shared_layers") else LAYERS)
+    return {ours: torch.cat([bare[name] for name in names[ours]]) for ours in names}

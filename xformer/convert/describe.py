@@ -1,0 +1,111 @@
+"""What lies in a directory: a checkpoint, a run or a Hugging Face directory, on one screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Checkpoint
+from xformer.convert import hf
+from xformer.data.errors import BadInput
+
+SHOWN = 5  # class names, and operations of the history
+
+
+@dataclass
+class _Screen:
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, title: str, *values: str) -> None:
+        for i, value in enumerate(values):
+            self.lines.append(f"{title if i == 0 else '':<12}{value}")
+
+
+def describe(path: Path) -> str:
+    """A screen of text about a directory.
+
+    Raises BadInput where it is none of the three, or is damaged.
+    """
+    screen = _Screen()
+    if (path / "config.json").is_file() and not (path / "manifest.json").is_file():
+        imported = hf.from_hf(path)
+        screen.add("directory", f"{path}, of Hugging Face; import it with from-hf")
+        screen.add("family", imported.family.name)
+        _body(screen, imported.checkpoint)
+        screen.add("tensors", *hf.account(imported).splitlines()[1:])
+        return "\n".join(screen.lines)
+    found = checkpoints.resolve(path)
+    checkpoint = checkpoints.load(found)
+    screen.add("checkpoint", f"{found}, selected by the run {path}" if found != path else str(path))
+    try:
+        family = f"{hf.family_of(checkpoint).name}; to-hf exports it"
+    except BadInput as error:
+        family = f"none of Hugging Face's: {error}"
+    screen.add("family", family)
+    _body(screen, checkpoint)
+    return "\n".join(screen.lines)
+
+
+def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    shared = " (one set of weights for all)" if config.shared_layers else ""
+    segments = f"{config.token_types or 'no'} segment{'' if config.token_types == 1 else 's'}"
+    screen.add(
+        "sizes",
+        f"{config.layers} layers{shared}, {config.hidden} wide, {config.heads} heads, MLP "
+        f"{config.intermediate}, embeddings {config.width}",
+        f"rows up to {config.max_positions} tokens, {segments}, {config.activation}, "
+        f"{config.norm}-LN with epsilon {config.layer_norm_eps:g}",
+        f"dropout {config.dropout:g}, on attention {config.attention_dropout:g}, before a head "
+        f"{config.before_head:g}",
+    )
+    screen.add("parameters", *_parameters(checkpoint))
+    screen.add("head", *_head(checkpoint))
+    special = "  ".join(f"{tokenizer.pieces[i]} {i}" for i in sorted(tokenizer.special.values()))
+    spare = config.vocab_size - len(tokenizer)
+    screen.add(
+        "vocabulary",
+        f"{tokenizer.kind}, {len(tokenizer):,} pieces"
+        + (f", {spare:,} vectors more than pieces" if spare else ""),
+        special,
+    )
+    if checkpoint.source is not None:
+        screen.add("raw input", f"{checkpoint.source.kind}, {len(checkpoint.source):,} pieces, "
+                   "mapped to the model's")  # fmt: skip
+    steps = [_record(record) for record in checkpoint.history]
+    hidden = [f"... {len(steps) - SHOWN} more"] if len(steps) > SHOWN else []
+    screen.add("history", *(hidden + steps[-SHOWN:] or ["none"]))
+
+
+def _parameters(checkpoint: Checkpoint) -> list[str]:
+    """The sum, and that of every part."""
+    parts: dict[str, int] = {}
+    for name, weight in checkpoint.weights.items():
+        part = name.split(".")[1 if name.startswith("encoder.") else 0]
+        parts[part] = parts.get(part, 0) + weight.numel()
+    layers = checkpoint.config.stored_layers
+    each = f" ({parts['layers'] // layers:,} in each of {layers})" if layers > 1 else ""
+    shown = [f"{part} {size:,}{each if part == 'layers' else ''}" for part, size in parts.items()]
+    return [f"{sum(parts.values()):,}", ", ".join(shown)]
+
+
+def _head(checkpoint: Checkpoint) -> list[str]:
+    head, parts = checkpoint.head, checkpoints.parts_of(checkpoint.weights)
+    beside = [f"kept: {', '.join(parts)}"] if parts else []
+    if head is None:
+        return ["none", *beside]
+    line = f"{head.kind}, rows of up to {head.max_tokens} tokens"
+    if head.labels:
+        more = ", ..." if len(head.labels) > SHOWN else ""
+        line += f", {len(head.labels)} classes: {', '.join(head.labels[:SHOWN])}{more}"
+    texts = " of two texts" if head.pair else ""
+    return [line + texts + (f", chosen by {head.metric}" if head.metric else ""), *beside]
+
+
+def _record(record: dict[str, Any]) -> str:
+    """One operation of the history; checksums are cut short."""
+    values = [f"{key}={str(value)[:12] if key == 'sha256' else value}"
+              for key, value in record.items() if key != "op"]  # fmt: skip
+    return f"{record.get('op')} " + " ".join(values)[:160]

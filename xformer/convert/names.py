@@ -1,0 +1,209 @@
+"""Where Hugging Face keeps what we have: one table of names a family, `{}` standing for the layer,
+`*` for weight and bias. Read from right to left it imports, from left to right it exports.
+
+Where three of their tensors stand for one of ours they are its rows in order (query, key, value).
+Names lack the prefix ("bert.") that the bare model has inside of a model with heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Table = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: its tensors by part, its config's names, the values it takes for granted.
+
+    `tied` are copies of other tensors: (the copy, what it must equal); they are not stored.
+    `classes` are the names of its models by our kind of head ("" the bare one).
+    """
+
+    name: str
+    prefix: str
+    encoder: Table
+    pooler: Table
+    mlm: Table
+    classify: Table
+    tied: dict[str, str]
+    config: dict[str, str]
+    classes: dict[str, str]
+    pair: Table = field(default_factory=dict)
+    span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
+    activations: tuple[str, ...] = ("gelu", "gelu_tanh", "relu")
+    fixed: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+def _classes(name: str, pre_training: bool = False) -> dict[str, str]:
+    found = {
+        "": f"{name}Model", "mlm": f"{name}ForMaskedLM", "span": f"{name}ForQuestionAnswering",
+        "classify": f"{name}ForSequenceClassification",
+        "regress": f"{name}ForSequenceClassification",
+    }  # fmt: skip
+    pairs = {"pair": f"{name}ForPreTraining", "next": f"{name}ForNextSentencePrediction"}
+    return found | (pairs if pre_training else {})
+
+
+_EMBEDDINGS = {
+    "encoder.embeddings.word.weight": ["embeddings.word_embeddings.weight"],
+    "encoder.embeddings.position.weight": ["embeddings.position_embeddings.weight"],
+    "encoder.embeddings.norm.*": ["embeddings.LayerNorm.*"],
+}
+_SEGMENT = {"encoder.embeddings.segment.weight": ["embeddings.token_type_embeddings.weight"]}
+_CONFIG = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "token_types": "type_vocab_size",
+    "layer_norm_eps": "layer_norm_eps",
+    "activation": "hidden_act",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "head_dropout": "classifier_dropout",
+    "initializer_range": "initializer_range",
+}
+_BERT_LAYERS = {
+    "encoder.layers.{}.attention.qkv.*": [
+        "encoder.layer.{}.attention.self.query.*",
+        "encoder.layer.{}.attention.self.key.*",
+        "encoder.layer.{}.attention.self.value.*",
+    ],
+    "encoder.layers.{}.attention.out.*": ["encoder.layer.{}.attention.output.dense.*"],
+    "encoder.layers.{}.attention_norm.*": ["encoder.layer.{}.attention.output.LayerNorm.*"],
+    "encoder.layers.{}.mlp.up.*": ["encoder.layer.{}.intermediate.dense.*"],
+    "encoder.layers.{}.mlp.down.*": ["encoder.layer.{}.output.dense.*"],
+    "encoder.layers.{}.mlp_norm.*": ["encoder.layer.{}.output.LayerNorm.*"],
+}
+_DEFAULTS = {
+    "token_types": 2, "layer_norm_eps": 1e-12, "activation": "gelu", "dropout": 0.1,
+    "attention_dropout": 0.1, "head_dropout": None, "initializer_range": 0.02,
+}  # fmt: skip
+
+BERT = Family(
+    name="bert",
+    prefix="bert.",
+    encoder=_EMBEDDINGS | _SEGMENT | _BERT_LAYERS,
+    pooler={"pooler.*": ["pooler.dense.*"]},
+    mlm={
+        "mlm_head.dense.*": ["cls.predictions.transform.dense.*"],
+        "mlm_head.norm.*": ["cls.predictions.transform.LayerNorm.*"],
+        "mlm_head.bias": ["cls.predictions.bias"],
+    },
+    pair={"pair_head.*": ["cls.seq_relationship.*"]},
+    classify={"task_head.*": ["classifier.*"]},
+    tied={
+        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    config=_CONFIG,
+    classes=_classes("Bert", pre_training=True),
+    defaults=_DEFAULTS,
+)
+ROBERTA = Family(
+    name="roberta",
+    prefix="roberta.",
+    encoder=_EMBEDDINGS | _SEGMENT | _BERT_LAYERS,
+    pooler={"pooler.*": ["pooler.dense.*"]},
+    mlm={
+        "mlm_head.dense.*": ["lm_head.dense.*"],
+        "mlm_head.norm.*": ["lm_head.layer_norm.*"],
+        "mlm_head.bias": ["lm_head.bias"],
+    },
+    classify={"pooler.*": ["classifier.dense.*"], "task_head.*": ["classifier.out_proj.*"]},
+    tied={
+        "lm_head.decoder.weight": "embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+    config=_CONFIG,
+    classes=_classes("Roberta"),
+    activations=("gelu",),  # that of its MLM head, whatever the config says
+    defaults=_DEFAULTS,
+)
+ALBERT = Family(
+    name="albert",
+    prefix="albert.",
+    encoder=_EMBEDDINGS | _SEGMENT | {
+        "encoder.embeddings.projection.*": ["encoder.embedding_hidden_mapping_in.*"],
+        **{ours: [f"encoder.albert_layer_groups.0.albert_layers.{{}}.{name}" for name in theirs]
+           for ours, theirs in {
+               "encoder.layers.{}.attention.qkv.*": ["attention.query.*", "attention.key.*",
+                                                      "attention.value.*"],
+               "encoder.layers.{}.attention.out.*": ["attention.dense.*"],
+               "encoder.layers.{}.attention_norm.*": ["attention.LayerNorm.*"],
+               "encoder.layers.{}.mlp.up.*": ["ffn.*"],
+               "encoder.layers.{}.mlp.down.*": ["ffn_output.*"],
+               "encoder.layers.{}.mlp_norm.*": ["full_layer_layer_norm.*"],
+           }.items()},
+    },
+    pooler={"pooler.*": ["pooler.*"]},
+    mlm={
+        "mlm_head.dense.*": ["predictions.dense.*"],
+        "mlm_head.norm.*": ["predictions.LayerNorm.*"],
+        "mlm_head.bias": ["predictions.bias"],
+    },
+    pair={"pair_head.*": ["sop_classifier.classifier.*"]},
+    classify={"task_head.*": ["classifier.*"]},
+    tied={
+        "predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "predictions.decoder.bias": "predictions.bias",
+    },
+    config=_CONFIG | {"embedding": "embedding_size", "head_dropout": "classifier_dropout_prob"},
+    classes=_classes("Albert", pre_training=True) | {"next": "AlbertForPreTraining"},
+    fixed={"shared_layers": True},
+    defaults=_DEFAULTS | {"activation": "gelu_new", "dropout": 0.0, "attention_dropout": 0.0,
+                          "head_dropout": 0.1, "embedding": 128},
+)  # fmt: skip
+DISTILBERT = Family(
+    name="distilbert",
+    prefix="distilbert.",
+    encoder=_EMBEDDINGS | {
+        "encoder.layers.{}.attention.qkv.*": [
+            "transformer.layer.{}.attention.q_lin.*", "transformer.layer.{}.attention.k_lin.*",
+            "transformer.layer.{}.attention.v_lin.*",
+        ],
+        "encoder.layers.{}.attention.out.*": ["transformer.layer.{}.attention.out_lin.*"],
+        "encoder.layers.{}.attention_norm.*": ["transformer.layer.{}.sa_layer_norm.*"],
+        "encoder.layers.{}.mlp.up.*": ["transformer.layer.{}.ffn.lin1.*"],
+        "encoder.layers.{}.mlp.down.*": ["transformer.layer.{}.ffn.lin2.*"],
+        "encoder.layers.{}.mlp_norm.*": ["transformer.layer.{}.output_layer_norm.*"],
+    },
+    pooler={},
+    mlm={
+        "mlm_head.dense.*": ["vocab_transform.*"],
+        "mlm_head.norm.*": ["vocab_layer_norm.*"],
+        "mlm_head.bias": ["vocab_projector.bias"],
+    },
+    classify={"pooler.*": ["pre_classifier.*"], "task_head.*": ["classifier.*"]},
+    tied={"vocab_projector.weight": "embeddings.word_embeddings.weight"},
+    config={
+        "vocab_size": "vocab_size", "layers": "n_layers", "hidden": "dim", "heads": "n_heads",
+        "intermediate": "hidden_dim", "max_positions": "max_position_embeddings",
+        "activation": "activation", "dropout": "dropout",
+        "attention_dropout": "attention_dropout", "head_dropout": "seq_classif_dropout",
+        "initializer_range": "initializer_range",
+    },
+    classes=_classes("DistilBert"),
+    fixed={"token_types": 0, "layer_norm_eps": 1e-12, "pooler": "relu"},
+    defaults={"activation": "gelu", "dropout": 0.1, "attention_dropout": 0.1, "head_dropout": 0.2,
+              "initializer_range": 0.02},
+)  # fmt: skip
+
+FAMILIES = {family.name: family for family in (BERT, ROBERTA, ALBERT, DISTILBERT)}
+
+
+def expand(table: Table, layers: int) -> Table:
+    """The table with every layer's number and both kinds of parameter written out."""
+    full = {}
+    for ours, theirs in table.items():
+        for kind in ("weight", "bias") if ours.endswith("*") else ("",):
+            for layer in range(layers) if "{}" in ours else (0,):
+                full[ours.replace("*", kind).format(layer)] = [
+                    t.replace("*", kind).format(layer) for t in theirs
+                ]
+    return full
