@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +264,16 @@ def test_the_gradient_is_the_slope_of_the_loss(training: bool) -> None:
                 parameter.sub_(direction, alpha=sign)
         slope = float((parameter.grad * direction).sum())
         assert (sides[0] - sides[1]) / 2 == pytest.approx(slope, rel=1e-3, abs=1e-11), name
+
+
+def test_a_score_is_one_number_a_row() -> None:
+    start = fresh(1).with_head(Head("regress"), 2)[0]
+    batch = replace(pack(ROWS), labels=torch.linspace(-1, 1, len(ROWS)))
+    model = start.model()
+    loss, outputs = model.loss(batch)
+    assert outputs.shape == (len(ROWS), 1)
+    assert batch.labels is not None
+    assert float(loss.total) == pytest.approx(float(((outputs[:, 0] - batch.labels) ** 2).sum()))
 
 
 def _loss(model: Model, batch: Packed) -> Tensor:
