@@ -24,6 +24,7 @@ FLOORS = (
     ("xformer.model.kernels",),
     ("xformer.model.attention",),
     ("xformer.model.encoder",),
+    ("xformer.model.hilbert",),
     ("xformer.model.heads",),
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
@@ -152,7 +153,8 @@ def test_every_recipe_parses_and_builds(recipe: str) -> None:
 
 
 def test_the_promised_recipes_are_there() -> None:
-    promised = ("pretrain/smoke", "pretrain/mini", "finetune/classify", "finetune/regress")
+    promised = ("pretrain/smoke", "pretrain/mini", "finetune/classify", "finetune/regress",
+                "finetune/hilbert-cnn")  # fmt: skip
     assert {f"recipes/{name}.toml" for name in promised} <= set(RECIPES)
 
 

@@ -26,6 +26,7 @@ from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, file_checksum, read_json, write_json
 from xformer.data.tokenizers import Tokenizer
+from xformer.model import hilbert
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
@@ -94,8 +95,13 @@ class Checkpoint:
 
         A task head is always fresh: labels of equal names may belong to another task.
 
-        Returns the checkpoint, the names of the fresh weights and those of the dropped ones.
+        Returns the checkpoint, the names of the fresh weights and those of the dropped ones. Raises
+        BadInput for a head that the architecture cannot bear.
         """
+        if self.config.architecture == "hilbert_cnn" and head.kind not in ("classify", "regress"):
+            raise BadInput(
+                f"head={head.kind}: model.architecture=hilbert_cnn predicts classes and scores"
+            )
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         if head.kind == "mlm":
             kept = {k: v for k, v in kept.items() if not k.startswith("pooler")}
@@ -130,7 +136,8 @@ def check_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], where: st
 
 
 def initialise(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
-    """Fresh values of one weight: LayerNorm 1, biases 0, all else N(0, initializer_range^2).
+    """Fresh values of one weight: norms and running variances 1, biases and running means 0, all
+    else N(0, initializer_range^2), of a HilbertCNN N(0, spread^2).
 
     Each weight has a generator of its own, seeded by (seed, name), so that its values do not
     depend on what else is initialised (Kao & Lee 2021, appendix A;
@@ -138,21 +145,25 @@ def initialise(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> 
     """
     *_, owner, kind = ("", *name.split("."))
     if owner.endswith("norm"):
-        return torch.ones(shape) if kind == "weight" else torch.zeros(shape)
+        return torch.ones(shape) if kind in ("weight", "running_var") else torch.zeros(shape)
     if kind == "bias":
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)
+    cnn = config.architecture == "hilbert_cnn"
+    spread = hilbert.spread(shape) if cnn else config.initializer_range
+    return torch.empty(shape).normal_(0.0, spread, generator=generator)
 
 
 def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
-    """An encoder from scratch. Raises BadInput if the vocabulary does not fit its embeddings."""
+    """A model from scratch, without a head. Raises BadInput if the vocabulary does not fit."""
     if config.vocab_size == 0:
         config = config.model_copy(update={"vocab_size": len(tokenizer)})
     if config.vocab_size < len(tokenizer):
         needs = len(tokenizer)
         raise BadInput(f"model.vocab_size={config.vocab_size} is below the tokenizer's {needs}")
+    if config.architecture == "hilbert_cnn" and not config.letters:
+        config = config.model_copy(update={"letters": hilbert.letters_of(tokenizer)})
     with torch.device("meta"):
         shapes = {name: w.shape for name, w in Model(config, None).state_dict().items()}
     weights = {name: initialise(name, shape, config, seed) for name, shape in shapes.items()}

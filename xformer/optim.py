@@ -91,6 +91,7 @@ class FlatOptimizer:
             if end > begin
         ]
         self.config = config
+        self.buffers = list(model.buffers())
 
     @property
     def counts(self) -> Tensor:
@@ -105,9 +106,13 @@ class FlatOptimizer:
         self.gradient.zero_()
 
     def reduce(self, world_size: int) -> None:
-        """Sum gradient and counts over the ranks."""
+        """Sum gradient and counts over the ranks, and give all the mean of their buffers (the
+        running statistics of batch norms)."""
         if world_size > 1:
             dist.all_reduce(self.gradient)
+            for buffer in self.buffers:
+                dist.all_reduce(buffer)
+                buffer /= world_size
 
     @torch.no_grad()
     def step(self, count: Tensor, lr: float) -> Tensor:

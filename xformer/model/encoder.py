@@ -18,10 +18,23 @@ from xformer.config import Settings
 from xformer.data.batch import Batch
 from xformer.model.attention import Backend, Layout, attention, explicit_attention, layout
 
+# the settings that a transformer has no use for, and those that every architecture has
+HILBERT_CNN = ("kmer", "letters")
+COMMON = ("architecture", "vocab_size", "max_positions", "dropout", "head_dropout")
+
 
 class ModelConfig(Settings):
-    """Shape and behaviour of an encoder."""
+    """Shape and behaviour of a model."""
 
+    architecture: Literal["transformer", "hilbert_cnn"] = "transformer"
+    """An encoder of BERT's family, or the convolutional network for DNA (Yin et al. 2018); the
+    latter predicts classes and scores, and has of these keys only `kmer`, `letters`, `vocab_size`,
+    `max_positions`, `head_dropout` and `dropout`."""
+    kmer: int = Field(4, ge=1, le=6)
+    """Letters that hilbert_cnn reads as one word; 4^kmer channels."""
+    letters: tuple[int, ...] = ()
+    """Ids of the letters that hilbert_cnn's words are made of; empty takes the tokenizer's A, C, G
+    and T. A word with any other letter is all zero."""
     vocab_size: int = Field(0, ge=0)
     """Pieces in the embedding table; 0 takes the tokenizer's."""
     layers: int = Field(12, ge=1)
@@ -74,6 +87,17 @@ class ModelConfig(Settings):
     def stored_layers(self) -> int:
         """Layers that have weights of their own."""
         return 1 if self.shared_layers else self.layers
+
+    @model_validator(mode="after")
+    def _one_architecture(self) -> ModelConfig:
+        cnn = self.architecture == "hilbert_cnn"
+        for name, field in type(self).model_fields.items():
+            known = name in COMMON or (name in HILBERT_CNN) == cnn
+            if not known and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"model.{name} has no meaning with model.architecture={self.architecture}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:

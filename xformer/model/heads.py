@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate
+from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span"]
 
@@ -43,7 +44,7 @@ class MLMHead(nn.Module):
 
 
 class Model(nn.Module):
-    """An encoder with the heads a checkpoint has.
+    """An encoder with the heads a checkpoint has; or a HilbertCNN, `cnn`, in place of the encoder.
 
     `kind` says which one trains and predicts: "mlm"; "classify" (`outputs` classes) and "regress"
     (one score) on the pooled first token; "span" (start and end of an answer) on every token.
@@ -56,13 +57,16 @@ class Model(nn.Module):
                  parts: Collection[str] = ()):  # fmt: skip
         super().__init__()
         self.config, self.kind = config, kind
-        self.encoder = Encoder(config)
-        C = config.hidden
-        pooled = kind in ("classify", "regress")
+        self.cnn = HilbertCNN(config) if config.architecture == "hilbert_cnn" else None
+        if self.cnn is None:
+            self.encoder = Encoder(config)
+        C = config.hidden if self.cnn is None else FEATURES
+        task = kind in ("classify", "regress")
+        pooled = task and self.cnn is None
         self.mlm_head = MLMHead(config) if kind == "mlm" else None
         self.pooler = nn.Linear(C, C) if pooled or "pooler" in parts else None
         self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
-        self.task_head = nn.Linear(C, outputs) if pooled or kind == "span" else None
+        self.task_head = nn.Linear(C, outputs) if task or kind == "span" else None
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
@@ -73,7 +77,7 @@ class Model(nn.Module):
 
     def logits(self, batch: Packed) -> Tensor:
         """(M, V) at the masked places for MLM, (T, 2) for spans, else (N, outputs)."""
-        x = self.encoder(batch)
+        x = self.encoder(batch) if self.cnn is None else self.cnn(batch)
         if self.mlm_head is not None:
             assert batch.places is not None
             return self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight)
@@ -81,7 +85,7 @@ class Model(nn.Module):
             raise ValueError("this model has no head: give it one with Checkpoint.with_head")
         if self.kind == "span":
             return self.task_head(x)
-        pooled = self.pooled(x, batch)  # (N, C)
+        pooled = self.pooled(x, batch) if self.cnn is None else x  # (N, C)
         return self.task_head(F.dropout(pooled, self.config.before_head, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from xformer.checkpoint import Checkpoint, initialise
 from xformer.config import Settings
+from xformer.data.errors import BadInput
 
 
 class Clean(Settings):
@@ -44,6 +45,8 @@ def clean_embeddings(checkpoint: Checkpoint, seed: int) -> Checkpoint:
     """The word embeddings as `initialise` gives them, all else untouched (Kao & Lee 2021, section
     3.2)."""
     name = "encoder.embeddings.word.weight"
+    if name not in checkpoint.weights:
+        raise BadInput("surgery=clean_embeddings: this model has no word embeddings")
     word = initialise(name, checkpoint.weights[name].shape, checkpoint.config, seed)
     return replace(checkpoint, weights={**checkpoint.weights, name: word})
 
