@@ -1,11 +1,14 @@
 """Raw files -> stores that training reads.
 
+    python preprocess.py fetch --list
     python preprocess.py tokenizer --kind wordpiece --input corpus.txt --vocab-size 30000 \\
         --output stores/vocabulary
     python preprocess.py text --input corpus.txt --valid held-out.txt \\
         --tokenizer stores/vocabulary --output stores/corpus
     python preprocess.py task tsv --input reviews/ --text sentence --label label \\
         --tokenizer stores/vocabulary --output stores/reviews
+    python preprocess.py task glue/cola --input CoLA/ --tokenizer stores/vocabulary \\
+        --output stores/cola
     python preprocess.py task dna/splice --input splice.data --output stores/splice
     python preprocess.py synthetic nesting --tokens 20000000 --output stores/nesting
     python preprocess.py pydocs --output stores/pydocs

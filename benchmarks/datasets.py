@@ -126,8 +126,9 @@ def main() -> None:
 
 _INTRODUCTION = [
     "Made by `python benchmarks/datasets.py DATA --output docs/data.md`. Rows of train / valid /",
-    "test; labels of the training split (a test set with `-` has none); seconds of the whole",
-    "command on two cores, start-up included.",
+    "test, drawn 90/5/5 where the source has none; labels of the training split, or of all where",
+    "it was drawn (a test set with `-` has none); seconds of the whole command on two cores,",
+    "start-up included.",
 ]
 _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]
 
@@ -183,7 +184,8 @@ def _line(entry: Entry, store: Store, seconds: float) -> str:
 
 
 def _labels(store: Store, splits: dict[str, Split]) -> str:
-    """The training split's labels, counted; by group where there are groups."""
+    """Labels counted, by group where there are groups: of the training split, or of all together
+    where the splits were drawn."""
     if store.kind == "text":
         return ""
     split = splits.get("train") or next(iter(splits.values()))
@@ -194,12 +196,16 @@ def _labels(store: Store, splits: dict[str, Split]) -> str:
         return f"{found:,} answerable, {len(answers) - found:,} not"
     if store.kind == "score":
         return f"{np.nanmin(labels):.2f} to {np.nanmax(labels):.2f}"
+    drawn = "seed" in store.meta["origin"]
+    if drawn:
+        labels = np.concatenate([np.asarray(part.columns["label"]) for part in splits.values()])
     if "group" in split.columns:
         labels = labels[np.unique(split.columns["group"], return_index=True)[1]]
     text = ", ".join(f"{name} {(labels == i).sum():,}" for i, name in enumerate(store.labels))
     test = splits.get("test")
     hidden = test is not None and (np.asarray(test.columns["label"]) == UNLABELLED).all()
     unseen = sum(int((np.asarray(s.columns["label"]) == UNSEEN).sum()) for s in splits.values())
+    text = f"all: {text}" if drawn else text
     return text + ("; test -" if hidden else "") + (f"; unseen {unseen}" if unseen else "")
 
 

@@ -45,6 +45,10 @@ class _BrokenError(Exception):
     """The network failed in a way that another attempt may mend."""
 
 
+class _UnreachableError(_BrokenError):
+    """There was no connection at all: where none was before either, there is no network."""
+
+
 def download(file: File, folder: Path, expected: str | None, whence: str) -> str:
     """Bring `folder/file.name`, and return its SHA-256. What is there is checked and not fetched.
 
@@ -90,8 +94,9 @@ def _receive(file: File, part: Path) -> None:
             _attempt(file, part)
         except _BrokenError as error:
             size = _size(part)
+            lost = isinstance(error, _UnreachableError) and not failures
             failures = 1 if size > before else failures + 1
-            if failures > len(WAITS):
+            if lost or failures > len(WAITS):
                 stays = f"; {size:,} bytes stay, run again to go on" if size else ""
                 raise Failure(f"{file.url}: {error}{stays}") from None
             wait = WAITS[failures - 1]
@@ -207,7 +212,8 @@ def _network(url: str) -> Iterator[None]:
         if isinstance(error.reason, ssl.SSLCertVerificationError):
             why = error.reason.verify_message
             raise Failure(f"{url}: the server's certificate is not valid: {why}") from None
-        raise _BrokenError(f"the server cannot be reached: {error.reason}") from None
+        kind = _BrokenError if isinstance(error.reason, TimeoutError) else _UnreachableError
+        raise kind(f"the server cannot be reached: {error.reason}") from None
     except TimeoutError:
         raise _BrokenError(f"nothing came for {TIMEOUT:.0f} s") from None
     except (HTTPException, OSError, ValueError) as error:  # ValueError: a host that cannot be

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 from helpers import command, good, refused, start
@@ -382,6 +383,23 @@ def test_an_unknown_length_is_no_hindrance(site: Site, cache: Path, steps: list[
     assert len(site.sent) == (1 if steps[0].send is None else 2)
 
 
+def test_a_network_that_goes_away_is_waited_for(site: Site, cache: Path) -> None:
+    """The connection breaks, the server is not there for two attempts, then it is again."""
+    real, closed = download.build_opener, [True, True]
+
+    def opener(*handlers: Any) -> Any:
+        if site.asked and closed and closed.pop():
+            raise URLError(ConnectionRefusedError(111, "Connection refused"))
+        return real(*handlers)
+
+    site.script = [Step(send=1000)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, "build_opener", opener)
+        fetch.fetch(one(site), cache)
+    assert closed == []
+    assert site.asked[1][1] == "bytes=1000-"
+
+
 def test_what_the_server_answers(
     site: Site, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,13 +416,18 @@ def test_what_the_server_answers(
 
 
 def test_no_server_and_silence(
-    site: Site, cache: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
+    site: Site,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_port: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     dead = data_set(download.File(f"http://127.0.0.1:{free_port}/a.bin", "a.bin"))
     with pytest.raises(Failure, match=r"the server cannot be reached: .*refused"):
         fetch.fetch(dead, cache)
     with pytest.raises(Failure, match="the server cannot be reached: "):
         fetch.fetch(data_set(download.File("http://no-such-host.invalid/a", "a")), cache)
+    assert capsys.readouterr().err == ""  # where there is no network, waiting is idle
     monkeypatch.setattr(download, "TIMEOUT", 0.3)
     release = threading.Event()
     site.script = [Step(send=1000, hold=release)]
