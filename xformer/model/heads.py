@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.model.encoder import Encoder, ModelConfig, Packed, activate
+from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 
 HeadKind = Literal["mlm", "classify", "regress", "span"]
 
@@ -33,7 +33,7 @@ class MLMHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.width)
-        self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
+        self.norm = layer_norm(config, config.width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.activation = config.activation
 
@@ -60,12 +60,15 @@ class Model(nn.Module):
         C = config.hidden
         pooled = kind in ("classify", "regress")
         self.mlm_head = MLMHead(config) if kind == "mlm" else None
-        self.pooler = nn.Linear(C, C) if pooled or "pooler" in parts else None
+        pools = (pooled or bool(parts)) and config.pooler != "none"
+        self.pooler = nn.Linear(C, C) if pools else None
         self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
         self.task_head = nn.Linear(C, outputs) if pooled or kind == "span" else None
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
+        if self.config.pooler == "none":
+            return x[batch.first]
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
         y = self.pooler(x[batch.first])
