@@ -14,6 +14,12 @@ LETTERS = "ACDEFGHIKLMNPQRSTVWYBJOUXZ*"
 LONGEST = 1000  # localization signals lie at both ends: Min et al. keep 500 letters of either
 
 
+def _family(header: str) -> str:
+    """The accession in a Pfam header's third field, `PF10417.9;1-cysPrx_C;`, else its second."""
+    fields = header.split()
+    return fields[2].split(";")[0] if len(fields) > 2 else fields[1] if len(fields) > 1 else ""
+
+
 def _place(label: str) -> str:
     return label.split("-")[0]
 
