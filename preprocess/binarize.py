@@ -154,12 +154,14 @@ class RowCutter:
     """Cuts documents, which arrive in segments, into rows of at most `max_tokens` ids.
 
     A document of n ids gives ceil(n / max_tokens) rows, all full but its last; a row never
-    crosses a document, and a document without ids gives none.
+    crosses a document, and a document without ids gives none. Where the split has a column `group`,
+    it gets the number of each row's document.
     """
 
     def __init__(self, split: SplitWriter, max_tokens: int):
         self.split, self.max_tokens = split, max_tokens
         self.rest = np.empty(0, np.int32)  # of the unfinished document; less than one row
+        self.number = 0  # of the unfinished document
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, ends: Sequence[bool]) -> None:
         """Segments in order: their ids end to end, how many each has, does it end its document?"""
@@ -172,8 +174,12 @@ class RowCutter:
         self.rest = values[stops[-1] + whole :].copy()
 
     def _write(self, values: np.ndarray, documents: np.ndarray) -> None:
+        numbers = self.number + np.flatnonzero(documents > 0)
+        self.number += len(documents) - 1
         documents = documents[documents > 0]
         counts = -(-documents // self.max_tokens)
         rows = np.full(counts.sum(), self.max_tokens, np.int64)
         rows[np.cumsum(counts) - 1] = documents - (counts - 1) * self.max_tokens
         self.split.append_ragged("tokens", values, rows)
+        if "group" in self.split.writers:
+            self.split.append("group", np.repeat(numbers, counts))

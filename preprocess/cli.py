@@ -18,6 +18,7 @@ from preprocess import (
     fetch,
     glue,
     music,
+    pairs,
     protein,
     pydocs,
     sequences,
@@ -67,6 +68,7 @@ COMMANDS = {
     "text": Command(
         text.add_arguments, text.run, "Encode plain text into a store for pre-training."
     ),
+    "pairs": Command(pairs.add_arguments, pairs.run, pairs.ABOUT),
     "stats": Command(
         stats.add_arguments,
         stats.run,

@@ -19,12 +19,19 @@ LONGEST = 1000  # localization signals lie at both ends: Min et al. keep 500 let
 TWO_PLACES = "Cytoplasm-Nucleus"
 
 
+def _family(label: str) -> str:
+    """The name in Pfam's `PF10417.9;1-cysPrx_C;`, or what stands there instead."""
+    parts = label.split(";")
+    return parts[1] if len(parts) > 1 and parts[1] else parts[0]
+
+
 def _place(label: str) -> str:
     return re.sub(r"-[MSU]$", "", label)
 
 
 TASKS = {
     "protein": Sequences(LETTERS),
+    "protein/family": Sequences(LETTERS, "class", ("family", *LABEL), clean=_family, field=2),
     "protein/localization": Sequences(LETTERS, "class", longest=LONGEST, clean=_place,
                                       without=TWO_PLACES),
     "protein/stability": Sequences(LETTERS, "score", ("stability_score", *LABEL)),
@@ -32,6 +39,7 @@ TASKS = {
 }  # fmt: skip
 ABOUTS = {
     "protein": "Labelled proteins: FASTA, JSON lines, csv.",
+    "protein/family": "Families for pre-training on pairs: Pfam's FASTA (third field), csv.",
     "protein/localization": "Places in the cell: DeepLoc's FASTA, or a FASTA file a place.",
     "protein/stability": "How stable a design is: TAPE's JSON lines, PLUS's FASTA, csv.",
     "protein/fluorescence": "How bright a GFP variant shines: JSON lines, FASTA, csv.",

@@ -34,8 +34,8 @@ LABEL = ("label", "labels", "class", "score", "target")
 @dataclass(frozen=True)
 class Sequences:
     """One task: its letters, whether it has classes or scores (None: the user says), the columns
-    that may hold the label, how long sequences lose their middle, how a label is read, and the
-    class that the task leaves out."""
+    that may hold the label, how long sequences lose their middle, how a label is read, the class
+    that the task leaves out, and which field of a FASTA header holds the label (the name is 0)."""
 
     alphabet: str
     kind: str | None = None
@@ -43,6 +43,7 @@ class Sequences:
     longest: int | None = None
     clean: Callable[[str], str] = str
     without: str | None = None
+    field: int = 1
 
 
 class Record(NamedTuple):
@@ -82,7 +83,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
 
     def rows() -> Iterator[Row]:
         for split, path in places:
-            for record in _records(path, classes.get(path), found[path], letters, bad):
+            for record in _records(path, classes.get(path), found[path], form, bad):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
                 if wrong := sorted(set(sequence) - letters):
@@ -160,15 +161,15 @@ def _columns(
 
 
 def _records(
-    path: Path, label: str | None, columns: list[str] | None, letters: frozenset[str], bad: BadRows
+    path: Path, label: str | None, columns: list[str] | None, form: Sequences, bad: BadRows
 ) -> Iterator[Record]:
     if columns is not None:
         for line, values in Table(path).rows(columns, bad):
             yield Record(line, (values[0] or "").strip(), values[1] if values[1:] else None)
-    elif ending(path) in FASTA or _looks_like_fasta(path, letters):
+    elif ending(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         for line, header, sequence in read_fasta(path, bad):
             name, *fields = header.split() or [""]
-            found = label or (fields[0] if fields else None)
+            found = label or next(iter(fields[form.field - 1 :]), None)
             yield Record(line, sequence, found, name or None, fields[1:2] == ["test"])
     else:
         yield from _three_lines(path, bad)

@@ -40,7 +40,7 @@ ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
 SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is `train`
 VALID = 0.1  # of a source that marks its test rows alone, as Min et al. 2019 divide DeepLoc's
-MAX_CLASSES = 1000
+MAX_CLASSES = 20_000
 
 
 class Row(NamedTuple):

@@ -219,14 +219,16 @@ def write_store(
     origin: dict[str, Any],
     overwrite: bool = False,
     workers: int = 1,
+    documents: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Write one split for each entry of `splits` (name -> files), encoding in `workers` processes.
-    Returns rows and tokens a split.
+    Returns rows and tokens a split. `documents` adds a column `group` with each row's document.
 
     Raises BadInput (what cannot be read, a split without a document, an output that exists) and
     Failure (a process died).
     """
-    with create_store(output, tokenizer, {"tokens": ""}, overwrite=overwrite) as store:
+    columns = {"tokens": ""} | ({"group": "int32"} if documents else {})
+    with create_store(output, tokenizer, columns, overwrite=overwrite) as store:
         tokenizer.save(store.directory)  # for the workers
         with Encoders(tokenizer, store.directory, workers) as encoders:
             for name, paths in splits.items():
@@ -256,6 +258,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "documents are separated by blank lines).")  # fmt: skip
     add("--skip-lines", type=expression, metavar="REGEX", help="Leave out lines in which this "
         r"expression is found, such as '^\[\d+\]' for footnotes (default: none).")  # fmt: skip
+    add("--documents", action="store_true", help="Also keep the number of each row's document, "
+        "which `pairs` needs for next sentences and their order (default: do not).")  # fmt: skip
     add("--workers", type=number(1, 4096), metavar="N", help="Processes that encode, beside the "
         "one that reads and writes; 1: that one alone. A few megabytes are encoded without "
         "others in any case. The ids do not depend on it (default: all cores).")  # fmt: skip
@@ -284,7 +288,7 @@ def run(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     written = write_store(
         arguments.output, splits, tokenizer, options, arguments.max_tokens, origin(),
-        arguments.overwrite, workers,
+        arguments.overwrite, workers, arguments.documents,
     )  # fmt: skip
     bad.report()
     size = sum(path.stat().st_size for path in files)

@@ -39,7 +39,7 @@ class Head:
 
     `labels` are the class names, `columns` the names of the raw columns; `mapping`, `max_tokens`
     and `masking` (the share of tokens an MLM head is asked for) the run's; `pair`: the input is
-    two texts.
+    two texts; `pair_scale`: as how many masked tokens a pair counts, where a pair head trains too.
     """
 
     kind: HeadKind
@@ -49,6 +49,7 @@ class Head:
     max_tokens: int = 512
     masking: float = 0.15
     pair: bool = False
+    pair_scale: float = 0.0
     columns: dict[str, Any] | None = None
 
     @property
@@ -88,7 +89,8 @@ class Checkpoint:
     def _empty_model(self) -> Model:
         with torch.device("meta"):
             kind, outputs = (self.head.kind, self.head.outputs) if self.head else (None, 0)
-            return Model(self.config, kind, outputs, parts_of(self.weights))
+            scale = self.head.pair_scale if self.head else 0.0
+            return Model(self.config, kind, outputs, parts_of(self.weights), scale)
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
         """This checkpoint with another head: what fits is kept, the rest is fresh or dropped.
@@ -103,10 +105,9 @@ class Checkpoint:
                 f"head={head.kind}: model.architecture=hilbert_cnn predicts classes and scores"
             )
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
-        if head.kind == "mlm":
-            kept = {k: v for k, v in kept.items() if not k.startswith("pooler")}
+        parts = ("pooler", "pair_head") if head.pair_scale else ()
         with torch.device("meta"):
-            wanted = Model(self.config, head.kind, head.outputs).state_dict()
+            wanted = Model(self.config, head.kind, head.outputs, parts).state_dict()
         kept = {k: v for k, v in kept.items() if k in wanted}
         fresh = [name for name in wanted if name not in kept]
         dropped = [name for name in self.weights if name not in kept]

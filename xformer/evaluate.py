@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
@@ -24,6 +25,7 @@ from xformer.distributed import Ranks, SystemConfig
 from xformer.model.encoder import to_device
 from xformer.model.heads import Model, padded
 
+PAIRS = Head("classify", ("0", "1"))  # what the pair head beside an MLM head is scored as
 MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
 
 
@@ -80,7 +82,7 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     rows = assembler.split.rows
     all_chunks = list(chunks(assembler, rows))
     sums = torch.zeros(len(all_chunks), 3, dtype=torch.float64, device=ranks.device)
-    width = {"mlm": 1, "span": 4}.get(head.kind, head.outputs)
+    width = {"mlm": 2, "span": 4}.get(head.kind, head.outputs)
     outputs = torch.zeros(rows, width, device=ranks.device)
     for i, part in enumerate(all_chunks):
         if i % ranks.world_size != ranks.rank:
@@ -95,7 +97,11 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
         with ranks.autocast(precision):
             if head.kind in ("mlm", "span"):
                 loss, logits = model.loss(packed)
-                sums[i] = torch.stack([loss.total, loss.total.new_tensor(loss.count), loss.correct])
+                total = loss.total
+                if loss.pairs is not None and packed.targets is not None:
+                    total = F.cross_entropy(logits, packed.targets, reduction="sum")
+                    outputs[places] = loss.pairs
+                sums[i] = torch.stack([total, total.new_tensor(loss.count), loss.correct])
             else:
                 outputs[places] = model.logits(packed).float()
         if head.kind == "span":
@@ -109,9 +115,11 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             raise BadInput(f"the split {assembler.split.name!r} has no token to mask")
         loss_value = total / count
         perplexity = math.exp(min(loss_value, 700))
-        return Scores(
-            {"loss": loss_value, "accuracy": correct / count, "perplexity": perplexity}, None
-        )
+        found = {"loss": loss_value, "accuracy": correct / count, "perplexity": perplexity}
+        if head.pair_scale:
+            pairs = _task_scores(ranks.sum(outputs).cpu().numpy(), assembler.split, PAIRS)
+            found |= {f"pair_{name}": pairs.metrics[name] for name in ("loss", "accuracy")}
+        return Scores(found, None)
     if head.kind == "span":
         total, count, _ = ranks.sum(sums).sum(0).tolist()
         every = ranks.sum(outputs).cpu().numpy()
@@ -178,7 +186,7 @@ def check_task(store: Store, head: Head) -> None:
         raise BadInput(
             f"head={head.kind} needs a store of kind {wants}; {store.path} is {store.kind}"
         )
-    if head.kind == "classify" and tuple(store.labels) != head.labels:
+    if (head.kind == "classify" or head.pair_scale) and tuple(store.labels) != head.labels:
         unknown = sorted(set(store.labels) - set(head.labels))
         what = f"labels outside the checkpoint's classes: {', '.join(unknown)}" if unknown else (
             f"other classes than the checkpoint's: {', '.join(store.labels)}"

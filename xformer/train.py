@@ -72,6 +72,9 @@ class MaskingConfig(Settings):
 
     probability: float = Field(0.15, gt=0, lt=1)
     """Share of the tokens to predict."""
+    pair_weight: float = Field(0.0, ge=0)
+    """Weight of the pairs' loss beside that of masked tokens, for stores of pairs; 0: none (BERT's
+    next sentence and ALBERT's order: 1; PLUS's families: 0.43)."""
 
 
 class TrainConfig(Settings):
@@ -185,14 +188,16 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer)
+    pairs = recipe.masking.pair_weight > 0
     head = Head(
         recipe.head,
-        labels=tuple(store.labels) if recipe.head == "classify" else (),
+        labels=tuple(store.labels) if recipe.head == "classify" or pairs else (),
         metric=store.metric,
         mapping=recipe.mapping,
         max_tokens=recipe.batch.max_tokens,
         masking=recipe.masking.probability,
         pair="tokens_b" in split.columns,
+        pair_scale=_pair_scale(recipe, store),
         columns=store.meta["origin"].get("columns"),
     )
     check_task(store, head)
@@ -238,13 +243,27 @@ def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
     return replace(start, config=start.config.model_copy(update=free))
 
 
+def _pair_scale(recipe: Recipe, store: Store) -> float:
+    """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
+    tokens and `pair_weight` times the mean over pairs, and still a sum that may be cut anywhere."""
+    weight, split = recipe.masking.pair_weight, store.split("train")
+    if not weight:
+        return 0.0
+    if recipe.head != "mlm" or "tokens_b" not in split.columns or len(store.labels) != 2:
+        raise BadInput(
+            "masking.pair_weight needs head=mlm and a store of pairs of two classes, such as "
+            f"preprocess.py pairs makes; {store.path} has {len(store.labels)} classes"
+        )
+    return weight * recipe.masking.probability * split.tokens / split.rows
+
+
 def _parts(names: list[str]) -> list[str]:
     return sorted({name.split(".")[0] for name in names})
 
 
 def _metric(recipe: Recipe, store: Store) -> str:
     known = {
-        "mlm": ["loss", "accuracy", "perplexity"],
+        "mlm": ["loss", "accuracy", "perplexity", "pair_loss", "pair_accuracy"],
         "classify": ["loss", "accuracy", "f1", "mcc"],
         "regress": ["loss", "pearson", "spearman"],
         "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],

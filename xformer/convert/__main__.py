@@ -27,10 +27,11 @@ def main() -> None:
     """`python -m xformer.convert COMMAND ...`"""
     parser = Parser(
         prog="python -m xformer.convert",
-        description="Import checkpoints of Hugging Face, export them, and look into a directory.",
+        description="Import checkpoints of Hugging Face and PLUS, export them, and look inside.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    functions = {"from-hf": _add_from_hf, "to-hf": _add_to_hf, "inspect": _add_inspect}
+    functions = {"from-hf": _add_from_hf, "from-plus": _add_from_plus, "to-hf": _add_to_hf,
+                 "inspect": _add_inspect}  # fmt: skip
     for add in functions.values():
         add(commands)
     first = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
@@ -39,7 +40,9 @@ def main() -> None:
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(functions)}"
         raise BadInput(f"unknown command {first!r}{hint}")
     arguments = parser.parse_args()
-    {"from-hf": from_hf, "to-hf": to_hf, "inspect": inspect}[arguments.command](arguments)
+    {"from-hf": from_hf, "from-plus": from_plus, "to-hf": to_hf, "inspect": inspect}[
+        arguments.command
+    ](arguments)
 
 
 def _add_from_hf(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -54,6 +57,21 @@ def _add_from_hf(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("source", metavar="HF_DIR", help="The directory to import; or the name of "
                          "a repository of the Hugging Face hub, such as bert-base-uncased, which "
                          "needs the package huggingface_hub.")  # fmt: skip
+    _add_output(command, "The checkpoint to write.")
+
+
+def _add_from_plus(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "from-plus",
+        help="Import a PLUS-TFM checkpoint of the public PLUS repository.",
+        description="Import a PLUS-TFM checkpoint (Min et al. 2019): a file of tensors, from which "
+        "all sizes are read, with its MLM and same-family heads, or a head of its own.",
+    )
+    command.add_argument("source", metavar="FILE", type=Path, help="The checkpoint, PLUS-TFM.pt.")
+    command.add_argument("--heads", type=int, metavar="N",
+                         help="Attention heads (default: one for every 64 of the width).")  # fmt: skip
+    command.add_argument("--labels", default="", metavar="A,B,C", help="The classes of its head in "
+                         "order (default: LABEL_0 and so on).")  # fmt: skip
     _add_output(command, "The checkpoint to write.")
 
 
@@ -96,6 +114,21 @@ def from_hf(arguments: argparse.Namespace) -> None:
 
     refuse_existing(arguments.out, arguments.overwrite)
     imported = hf.from_hf(_directory(arguments.source))
+    checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
+    print(hf.account(imported))
+
+
+def from_plus(arguments: argparse.Namespace) -> None:
+    """Import a PLUS-TFM checkpoint."""
+    from xformer import checkpoint as checkpoints
+    from xformer.convert import hf, plus
+    from xformer.data.files import refuse_existing
+
+    refuse_existing(arguments.out, arguments.overwrite)
+    if arguments.heads is not None and arguments.heads < 1:
+        raise BadInput(f"--heads {arguments.heads} is not allowed; it must be at least 1")
+    labels = tuple(filter(None, arguments.labels.split(",")))
+    imported = plus.from_plus(arguments.source, arguments.heads, labels)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
     print(hf.account(imported))
 

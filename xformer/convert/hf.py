@@ -334,6 +334,10 @@ def family_of(checkpoint: Checkpoint) -> Family:
     config = checkpoint.config
     if config.norm != "post":
         raise BadInput("no family has LayerNorm before its parts (model.norm='pre')")
+    for field in ("architecture", "positions", "norm_form"):  # Hilbert-CNN's and PLUS's
+        plain_value = ModelConfig.model_fields[field].default
+        if getattr(config, field) != plain_value:
+            raise BadInput(f"no family of Hugging Face has model.{field}={getattr(config, field)}")
     if config.shared_layers or config.embedding:
         name = "albert"
     elif config.first_position:
@@ -348,7 +352,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
         value = getattr(config, field)
         if field == "first_position" and name == "roberta":
             continue
-        if field == "pooler" and "pooler.weight" not in checkpoint.weights:
+        if field == "pooler" and "pooler.weight" not in checkpoint.weights and value != "none":
             continue
         if value != getattr(plain, field):
             raise BadInput(f"model.{field}={value} is not {name}'s: no family has this mixture")

@@ -194,6 +194,37 @@ DISTILBERT = Family(
               "initializer_range": 0.02},
 )  # fmt: skip
 
+# not of Hugging Face: the public code of Min et al. 2019
+PLUS = Family(
+    name="PLUS-TFM",
+    prefix="",
+    encoder={
+        "encoder.embeddings.word.weight": ["embed.tok_embed.weight"],
+        "encoder.embeddings.position.weight": ["embed.pos_embed.weight"],
+        "encoder.embeddings.segment.weight": ["embed.seg_embed.weight"],
+        "encoder.embeddings.norm.*": ["embed.norm.*"],
+        "encoder.layers.{}.attention.qkv.*": [
+            "blocks.{}.attn.proj_q.*", "blocks.{}.attn.proj_k.*", "blocks.{}.attn.proj_v.*",
+        ],
+        "encoder.layers.{}.attention.out.*": ["blocks.{}.proj.*"],
+        "encoder.layers.{}.attention_norm.*": ["blocks.{}.norm1.*"],
+        "encoder.layers.{}.mlp.up.*": ["blocks.{}.pwff.fc1.*"],
+        "encoder.layers.{}.mlp.down.*": ["blocks.{}.pwff.fc2.*"],
+        "encoder.layers.{}.mlp_norm.*": ["blocks.{}.norm2.*"],
+    },
+    pooler={},
+    mlm={
+        "mlm_head.dense.*": ["fc_lm.*"],
+        "mlm_head.norm.*": ["norm_lm.*"],
+        "mlm_head.bias": ["decoder_bias"],
+    },
+    pair={"pair_head.*": ["cls.*"]},
+    classify={"task_head.*": ["cls.*"]},
+    tied={"decoder.weight": "embed.tok_embed.weight"},
+    config={},
+    classes={},
+)  # fmt: skip
+
 FAMILIES = {family.name: family for family in (BERT, ROBERTA, ALBERT, DISTILBERT)}
 
 

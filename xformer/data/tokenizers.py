@@ -163,9 +163,12 @@ class Tokenizer:
     @cached_property
     def _symbol_table(self) -> np.ndarray:
         singles = [(ord(p), i) for p, i in self.ids.items() if len(p) == 1]
-        table = np.full(max(c for c, _ in singles) + 2, self.special["unk"], np.int32)
+        codes = [code for code, _ in singles] + [ord(s) for s in self.meta.get("synonyms", {})]
+        table = np.full(max(codes) + 2, self.special["unk"], np.int32)
         for code, i in singles:
             table[code] = i
+        for letter, synonym in self.meta.get("synonyms", {}).items():
+            table[ord(letter)] = self.ids[synonym]
         return table
 
     def _encode_symbols(self, text: str) -> np.ndarray:
@@ -353,6 +356,14 @@ def unigram(path: Path) -> Tokenizer:
 def _unigram(model: Any) -> Tokenizer:
     meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
     return Tokenizer(meta, model)
+
+
+def plus() -> Tokenizer:
+    """The alphabet of PLUS (Min et al. 2019): 20 amino acids, X for any, O and U as K and C."""
+    special = {**BERT_SPECIAL, "unk": "X"}
+    meta = {"kind": "symbols", "special": special, "pair_separators": 1, "separated": False,
+            "synonyms": {"O": "K", "U": "C", "B": "X", "Z": "X"}}  # fmt: skip
+    return Tokenizer(meta, ["[PAD]", *"ARNDCQEGHILKMFPSTWYVX", "[MASK]", "[CLS]", "[SEP]"])
 
 
 def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = True,

@@ -6,6 +6,7 @@ size of the MLP, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +50,8 @@ class ModelConfig(Settings):
     """Inner width of the feed-forward part."""
     max_positions: int = Field(512, ge=1)
     """Longest row in tokens, special ones included."""
+    positions: Literal["learned", "sinusoidal"] = "learned"
+    """A table of position vectors, or sines and cosines (Vaswani et al. 2017, section 3.5)."""
     first_position: int = Field(0, ge=0)
     """Row of the position table that a row's first token takes (RoBERTa: 2)."""
     token_types: int = Field(2, ge=0)
@@ -58,12 +61,15 @@ class ModelConfig(Settings):
     """One set of weights for all layers (ALBERT)."""
     norm: Literal["post", "pre"] = "post"
     """LayerNorm after each residual sum (BERT) or before each part (pre-LN)."""
+    norm_form: Literal["variance", "deviation"] = "variance"
+    """What LayerNorm divides by the square root of: the variance, or the deviation (PLUS)."""
     layer_norm_eps: float = Field(1e-12, gt=0)
     """Epsilon of every LayerNorm."""
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
     """Activation of the feed-forward part and of the MLM head."""
-    pooler: Literal["tanh", "relu"] = "tanh"
-    """Activation of the pooler, under a task head (DistilBERT: relu)."""
+    pooler: Literal["tanh", "relu", "none"] = "tanh"
+    """Activation of the pooler, under a task head (DistilBERT: relu); none: heads see the first
+    token as it is (PLUS)."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on embeddings and on the output of each part."""
     head_dropout: float | None = Field(None, ge=0, lt=1)
@@ -159,6 +165,36 @@ def _table(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
+class DeviationNorm(nn.Module):
+    """LayerNorm as PLUS has it: it divides by the square root of the deviation (with N - 1), not of
+    the variance (Min et al. 2019, public code)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        deviation = x.std(-1, keepdim=True)
+        return self.weight * (x - x.mean(-1, keepdim=True)) / (deviation + self.eps).sqrt() + (
+            self.bias
+        )
+
+
+def layer_norm(config: ModelConfig, width: int) -> nn.Module:
+    """The LayerNorm that a config asks for, over `width` numbers."""
+    form = DeviationNorm if config.norm_form == "deviation" else nn.LayerNorm
+    return form(width, config.layer_norm_eps)
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Positions (T,) -> (T, width), sines and cosines by turns (Vaswani et al. 2017, 3.5)."""
+    even = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[:, None] * torch.exp(even * (-math.log(10000.0) / width))
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
+
+
 class Embeddings(nn.Module):
     """Word, position and segment vectors, summed and normalised (also before pre-LN layers), then
     projected where they are narrower than the layers (Lan et al. 2020, section 3.1)."""
@@ -167,15 +203,22 @@ class Embeddings(nn.Module):
         super().__init__()
         E = config.width
         self.word = _table(config.vocab_size, E)
-        self.position = _table(config.first_position + config.max_positions, E)
+        learned = config.positions == "learned"
+        rows = config.first_position + config.max_positions
+        self.position = _table(rows, E) if learned else None
         self.segment = _table(config.token_types, E) if config.token_types else None
-        self.norm = nn.LayerNorm(E, config.layer_norm_eps)
+        self.norm = layer_norm(config, E)
         self.projection = nn.Linear(E, config.hidden) if config.embedding else None
         self.first_position = config.first_position
         self.dropout = config.dropout
 
     def forward(self, batch: Packed) -> Tensor:
-        x = self.word(batch.tokens) + self.position(batch.positions + self.first_position)  # (T, E)
+        x = self.word(batch.tokens)  # (T, E)
+        places = batch.positions + self.first_position
+        if self.position is not None:
+            x = x + self.position(places)
+        else:
+            x = x + sinusoids(places, x.size(1)).to(x.dtype)
         if self.segment is not None:
             one = self.segment.num_embeddings == 1  # of no use to tell texts apart
             x = x + (self.segment.weight[0] if one else self.segment(batch.segments))
@@ -225,9 +268,9 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.attention_norm = layer_norm(config, config.hidden)
         self.mlp = MLP(config)
-        self.mlp_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.mlp_norm = layer_norm(config, config.hidden)
         self.pre_norm = config.norm == "pre"
         self.dropout = config.dropout
 
@@ -259,7 +302,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.stored_layers))
         pre_norm = config.norm == "pre"
-        self.final_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps) if pre_norm else None
+        self.final_norm = layer_norm(config, config.hidden) if pre_norm else None
 
     def forward(self, batch: Packed, backend: Backend = "auto") -> Tensor:
         """The last hidden states, (T, C)."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.model.encoder import Encoder, ModelConfig, Packed, activate
+from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span"]
@@ -26,6 +26,7 @@ class Loss:
     total: Tensor  # ()
     count: int
     correct: Tensor  # (), float
+    pairs: Tensor | None = None  # (N, 2) logits of the pair head, where it trains too
 
 
 class MLMHead(nn.Module):
@@ -34,7 +35,7 @@ class MLMHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.width)
-        self.norm = nn.LayerNorm(config.width, config.layer_norm_eps)
+        self.norm = layer_norm(config, config.width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.activation = config.activation
 
@@ -50,13 +51,14 @@ class Model(nn.Module):
     (one score) on the pooled first token; "span" (start and end of an answer) on every token.
     `parts` are further ones kept beside it: "pooler", and "pair_head", which tells of two texts
     whether the second follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
-    order).
+    order; Min et al. 2019: whether they are of one family). With a `pair_scale` it trains with an
+    MLM head: a pair counts as much as so many masked tokens.
     """
 
     def __init__(self, config: ModelConfig, kind: HeadKind | None, outputs: int = 0,
-                 parts: Collection[str] = ()):  # fmt: skip
+                 parts: Collection[str] = (), pair_scale: float = 0.0):  # fmt: skip
         super().__init__()
-        self.config, self.kind = config, kind
+        self.config, self.kind, self.pair_scale = config, kind, pair_scale
         self.cnn = HilbertCNN(config) if config.architecture == "hilbert_cnn" else None
         if self.cnn is None:
             self.encoder = Encoder(config)
@@ -64,12 +66,15 @@ class Model(nn.Module):
         task = kind in ("classify", "regress")
         pooled = task and self.cnn is None
         self.mlm_head = MLMHead(config) if kind == "mlm" else None
-        self.pooler = nn.Linear(C, C) if pooled or "pooler" in parts else None
+        pools = (pooled or bool(parts)) and config.pooler != "none"
+        self.pooler = nn.Linear(C, C) if pools else None
         self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
         self.task_head = nn.Linear(C, outputs) if task or kind == "span" else None
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
+        if self.config.pooler == "none":
+            return x[batch.first]
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
         y = self.pooler(x[batch.first])
@@ -91,6 +96,8 @@ class Model(nn.Module):
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
         """The summed loss and the logits: cross-entropy (of a span the mean of start and end), or
         the squared error of a score."""
+        if self.pair_scale:
+            return self._joint_loss(batch)
         logits = self.logits(batch).float()
         targets = batch.targets if self.kind == "mlm" else batch.labels
         assert targets is not None
@@ -105,6 +112,22 @@ class Model(nn.Module):
         total = F.cross_entropy(logits, targets, reduction="sum")
         correct = (logits.detach().argmax(1) == targets).sum().float()
         return Loss(total, len(targets), correct), logits
+
+    def _joint_loss(self, batch: Packed) -> tuple[Loss, Tensor]:
+        """Of masked tokens and pairs, with the logits of the tokens."""
+        assert self.mlm_head is not None
+        assert self.pair_head is not None
+        assert batch.places is not None
+        assert batch.targets is not None
+        assert batch.labels is not None
+        x = self.encoder(batch)
+        logits = self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight).float()
+        pooled = F.dropout(self.pooled(x, batch), self.config.before_head, self.training)
+        pairs = self.pair_head(pooled).float()
+        total = F.cross_entropy(logits, batch.targets, reduction="sum")
+        total = total + self.pair_scale * F.cross_entropy(pairs, batch.labels, reduction="sum")
+        correct = (logits.detach().argmax(1) == batch.targets).sum().float()
+        return Loss(total, len(batch.targets), correct, pairs), logits
 
 
 def padded(values: Tensor, batch: Packed) -> Tensor:
