@@ -126,8 +126,8 @@ def main() -> None:
 
 _INTRODUCTION = [
     "Made by `python benchmarks/every_dataset.py DATA --output docs/data.md`. Rows of train /",
-    "valid / test, drawn 90/5/5 where the source has none; labels of the training split, or of all where",
-    "it was drawn (a test set with `-` has none); seconds of the whole command on two cores,",
+    "valid / test, drawn 90/5/5 where the source has none; labels of the training split, or of all",
+    "where it was drawn (a test set with `-` has none); seconds of the whole command on two cores,",
     "start-up included.",
 ]
 _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]

@@ -69,7 +69,7 @@ def _add_from_plus(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     command.add_argument("source", metavar="FILE", type=Path, help="The checkpoint, PLUS-TFM.pt.")
     command.add_argument("--heads", type=int, metavar="N",
-                         help="Attention heads (default: one for every 64 of the width).")  # fmt: skip
+                         help="Attention heads (default: one for 64 of the width).")  # fmt: skip
     command.add_argument("--labels", default="", metavar="A,B,C", help="The classes of its head in "
                          "order (default: LABEL_0 and so on).")  # fmt: skip
     _add_output(command, "The checkpoint to write.")
