@@ -136,13 +136,17 @@ def read_lines(
     """
     bad = BadRows(skip=False) if bad is None else bad  # an empty one is falsy
     with open_binary(path, read) as file:
-        for number, line in enumerate(file, 1):
+        number = 0
+        for line in file:  # `enumerate` would hold on to a line, which may be long
+            number += 1
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 bad(path, number, not_utf8(error))
                 continue
-            yield number, text.removesuffix("\n").removesuffix("\r")
+            line = b""
+            text = text.removesuffix("\n").removesuffix("\r")
+            yield number, text
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:

@@ -94,6 +94,7 @@ def _with_content(argument: str, paths: list[Path]) -> list[Path]:
 def check_distinct(splits: dict[str, list[Path]]) -> None:
     """Raise BadInput naming a file that stands twice in a split, or in two of them."""
     seen: dict[tuple[int, int], tuple[str, Path]] = {}
+    plain: dict[Path, Path] = {}
     for split, paths in splits.items():
         for path in paths:
             status = path.stat()
@@ -103,6 +104,9 @@ def check_distinct(splits: dict[str, list[Path]]) -> None:
                                "not be trained on")  # fmt: skip
             if known[1] is not path:
                 raise BadInput(f"{path} is given twice for {split}")
+            twin = plain.setdefault(plain_name(path), path)
+            if twin is not path:
+                raise BadInput(f"{twin} and {path} are one file, packed and not: give one of them")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -92,9 +92,7 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
     """The task `name` from its directory. Raises BadInput for a missing file or column."""
     glue = TASKS[name]
     source: Path | None = arguments.input
-    if source is not None and source.is_file():
-        raise BadInput(f"{source} is a file; give the task's directory, or --train FILE")
-    if name == "glue/mnli" and source is not None:
+    if name == "glue/mnli" and source is not None and source.is_dir():
         parts = _mnli(arguments, source, glue)
     elif name == "glue/mrpc" and source is not None and _is_original(arguments, source):
         parts = _original_mrpc(arguments, source, glue)

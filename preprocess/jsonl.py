@@ -46,6 +46,7 @@ def _lines(path: Path, bad: BadRows, read: Callable[[int], None]) -> Iterator[tu
             except (ValueError, RecursionError) as error:
                 bad(path, number, f"not valid JSON: {error}")
             else:
+                line = ""  # which may be long
                 yield number, value
 
 

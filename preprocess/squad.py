@@ -115,8 +115,8 @@ def run(arguments: argparse.Namespace) -> None:
     for name, found in counts.items():
         print(
             f"{name}: {len(found.articles):,} articles, {found.questions:,} questions, "
-            f"{found.questions - found.answerable:,} without an answer; tokens give "
-            f"{found.exact:,} of the other {found.answerable:,} back exactly"
+            f"{found.questions - found.answerable:,} without an answer, {found.answerable:,} with "
+            f"one, of which tokens give {found.exact:,} back exactly"
         )
     summarise(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
 
@@ -140,9 +140,12 @@ def _files(arguments: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def read_articles(path: Path, bad: BadRows) -> Iterator[tuple[str, str, list[Question]]]:
+def read_articles(
+    path: Path, bad: BadRows, training: bool
+) -> Iterator[tuple[str, str, list[Question]]]:
     """(title, context, its questions) of every paragraph. A bad question is named by its number,
-    counted from 1. Raises BadInput where the file is not of SQuAD's form."""
+    counted from 1; in `training` one without a word about its answers is bad. Raises
+    BadInput where the file is not of SQuAD's form."""
     data = read_json(path)
     try:
         paragraphs = [
@@ -157,6 +160,8 @@ def read_articles(path: Path, bad: BadRows) -> Iterator[tuple[str, str, list[Que
             for qa in paragraph["qas"]:
                 count += 1
                 question, reason = _question(qa, context, ids)
+                if training and question.answers is None:
+                    reason = f"{question.id}: there are no 'answers' to train on"
                 if reason:
                     bad(path, count, reason)
                 else:
@@ -203,7 +208,10 @@ class _Writer:
         self.contexts = 0
 
     def write(self, path: Path) -> Counts:
-        paragraphs = list(read_articles(path, self.bad))
+        paragraphs = list(read_articles(path, self.bad, self.split.directory.name == "train"))
+        if not any(questions for *_, questions in paragraphs):
+            self.bad.report()
+            raise BadInput(f"{path} holds no question that can be used")
         with progress(
             f"encoding {self.split.directory.name}", len(paragraphs), "contexts"
         ) as shown:

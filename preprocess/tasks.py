@@ -41,6 +41,7 @@ SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "val
 SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is `train`
 VALID = 0.1  # of a source that marks its test rows alone, as Min et al. 2019 divide DeepLoc's
 MAX_CLASSES = 20_000
+LONGEST_TEXT = 2**24  # characters of a row: it is held in memory as a whole, with all its words
 
 
 class Row(NamedTuple):
@@ -171,6 +172,9 @@ def _rows(task: Task, drawn: Sequence[str] | None) -> Iterator[Row]:
 
 
 def _wrong(task: Task, row: Row) -> str | None:
+    size = sum(map(len, row.texts))
+    if size > LONGEST_TEXT:
+        return f"a text of {size:,} characters; a row may hold {LONGEST_TEXT:,}"
     if row.label is None:
         return None if row.split.startswith("test") else "the label is empty"
     if task.kind == "score":
@@ -210,6 +214,7 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
+        task.bad.report()
         raise BadInput(f"{task.files[0]} holds no example that can be used")
     return survey
 

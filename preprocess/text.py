@@ -96,23 +96,28 @@ def _pieces(path: Path, read: Callable[[int], None], errors: str) -> Iterator[tu
             number += text.count("\n")
             *lines, rest = (rest + text).split("\n")
             for whole in lines:
-                while len(whole) > SEGMENT:
-                    head, whole = _cut(whole)
-                    yield head, False
-                yield whole.removesuffix("\r"), True
-            while len(rest) > SEGMENT:
-                head, rest = _cut(rest)
-                yield head, False
+                *heads, last = _cut(whole)
+                yield from ((head, False) for head in heads)
+                yield last.removesuffix("\r"), True
+            *heads, rest = _cut(rest)
+            yield from ((head, False) for head in heads)
             if not data:
                 break
     if rest:
         yield rest.removesuffix("\r"), True
 
 
-def _cut(text: str) -> tuple[str, str]:
-    found = _LAST_SPACE.match(text, 0, SEGMENT) or _LAST_MARK.match(text, 0, SEGMENT)
-    end = found.end() if found else SEGMENT  # neither spaces nor marks: anywhere
-    return text[:end], text[end:]
+def _cut(text: str) -> Iterator[str]:
+    """Parts of at most SEGMENT characters, at least one; all but the last end before a space or
+    behind a mark."""
+    start = 0
+    while len(text) - start > SEGMENT:
+        stop = start + SEGMENT
+        found = _LAST_SPACE.match(text, start, stop) or _LAST_MARK.match(text, start, stop)
+        end = found.end() if found else stop  # neither spaces nor marks: anywhere
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
 
 
 def documents(
@@ -164,10 +169,12 @@ def whole_document(text: str, options: TextOptions) -> Iterator[tuple[str, bool]
     """(segment, does it end the document?) of a document that is at hand as a whole."""
     if options.skip is not None:
         text = "\n".join(line for line in text.split("\n") if not options.skip.search(line))
-    while len(text) > SEGMENT:
-        head, text = _cut(text)
-        yield head, False
-    yield text, True
+    held = None
+    for part in _cut(text):
+        if held is not None:
+            yield held, False
+        held = part
+    yield held or "", True
 
 
 def read_documents(

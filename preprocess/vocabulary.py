@@ -138,6 +138,8 @@ def run(arguments: argparse.Namespace) -> None:
             raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")
         if arguments.input:
             raise BadInput("give either --alphabet or --input, not both")
+        if len(set(arguments.alphabet)) < len(arguments.alphabet):
+            raise BadInput(f"--alphabet {arguments.alphabet} holds a letter twice")
         tokenizer = tokenizers.symbols(arguments.alphabet)
     else:
         for option in ("input", "vocab_size"):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from preprocess import cli, text, workers
 from preprocess.bad import BadRows
 from preprocess.binarize import open_binary, read_lines
-from preprocess.corpora import find_files
+from preprocess.corpora import check_distinct, find_files
 from preprocess.fasta import read_fasta
 from preprocess.java import Unterminated, remove_comments
 from preprocess.text import TextOptions, read_documents
@@ -809,3 +809,20 @@ def test_killed_at_some_moment_and_started_again(toks, long_text):
     documents = long_text.read_text().split("\n\n")
     direct = np.concatenate(store.tokenizer().encode_batch(documents))
     np.testing.assert_array_equal(ids, direct)
+
+
+def test_a_file_and_its_packed_copy_are_one(tmp_path: Path) -> None:
+    """What `gzip --keep` leaves would be read twice."""
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
+    with pytest.raises(BadInput, match=r"a\.txt\.gz are one file, packed and not"):
+        check_distinct({"train": find_files([str(tmp_path)], None)})
+
+
+def test_a_long_document_is_cut_as_its_parts_would_be() -> None:
+    """In time that grows with its length: each part is looked at once."""
+    words = "".join(f"w{i} " for i in range(200_000))
+    segments = [segment for segment, _ in text.whole_document(words, TextOptions())]
+    assert "".join(segments) == words
+    assert max(map(len, segments)) <= text.SEGMENT
+    assert all(segment.startswith(" w") for segment in segments[1:])

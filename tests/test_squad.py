@@ -123,11 +123,17 @@ def test_hidden_and_several_answers(monkeypatch, tmp_path, tokenizer):
     hidden = question(1, None)
     del hidden["answers"]
     plausible = question(2, "1973", is_impossible=True)
-    found = make(monkeypatch, tmp_path, tokenizer, squad(several, hidden, plausible))
-    columns = found.split("train").columns
-    answers = [json.loads(columns["question.answers"].text(i)) for i in range(3)]
-    assert answers == [["1973", "in 1973"], None, []]
-    assert columns["label"][rows_of(found.split("train"), 2)].max() == -1
+    held_out = write(tmp_path / "held-out.json", squad(hidden, several))
+    value = squad(several, plausible)
+    found = make(monkeypatch, tmp_path, tokenizer, value, "--valid", held_out)
+    for name, wanted in (
+        ("train", [["1973", "in 1973"], []]),
+        ("valid", [None, ["1973", "in 1973"]]),
+    ):
+        columns = found.split(name).columns
+        assert [json.loads(columns["question.answers"].text(i)) for i in range(2)] == wanted
+    split = found.split("train")
+    assert split.columns["label"][rows_of(split, 1)].max() == -1
 
 
 def test_dev_sets_of_squad(shared, tmp_path):
@@ -168,7 +174,8 @@ def test_dev_sets_of_squad(shared, tmp_path):
         (squad(question(0, "1973"), question(0, None)), "raw.json:2: an earlier question has"),
         ({"data": [{"title": "x"}]}, "not of SQuAD's form .* KeyError\\('paragraphs'\\)"),
         ([1], "not of SQuAD's form"),
-        ({"data": []}, "would be empty"),
+        ({"data": []}, "raw.json holds no question that can be used"),
+        (squad({"id": "q", "question": "?"}), "raw.json:1: q: there are no 'answers' to train on"),
     ],
 )  # fmt: skip
 def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):

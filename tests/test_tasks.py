@@ -886,7 +886,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ({"train.tsv": SST2 + "c\t-1\n"}, ["glue/sst2", "--input", "."], r"train\.tsv:4: label '-1", 2),
     ({"train.tsv": SST2.replace("sentence", "text")}, ["glue/sst2", "--input", "."],
      "has no column 'sentence'; it has 'text', 'label'", None),
-    ({"train.tsv": SST2}, ["glue/sst2", "--input", "train.tsv"], "give the task's directory", None),
+    ({"train.tsv": SST2}, ["glue/sst2", "--input", "train.tsv"], "too few to be split", None),
     ({"train.tsv": SST2}, ["glue/mnli", "--train", "train.tsv"], "has no column 'sentence1'", None),
     ({"msr_paraphrase_train.txt": "Quality\n"}, ["glue/mrpc", "--input", "."],
      "lacks dev_ids.tsv", None),

@@ -251,6 +251,10 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     scores = score(model, assembler, head, ranks, config.system.precision)
     if ranks.rank != 0:
         return
+    labels = np.asarray(assembler.split.columns.get("label", ()))
+    if head.kind == "classify" and (unseen := int((labels == UNSEEN).sum())):
+        print(f"{unseen:,} of {len(labels):,} rows are of classes that training has not: they "
+              "count as wrong", file=sys.stderr)  # fmt: skip
     for metric, value in scores.metrics.items():
         print(f"{config.split} {metric} {value:.4f}")
     if config.out:
