@@ -90,6 +90,11 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = tokenizers.load(arguments.tokenizer)
     extra = 2 + tokenizer.pair_separators
     room = arguments.max_tokens - arguments.max_question - extra
+    if room < 1:
+        raise BadInput(
+            f"--max-tokens {arguments.max_tokens} leaves no room beside a question of "
+            f"{arguments.max_question} tokens; raise it, or lower --max-question"
+        )
     if arguments.stride > room:
         raise BadInput(
             f"--stride {arguments.stride} would leave gaps: beside a question of "

@@ -1,6 +1,7 @@
 """What all tests share: the interpreter for Triton without CUDA, and where real data lies."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from helpers import Forks
 # before anything imports triton (transformers does)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# a shell starts background jobs with Ctrl-C ignored, which every command of a test would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"

@@ -472,7 +472,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another activation than its head's": (
         "roberta", config(hidden_act="relu"), "hidden_act 'relu' is none of gelu"
     ),
-    "no padding": ("roberta", config(pad_token_id=None), "config.json is not of the family"),
+    "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is no id"),
     "words for positions": (
         "roberta", config(max_position_embeddings="many"), "is not of the family roberta"
     ),
@@ -489,6 +489,13 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "more pieces than vectors": (
         "roberta", config(vocab_size=90), "is (97, 39) where its config wants (90, 39)"
+    ),
+    "a list of types": ("bert", config(model_type=["bert"]), "model_type ['bert'] is not known"),
+    "fewer layers than weights": (
+        "bert", config(num_hidden_layers=1), "beyond the 1 layers that config.json knows"
+    ),
+    "fewer layers than distilled weights": (
+        "distilbert", config(n_layers=1), "beyond the 1 layers that config.json knows"
     ),
     "no merges": ("roberta", without("merges.txt"), "merges.txt does not exist"),
     "NaN": (
@@ -630,6 +637,28 @@ def test_the_command_writes_a_checkpoint_and_keeps_an_old_one(
     assert again.err == f"error: {out} exists; give another output, or --overwrite to replace it\n"
     assert (out / "manifest.json").read_bytes() == manifest
     assert run_here(capfd, "from-hf", plain, out, "--overwrite").status == 0
+
+
+@pytest.mark.parametrize("command", ["from-hf", "to-hf"])
+def test_only_its_own_output_is_overwritten(
+    plain: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Neither a directory of other things, nor the one that holds what is read."""
+    checkpoint = tmp_path / "nest/checkpoint"
+    assert run_here(capfd, "from-hf", plain, checkpoint).status == 0
+    source = plain if command == "from-hf" else checkpoint
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("keep")
+    done = run_here(capfd, command, source, precious, "--overwrite")
+    assert (done.status, "something else than this command writes" in done.err) == (2, True)
+    assert (precious / "thesis.txt").read_text() == "keep"
+    if command == "to-hf":
+        for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+            (tmp_path / "nest" / name).write_text("{}")
+        done = run_here(capfd, command, source, tmp_path / "nest", "--overwrite")
+        assert (done.status, "which is read" in done.err) == (2, True)
+        assert checkpoints.load(checkpoint).head is not None
 
 
 def test_a_failure_leaves_the_old_checkpoint(

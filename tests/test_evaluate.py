@@ -13,6 +13,7 @@ from toys import TOPICS, Toys
 from xformer import checkpoint as checkpoints
 from xformer import metrics
 from xformer.config import all_keys
+from xformer.convert.describe import describe
 from xformer.data.files import read_json
 from xformer.data.store import create_store, open_store
 from xformer.data.tokenizers import symbols
@@ -324,3 +325,9 @@ def test_classes_that_training_has_not_are_wrong() -> None:
     assert found["mcc"] == pytest.approx(covariance / spread**0.5)
     three = metrics.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
     assert three["f1"] == pytest.approx((1 + 0 + 1) / 3)
+
+
+def test_inspect_looks_into_a_run(learned: dict[str, Path]) -> None:
+    said = describe(learned["text"])
+    assert f"selected by the run {learned['text']}" in said
+    assert "mlm, rows of up to 20 tokens" in said

@@ -18,6 +18,7 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Head
+from xformer.convert.describe import describe
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.data.store import open_store
@@ -434,3 +435,10 @@ def test_a_run_is_a_start_like_any(learned: Path, forks: Forks, data: Toys, tmp_
         checkpoints.load(learned).config, open_store(data.splice).tokenizer(), 0
     )
     torch.testing.assert_close(clean[name], twin.weights[name], atol=1e-9, rtol=0)
+
+
+def test_inspect_shows_the_network(tmp_path: Path) -> None:
+    checkpoints.save(fresh(2, 62, 3), tmp_path / "c")
+    said = describe(tmp_path / "c")
+    assert "Hilbert-CNN on words of 2 letters, rows up to 62 tokens" in said
+    assert "none of Hugging Face's: no family of Hugging Face has model.architecture" in said

@@ -184,9 +184,17 @@ def change(**changes: Any) -> dict[str, Any]:
         (change(fc_lm__bias=torch.ones(5)), H, r"mlm_head.dense.bias is \(5,\)"),
         (change(decoder__weight=torch.ones(25, C)), H, "decoder.weight differs"),
         (tensors(), 5, "12 wide, no multiple of 5 heads"),
+        (change(transformer__embed__tok_embed__weight=torch.ones(25)), H, "not a PLUS-TFM check"),
+        (change(cls__weight=torch.ones(2)), H, "not a PLUS-TFM checkpoint"),
+        (change(transformer__embed__pos_embed__pe=torch.zeros(1, LONGEST, C)), H, "sines and cos"),
         ([1, 2], H, "not a table of tensors"),
     ],
 )
 def test_refused(tmp_path: Path, source: Any, heads: int, phrase: str) -> None:
     with pytest.raises(BadInput, match=phrase):
         plus.from_plus(write(tmp_path, source), heads=heads)
+
+
+def test_what_is_left_over_is_named(tmp_path: Path) -> None:
+    source = change(transformer__blocks__x__foo=torch.ones(2))
+    assert plus.from_plus(write(tmp_path, source), heads=H).left == ["blocks.x.foo"]

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from xformer.data.errors import BadInput, run
+from xformer.data.files import refuse_existing
+
+# what an output must hold to be one that may be overwritten
+CHECKPOINT = ("manifest.json", "model.safetensors")
+EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,14 +111,24 @@ def _add_output(command: argparse.ArgumentParser, text: str) -> None:
                          help="Replace OUT if it exists (default: refuse).")  # fmt: skip
 
 
+def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:
+    """Raise BadInput unless `out` is free, or may be overwritten: it is what this command writes,
+    and does not hold what is read."""
+    refuse_existing(out, overwrite)
+    if out.exists() and not all((out / name).is_file() for name in marks):
+        raise BadInput(f"{out} is something else than this command writes: it is not overwritten")
+    if out.exists() and source.exists() and source.resolve().is_relative_to(out.resolve()):
+        raise BadInput(f"{out} holds {source}, which is read: give another output")
+
+
 def from_hf(arguments: argparse.Namespace) -> None:
     """Import a directory, or a repository of the hub."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
-    from xformer.data.files import refuse_existing
 
-    refuse_existing(arguments.out, arguments.overwrite)
-    imported = hf.from_hf(_directory(arguments.source))
+    source = _directory(arguments.source)
+    _check_output(arguments.out, arguments.overwrite, CHECKPOINT, source)
+    imported = hf.from_hf(source)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
     print(hf.account(imported))
 
@@ -122,9 +137,8 @@ def from_plus(arguments: argparse.Namespace) -> None:
     """Import a PLUS-TFM checkpoint."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf, plus
-    from xformer.data.files import refuse_existing
 
-    refuse_existing(arguments.out, arguments.overwrite)
+    _check_output(arguments.out, arguments.overwrite, CHECKPOINT, arguments.source)
     if arguments.heads is not None and arguments.heads < 1:
         raise BadInput(f"--heads {arguments.heads} is not allowed; it must be at least 1")
     labels = tuple(filter(None, arguments.labels.split(",")))
@@ -160,9 +174,8 @@ def to_hf(arguments: argparse.Namespace) -> None:
     """Export a checkpoint."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
-    from xformer.data.files import refuse_existing
 
-    refuse_existing(arguments.out, arguments.overwrite)
+    _check_output(arguments.out, arguments.overwrite, EXPORT, Path(arguments.checkpoint))
     checkpoint = checkpoints.load(arguments.checkpoint)
     family = hf.to_hf(checkpoint, arguments.out, arguments.overwrite)
     head = checkpoint.head.kind if checkpoint.head else "none"

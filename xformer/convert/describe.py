@@ -29,7 +29,8 @@ def describe(path: Path) -> str:
     Raises BadInput where it is none of the three, or is damaged.
     """
     screen = _Screen()
-    if (path / "config.json").is_file() and not (path / "manifest.json").is_file():
+    run = (path / "checkpoints").is_dir() or (path / "result.json").is_file()
+    if (path / "config.json").is_file() and not (path / "manifest.json").is_file() and not run:
         imported = hf.from_hf(path)
         screen.add("directory", f"{path}, of Hugging Face; import it with from-hf")
         screen.add("family", imported.family.name)
@@ -50,17 +51,11 @@ def describe(path: Path) -> str:
 
 def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    shared = " (one set of weights for all)" if config.shared_layers else ""
-    segments = f"{config.token_types or 'no'} segment{'' if config.token_types == 1 else 's'}"
-    screen.add(
-        "sizes",
-        f"{config.layers} layers{shared}, {config.hidden} wide, {config.heads} heads, MLP "
-        f"{config.intermediate}, embeddings {config.width}",
-        f"rows up to {config.max_positions} tokens, {segments}, {config.activation}, "
-        f"{config.norm}-LN with epsilon {config.layer_norm_eps:g}",
-        f"dropout {config.dropout:g}, on attention {config.attention_dropout:g}, before a head "
-        f"{config.before_head:g}",
-    )
+    if config.architecture == "hilbert_cnn":
+        screen.add("sizes", f"Hilbert-CNN on words of {config.kmer} letters, rows up to "
+                   f"{config.max_positions} tokens")  # fmt: skip
+    else:
+        _sizes(screen, checkpoint)
     screen.add("parameters", *_parameters(checkpoint))
     screen.add("head", *_head(checkpoint))
     special = "  ".join(f"{tokenizer.pieces[i]} {i}" for i in sorted(tokenizer.special.values()))
@@ -79,6 +74,21 @@ def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
     screen.add("history", *(hidden + steps[-SHOWN:] or ["none"]))
 
 
+def _sizes(screen: _Screen, checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    shared = " (one set of weights for all)" if config.shared_layers else ""
+    segments = f"{config.token_types or 'no'} segment{'' if config.token_types == 1 else 's'}"
+    screen.add(
+        "sizes",
+        f"{config.layers} layers{shared}, {config.hidden} wide, {config.heads} heads, MLP "
+        f"{config.intermediate}, embeddings {config.width}",
+        f"rows up to {config.max_positions} tokens, {segments}, {config.activation}, "
+        f"{config.norm}-LN with epsilon {config.layer_norm_eps:g}",
+        f"dropout {config.dropout:g}, on attention {config.attention_dropout:g}, before a head "
+        f"{config.before_head:g}",
+    )
+
+
 def _parameters(checkpoint: Checkpoint) -> list[str]:
     """The sum, and that of every part."""
     parts: dict[str, int] = {}
@@ -86,7 +96,8 @@ def _parameters(checkpoint: Checkpoint) -> list[str]:
         part = name.split(".")[1 if name.startswith("encoder.") else 0]
         parts[part] = parts.get(part, 0) + weight.numel()
     layers = checkpoint.config.stored_layers
-    each = f" ({parts['layers'] // layers:,} in each of {layers})" if layers > 1 else ""
+    every = parts.get("layers", 0) // layers
+    each = f" ({every:,} in each of {layers})" if layers > 1 else ""
     shown = [f"{part} {size:,}{each if part == 'layers' else ''}" for part, size in parts.items()]
     return [f"{sum(parts.values()):,}", ", ".join(shown)]
 

@@ -71,6 +71,11 @@ def from_hf(directory: Path) -> Imported:
     wanted = expand(family.encoder | table, config.stored_layers)
     weights, used = _take(wanted, source, file)
     left = sorted(n for n in source if n not in used and not BUFFERS.fullmatch(n))
+    beyond = _layer_names(family)
+    if extra := next((name for name in left if beyond.match(name)), None):
+        raise BadInput(
+            f"{file} holds {extra}, beyond the {config.layers} layers that config.json knows"
+        )
     kind, outputs = (head.kind, head.outputs) if head else (None, 0)
     try:
         with torch.device("meta"):
@@ -92,11 +97,18 @@ def from_hf(directory: Path) -> Imported:
     return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
 
 
+def _layer_names(family: Family) -> re.Pattern[str]:
+    """What the tensors of any layer are called."""
+    starts = {re.escape(names[0].split("{}")[0]) for names in family.encoder.values()
+              if "{}" in names[0]}  # fmt: skip
+    return re.compile(rf"(?:{'|'.join(sorted(starts))})\d+\.")
+
+
 def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     file = directory / "config.json"
     meta = read_json(file)
     kind = meta.get("model_type") if isinstance(meta, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BadInput(f"{file}: model_type {kind!r} is not known; {known} are")
     family = FAMILIES[kind]
@@ -121,7 +133,12 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     values["activation"] = activations[str(values["activation"])]
     try:
         if family.name == "roberta":  # rows of positions before the first are the padding's
-            values["first_position"] = first = meta.get("pad_token_id", 1) + 1
+            pad = meta.get("pad_token_id", 1)
+            if not isinstance(pad, int) or pad < 0:
+                raise BadInput(
+                    f"{file}: pad_token_id {pad!r} is no id, behind which positions begin"
+                )
+            values["first_position"] = first = pad + 1
             values["max_positions"] -= first
         return family, ModelConfig(**values, **family.fixed), meta
     except (ValidationError, TypeError) as error:
@@ -215,6 +232,12 @@ def _heads(
         count = len(weight) if weight is not None and weight.ndim else 0
         names = meta.get("id2label")
         names = names if isinstance(names, dict) else {}
+        given = [str(name) for name in names.values()]
+        if names and (len(names) != count or len(set(given)) != count):
+            raise BadInput(
+                f"config.json names the classes {', '.join(given)}; the head has {count} outputs, "
+                "each of which needs a name of its own"
+            )
         labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
         regress = meta.get("problem_type") == "regression" or count == 1
         head = Head("regress" if regress else "classify", () if regress else labels,
@@ -267,6 +290,8 @@ def account(imported: Imported) -> str:
     ]
     if imported.tied:
         lines.append(f"tied copies, equal to what they copy: {', '.join(imported.tied)}")
+    if spare := config.vocab_size - len(checkpoint.tokenizer):
+        lines.append(f"vectors without a piece: the last {spare:,}")
     lines.append(f"left over: {', '.join(imported.left) or 'none'}")
     if imported.lacking:
         lines.append(f"lacking in the source, new when trained: {', '.join(imported.lacking)}")

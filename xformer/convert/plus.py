@@ -7,6 +7,7 @@ but the number of heads. Its alphabet is the repository's own.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from xformer.convert.names import PLUS, expand
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
-from xformer.model.encoder import ModelConfig
+from xformer.model.encoder import ModelConfig, sinusoids
 from xformer.model.heads import Model
 
 HEAD_SIZE = 64  # of the published model: 12 heads of 768
@@ -36,12 +37,15 @@ def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()
     if not file.is_file():
         raise BadInput(f"{file} is not a file; give a PLUS-TFM checkpoint, such as PLUS-TFM.pt")
     source = {_modern(name): tensor for name, tensor in _unpickle(file).items()}
-    config = _config(source, heads, file)
+    try:
+        config = _config(source, heads, file)
+        outputs = len(source["cls.weight"].flatten(1)) if "cls.weight" in source else 0
+    except (IndexError, ValueError) as error:  # tensors of other dimensions
+        raise BadInput(f"{file} is not a PLUS-TFM checkpoint: {error}") from None
     tied = _untie(source, PLUS, file)
     table: dict[str, list[str]] = dict(PLUS.encoder)
     if config.positions == "sinusoidal":
         del table["encoder.embeddings.position.weight"]
-    outputs = source["cls.weight"].size(0) if "cls.weight" in source else 0
     if outputs in (0, 2) and not labels:
         head = Head("mlm", max_tokens=config.max_positions)
         table |= PLUS.mlm | (PLUS.pair if outputs else {})
@@ -77,11 +81,16 @@ def _config(source: dict[str, Tensor], heads: int | None, file: Path) -> ModelCo
     vocabulary, hidden = source["embed.tok_embed.weight"].shape
     if vocabulary != len(tokenizers.plus()):
         raise BadInput(f"{file}: {vocabulary} tokens are not PLUS's {len(tokenizers.plus())}")
-    layers = 1 + max(int(name.split(".")[1]) for name in source if name.startswith("blocks."))
+    numbers = (re.match(r"blocks\.(\d+)\.", name) for name in source)
+    layers = 1 + max(int(number[1]) for number in numbers if number)
     fixed = "embed.pos_embed.pe" in source
     positions: Any = "embed.pos_embed.pe" if fixed else "embed.pos_embed.weight"
     if positions not in source:
         raise BadInput(f"{file} is not a PLUS-TFM checkpoint: it lacks {positions}")
+    if fixed:
+        table = source[positions].flatten(0, -2)
+        if not torch.allclose(table, sinusoids(torch.arange(len(table)), hidden), atol=1e-4):
+            raise BadInput(f"{file}: {positions} holds other numbers than sines and cosines")
     heads = heads or max(1, hidden // HEAD_SIZE)
     if hidden % heads:
         raise BadInput(f"{file} is {hidden} wide, no multiple of {heads} heads")
