@@ -200,8 +200,11 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
         special = {token["content"]: token["id"] for token in added if token["special"]}
         symbols = [token["content"] for token in added if not token["special"]]
         kind = _kind(fast)
-        if kind is None or any(token["normalized"] for token in added if not token["special"]):
+        if kind is None:
             raise unknown
+        if words := [t["content"] for t in added if not t["special"] and t["normalized"]]:
+            raise BadInput(f"{source.file}: {words[0]!r} was added to the vocabulary; "
+                           "only added special tokens are known")  # fmt: skip
         if kind == "unigram":
             scores = [(str(piece), float(score)) for piece, score in model["vocab"]]
             charsmap = [step["precompiled_charsmap"] for step in _steps(fast["normalizer"])
