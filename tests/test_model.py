@@ -34,16 +34,15 @@ from xformer.surgery.operations import Clean, CleanEmbeddings, Operation
 # ---------------------------------------------------------------------------------- attention
 
 
-def projections(lengths: list[int], size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k and v, (T, H, D) each."""
+def projections(lengths: list[int], size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q, k and v, (T, 3, H, D)."""
     made = torch.randn(3, sum(lengths), HEADS, size, generator=seeded(1), dtype=dtype)
-    return [x.clone().requires_grad_() for x in made]
+    return made.transpose(0, 1).contiguous().requires_grad_()
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]
-                     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+def padded_attention(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Attention the usual way: sequences padded to the longest, padding masked out."""
-    q, k, v = (pad_sequence(x.split(lengths), True).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (pad_sequence(x.split(lengths), True).transpose(1, 2) for x in qkv.unbind(1))
     real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (N, L)
     scores = torch.einsum("nhid,nhjd->nhij", q, k) / math.sqrt(q.size(3))
     weights = scores.masked_fill(~real[:, None, None], -torch.inf).softmax(3)
@@ -51,7 +50,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]
     return (weights @ v).transpose(1, 2)[real], maps
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "explicit", "triton"])
+@pytest.mark.parametrize("backend", ["sdpa", "fused", "explicit", "triton"])
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
 def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
     device, tolerance = "cpu", 1e-6
@@ -59,24 +58,24 @@ def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) 
         pytest.importorskip("triton")
         if torch.cuda.is_available():  # else by Triton's interpreter
             device, tolerance = "cuda", 1e-5
-    given, (q, k, v) = projections(lengths, 8), projections(lengths, 8)
-    moved = [x.to(device) for x in given]
+    given, same = projections(lengths, 8), projections(lengths, 8)
     where = layout(np.cumsum([0, *lengths]), device)
-    found = attention(moved[0], moved[1], moved[2], where, backend=backend).cpu()
-    expected, _ = padded_attention(q, k, v, lengths)
+    found = attention(given.to(device), where, backend=backend).cpu()
+    expected, _ = padded_attention(same, lengths)
     assert distance(found, expected) <= tolerance
     direction = torch.randn(expected.shape, generator=seeded(2))
-    gradients = torch.autograd.grad(found, given, direction)
-    wanted = torch.autograd.grad(expected, (q, k, v), direction)
-    for name, gradient, reference in zip("qkv", gradients, wanted, strict=True):
+    (gradient,) = torch.autograd.grad(found, given, direction)
+    (wanted,) = torch.autograd.grad(expected, same, direction)
+    for i, name in enumerate("qkv"):
         # of sequences of one token, q and k have the gradient 0
-        assert float((gradient - reference).norm()) <= tolerance * float(direction.norm()), name
+        error = float((gradient - wanted)[:, i].norm())
+        assert error <= tolerance * float(direction.norm()), name
 
 
 def test_explicit_attention_returns_the_maps() -> None:
-    q, k, v = projections(LENGTHS, 5)
-    _, maps = explicit_attention(q, k, v, layout(np.cumsum([0, *LENGTHS])), dropout=0.5)
-    _, expected = padded_attention(q, k, v, LENGTHS)
+    qkv = projections(LENGTHS, 5)
+    _, maps = explicit_attention(qkv, layout(np.cumsum([0, *LENGTHS])), dropout=0.5)
+    _, expected = padded_attention(qkv, LENGTHS)
     assert [tuple(m.shape) for m in maps] == [(HEADS, n, n) for n in LENGTHS]
     for found, wanted in zip(maps, expected, strict=True):
         assert torch.allclose(found.sum(2), torch.ones(()), atol=1e-6)
@@ -85,19 +84,19 @@ def test_explicit_attention_returns_the_maps() -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 def test_a_back_end_without_dropout_says_so(backend: Backend) -> None:
-    q, k, v = projections([3], 5)
     with pytest.raises(ValueError, match=f"{backend!r} has no dropout"):
-        attention(q, k, v, layout([0, 3]), 0.1, backend)
+        attention(projections([3], 5), layout([0, 3]), 0.1, backend)
 
 
-def test_dropout_falls_on_the_probabilities() -> None:
+@pytest.mark.parametrize("backend", ["fused", "explicit"])
+def test_dropout_falls_on_the_probabilities(backend: Backend) -> None:
     # with the identity for v, an output row is its row of weights
     length, rate = 60, 0.3
-    q, k, _ = projections([length], length)
-    v = torch.eye(length)[:, None].expand(-1, HEADS, -1)
-    weights, _ = padded_attention(q, k, v, [length])
+    qkv = projections([length], length).detach()
+    qkv[:, 2] = torch.eye(length)[:, None]
+    weights, _ = padded_attention(qkv, [length])
     torch.manual_seed(0)
-    kept = attention(q, k, v, layout([0, length]), rate)
+    kept = attention(qkv, layout([0, length]), rate, backend)
     dropped = kept == 0
     assert torch.allclose(kept[~dropped], weights[~dropped] / (1 - rate), rtol=1e-4)
     sigma = math.sqrt(kept.numel() * rate * (1 - rate))
@@ -106,11 +105,11 @@ def test_dropout_falls_on_the_probabilities() -> None:
 
 def test_explicit_attention_has_second_derivatives() -> None:
     lengths = [2, 2, 1, 3]
-    inputs = [x[:, :2, :2].detach().requires_grad_() for x in projections(lengths, 2, torch.double)]
+    inputs = projections(lengths, 2, torch.double)[:, :, :2].detach().requires_grad_()
     packed = layout(np.cumsum([0, *lengths]))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return explicit_attention(q, k, v, packed)[0]
+    def attend(qkv: Tensor) -> Tensor:
+        return explicit_attention(qkv, packed)[0]
 
     assert torch.autograd.gradcheck(attend, inputs)
     assert torch.autograd.gradgradcheck(attend, inputs)

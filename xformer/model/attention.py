@@ -1,27 +1,30 @@
 """Self-attention on packed sequences: one function, several equal back ends.
 
-T tokens in the batch, N sequences, H heads, D size of a head, L length of a sequence.
+T tokens in the batch, N sequences, H heads, D size of a head, L length of a sequence, n sequences
+of a block.
 
     varlen    torch's fused variable-length kernel: CUDA, 16 bit, no dropout
     triton    our own kernel (xformer/model/kernels.py): CUDA, also fp32 and dropout
-    sdpa      scaled_dot_product_attention on runs of equal length: the CPU, no dropout
-    explicit  softmax written out: the CPU otherwise, attention maps, second derivatives
+    sdpa      scaled_dot_product_attention on blocks of equal length: the CPU without gradient
+    fused     a backward pass written by hand: the CPU in training
+    explicit  plain operations: attention maps, second derivatives, torch.func
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Backend = Literal["auto", "varlen", "triton", "sdpa", "explicit"]
+Backend = Literal["auto", "varlen", "triton", "sdpa", "fused", "explicit"]
+BLOCK = 2**19  # probabilities that the CPU works on at a time, so that they stay in its cache
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,13 @@ class Layout:
     def max_length(self) -> int:
         return max(self.lengths, default=0)
 
-    def runs(self) -> list[tuple[int, int]]:
-        """(number of sequences, their length) for each run of neighbours of equal length."""
-        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+    def blocks(self, heads: int) -> Iterator[tuple[int, int]]:
+        """(n, L) for blocks of neighbours of equal length with at most BLOCK probabilities."""
+        for length, run in groupby(self.lengths):
+            left, most = len(list(run)), max(1, BLOCK // (heads * length**2))
+            while left:
+                yield min(left, most), length
+                left -= min(left, most)
 
 
 def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
@@ -47,69 +54,144 @@ def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = 
     return Layout(torch.from_numpy(boundaries).to(device, non_blocking=True), lengths)
 
 
-def choose_backend(q: Tensor, dropout: float) -> Backend:
+def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
+    """A mask on the CPU: 0 with the probability `rate` in steps of 2^-16, else 1.
+
+    Four elements share a word of torch's generator: a seventh of the time of its `bernoulli_`.
+    """
+    count = math.prod(size)
+    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    draws = words.view(torch.int16)[:count].view(size)
+    dropped = min(round(rate * 2**16), 2**16 - 1)
+    return torch.ge(draws, dropped - 2**15, out=torch.empty(size, dtype=dtype))
+
+
+def drop(x: Tensor, rate: float, training: bool = True) -> Tensor:
+    """Dropout: F.dropout, on the CPU with the masks of `kept`."""
+    if x.device.type != "cpu" or not training or rate == 0.0:
+        return F.dropout(x, rate, training)
+    return x * kept(x.size(), rate, x.dtype).mul_(1.0 / (1.0 - rate))
+
+
+def choose_backend(qkv: Tensor, dropout: float) -> Backend:
     """The fastest back end that serves this device, type and dropout."""
-    if q.is_cuda:
-        half = q.dtype in (torch.bfloat16, torch.float16)
+    if qkv.is_cuda:
+        half = qkv.dtype in (torch.bfloat16, torch.float16)
         return "varlen" if half and dropout == 0.0 else "triton"
-    # the CPU's fused kernel has no dropout, and its 16-bit backward is 3 to 5 times slower than
-    # written-out products (docs/log.md, 2026-11-21)
-    fused = dropout == 0.0 and (q.dtype == torch.float32 or not q.requires_grad)
-    return "sdpa" if fused else "explicit"
+    return "fused" if dropout > 0.0 or qkv.requires_grad else "sdpa"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 0.0,
+def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
               backend: Backend = "auto") -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
-    q, k, v: (T, H, D); returns (T, H, D). `dropout` falls on the probabilities. Raises ValueError
+    qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. Raises ValueError
     where the named back end cannot serve the dropout asked for.
     """
     if backend == "auto":
-        backend = choose_backend(q, dropout)
+        backend = choose_backend(qkv, dropout)
     if backend == "explicit":
-        return explicit_attention(q, k, v, layout, dropout)[0]
-    if backend == "triton":
+        return explicit_attention(qkv, layout, dropout)[0]
+    if backend == "fused":
+        out = _Fused.apply(qkv, layout, dropout)
+    elif backend == "triton":
         from xformer.model.kernels import packed_attention
 
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
+        q, k, v = qkv.unbind(1)
         return packed_attention(q, k, v, layout.cu_seqlens, layout.max_length, dropout, seed)
-    if dropout > 0.0:
-        raise ValueError(f"the back end {backend!r} has no dropout: use triton or explicit")
-    if backend == "varlen":
+    elif dropout > 0.0:
+        raise ValueError(f"the back end {backend!r} has no dropout: use triton, fused or explicit")
+    elif backend == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
         boundaries, longest = layout.cu_seqlens, layout.max_length
-        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest)
-        assert isinstance(out, Tensor)
-        return out
-    outputs = [
-        F.scaled_dot_product_attention(q_run, k_run, v_run).transpose(1, 2).flatten(0, 1)
-        for q_run, k_run, v_run in _runs(q, k, v, layout)
-    ]
-    return torch.cat(outputs) if outputs else torch.empty_like(q)
+        out = varlen_attn(*qkv.unbind(1), boundaries, boundaries, longest, longest)
+    else:
+        blocks = [F.scaled_dot_product_attention(*block) for block in _split(qkv, layout)]
+        out = _join(blocks, qkv)
+    assert isinstance(out, Tensor)
+    return out
 
 
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout,
+def explicit_attention(qkv: Tensor, layout: Layout,
                        dropout: float = 0.0) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Attention written out; also returns the maps: per sequence (H, L, L), before dropout."""
     out: list[Tensor] = []
     maps: list[Tensor] = []
-    for q_run, k_run, v_run in _runs(q, k, v, layout):
-        scores = q_run @ k_run.transpose(2, 3) / math.sqrt(q.size(2))  # (n, H, L, L)
-        weights = torch.softmax(scores, dim=-1)
+    for q, k, v in _split(qkv, layout):
+        weights = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(qkv.size(3)), -1)  # (n, H, L, L)
         maps += weights.unbind(0)
-        kept = F.dropout(weights, dropout) if dropout > 0.0 else weights
-        out.append((kept @ v_run).transpose(1, 2).flatten(0, 1))
-    return torch.cat(out) if out else torch.empty_like(q), maps
+        out.append(drop(weights, dropout) @ v)
+    return _join(out, qkv), maps
 
 
-def _runs(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> list[tuple[Tensor, ...]]:
-    """q, k, v as (n, H, L, D) for each run of n neighbours of equal length L."""
-    runs = layout.runs()
-    sizes = [n * length for n, length in runs]
+def _split(qkv: Tensor, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k, v as (n, H, L, D) for each block."""
+    sizes = list(layout.blocks(qkv.size(2)))
     # split, not slices: its backward is one concatenation, not a sum of zero-filled tensors
-    split = [x.split(sizes) for x in (q, k, v)]
-    return [
-        tuple(x[i].unflatten(0, run).transpose(1, 2) for x in split) for i, run in enumerate(runs)
-    ]
+    rows = qkv.split([n * length for n, length in sizes])
+    blocks = (x.unflatten(0, size) for x, size in zip(rows, sizes, strict=True))
+    return [(q, k, v) for q, k, v in (x.permute(2, 0, 3, 1, 4) for x in blocks)]
+
+
+def _join(blocks: list[Tensor], qkv: Tensor) -> Tensor:
+    """(n, H, L, D) for each block -> (T, H, D)."""
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in blocks]
+    return torch.cat(rows) if rows else torch.empty_like(qkv[:, 0])
+
+
+class _Fused(torch.autograd.Function):
+    """All blocks in one node of the graph, with the type of qkv throughout."""
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def forward(ctx: Any, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
+        T, _, H, D = qkv.size()
+        out, saved, start = qkv.new_empty(T, H, D), [], 0
+        for n, L in layout.blocks(H):
+            rows = slice(start, start + n * L)
+            x = qkv[rows].view(n, L, 3, H, D).permute(2, 0, 3, 1, 4).reshape(3, n * H, L, D)
+            q, k, v = x.unbind(0)
+            weights = _product(q, k.transpose(1, 2), 1 / math.sqrt(D))
+            torch.softmax(weights, -1, out=weights)
+            left = weights  # what dropout leaves of them
+            if dropout > 0.0:
+                left = kept(weights.size(), dropout, weights.dtype).mul_(weights)
+            y = _product(left, v, 1 / (1 - dropout))
+            out[rows].view(n, L, H, D).copy_(y.view(n, H, L, D).transpose(1, 2))
+            saved += [x, weights, left]
+            start = rows.stop
+        ctx.save_for_backward(*saved)
+        ctx.layout, ctx.dropout = layout, dropout
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @torch.autocast("cpu", enabled=False)
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        T, H, D = d_out.size()
+        d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0
+        for n, L in ctx.layout.blocks(H):
+            rows = slice(start, start + n * L)
+            x, weights, left = next(saved), next(saved), next(saved)
+            q, k, v = x.unbind(0)
+            dy = d_out[rows].view(n, L, H, D).transpose(1, 2).reshape(n * H, L, D)
+            dx = torch.empty_like(x)
+            _product(left.transpose(1, 2), dy, 1 / (1 - ctx.dropout), dx[2])
+            d = _product(dy, v.transpose(1, 2), 1 / (1 - ctx.dropout))
+            if ctx.dropout > 0.0:  # nothing flows where nothing is left
+                torch.ops.aten.threshold_backward.grad_input(d, left, 0, grad_input=d)
+            torch._softmax_backward_data(d, weights, -1, weights.dtype, grad_input=d)
+            _product(d, k, 1 / math.sqrt(D), dx[0])
+            _product(d.transpose(1, 2), q, 1 / math.sqrt(D), dx[1])
+            d_qkv[rows].view(n, L, 3, H, D).copy_(dx.view(3, n, H, L, D).permute(1, 3, 0, 2, 4))
+            start = rows.stop
+        return d_qkv, None, None
+
+
+def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """scale * a b."""
+    if out is None:
+        out = a.new_empty(a.size(0), a.size(1), b.size(2))
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xformer.config import Settings
 from xformer.data.batch import Batch
-from xformer.model.attention import Backend, Layout, attention, explicit_attention, layout
+from xformer.model.attention import Backend, Layout, attention, drop, explicit_attention, layout
 
 # the settings that a transformer has no use for, and those that every architecture has
 HILBERT_CNN = ("kmer", "letters")
@@ -222,7 +222,7 @@ class Embeddings(nn.Module):
         if self.segment is not None:
             one = self.segment.num_embeddings == 1  # of no use to tell texts apart
             x = x + (self.segment.weight[0] if one else self.segment(batch.segments))
-        x = F.dropout(self.norm(x), self.dropout, self.training)
+        x = drop(self.norm(x), self.dropout, self.training)
         return x if self.projection is None else self.projection(x)  # (T, C)
 
 
@@ -239,13 +239,13 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
         """x (T, C) -> (T, C), and with the back end "explicit" the maps, else none."""
         T, C = x.size()
-        q, k, v = self.qkv(x).view(T, 3, self.heads, C // self.heads).unbind(1)  # (T, H, D)
+        qkv = self.qkv(x).view(T, 3, self.heads, C // self.heads)
         dropout = self.dropout if self.training else 0.0
         maps: list[Tensor] = []
         if backend == "explicit":
-            y, maps = explicit_attention(q, k, v, layout, dropout)
+            y, maps = explicit_attention(qkv, layout, dropout)
         else:
-            y = attention(q, k, v, layout, dropout, backend)
+            y = attention(qkv, layout, dropout, backend)
         return self.out(y.reshape(T, C)), maps
 
 
@@ -277,11 +277,11 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
         if self.pre_norm:
             y, maps = self.attention(self.attention_norm(x), layout, backend)
-            x = x + F.dropout(y, self.dropout, self.training)
-            return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training), maps
+            x = x + drop(y, self.dropout, self.training)
+            return x + drop(self.mlp(self.mlp_norm(x)), self.dropout, self.training), maps
         y, maps = self.attention(x, layout, backend)
-        x = self.attention_norm(x + F.dropout(y, self.dropout, self.training))
-        return self.mlp_norm(x + F.dropout(self.mlp(x), self.dropout, self.training)), maps
+        x = self.attention_norm(x + drop(y, self.dropout, self.training))
+        return self.mlp_norm(x + drop(self.mlp(x), self.dropout, self.training)), maps
 
 
 @dataclass(frozen=True)

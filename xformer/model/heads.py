@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xformer.model.attention import drop
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span"]
+LOGITS = 2**23 - 2**10  # at a time on the CPU: pieces of memory below 32 MiB are used again
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,57 @@ class MLMHead(nn.Module):
 
     def forward(self, x: Tensor, word: Tensor) -> Tensor:
         """x (M, C), word (V, E) -> logits (M, V)."""
-        return F.linear(self.norm(activate(self.dense(x), self.activation)), word, self.bias)
+        return F.linear(self.states(x), word, self.bias)
+
+    def states(self, x: Tensor) -> Tensor:
+        """x (M, C) -> what meets the word embeddings, (M, E)."""
+        return self.norm(activate(self.dense(x), self.activation))
+
+    def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right,
+        without the logits of all places at once."""
+        total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets)
+        return total, correct
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Cross-entropy of h W^T + b by blocks of rows, each with its gradient: softmax less target."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
+                ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        device = h.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        rows = max(1, (2**26 if h.is_cuda else LOGITS) // len(word))
+        total, correct = bias.new_zeros(()), bias.new_zeros(())
+        d_h, d_word, d_bias = torch.empty_like(h), torch.zeros_like(word), torch.zeros_like(bias)
+        w, b = word.to(dtype), bias.to(dtype)
+        for x, d_x, y in zip(h.to(dtype).split(rows), d_h.split(rows), targets[:, None].split(rows),
+                             strict=True):  # fmt: skip
+            logits = torch.addmm(b, x, w.T).to(bias.dtype)  # (rows, V)
+            top, guess = logits.max(1, keepdim=True)
+            right = logits.gather(1, y)
+            torch.softmax(logits, 1, out=logits)
+            total += (top - logits.gather(1, guess).log() - right).sum()
+            correct += (guess == y).sum()
+            d_logits = logits.scatter_add_(1, y, torch.full_like(right, -1.0))
+            d_bias += d_logits.sum(0)
+            d = d_logits.to(dtype)
+            d_x.copy_(d @ w)
+            if dtype == word.dtype:
+                d_word.addmm_(d.T, x)
+            else:
+                d_word += d.T @ x
+        ctx.save_for_backward(d_h, d_word, d_bias)
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if d_total.device.type == "cpu" and d_total == 1:
+            return (*ctx.saved_tensors, None)
+        return (*(x * d_total for x in ctx.saved_tensors), None)
 
 
 class Model(nn.Module):
@@ -91,15 +143,15 @@ class Model(nn.Module):
         if self.kind == "span":
             return self.task_head(x)
         pooled = self.pooled(x, batch) if self.cnn is None else x  # (N, C)
-        return self.task_head(F.dropout(pooled, self.config.before_head, self.training))
+        return self.task_head(drop(pooled, self.config.before_head, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
         """The summed loss and the logits: cross-entropy (of a span the mean of start and end), or
-        the squared error of a score."""
-        if self.pair_scale:
-            return self._joint_loss(batch)
+        the squared error of a score. MLM in training has no logits: they are (0,)."""
+        if self.kind == "mlm":
+            return self._masked_loss(batch)
         logits = self.logits(batch).float()
-        targets = batch.targets if self.kind == "mlm" else batch.labels
+        targets = batch.labels
         assert targets is not None
         if self.kind == "regress":
             total = F.mse_loss(logits.squeeze(1), targets, reduction="sum")
@@ -113,20 +165,28 @@ class Model(nn.Module):
         correct = (logits.detach().argmax(1) == targets).sum().float()
         return Loss(total, len(targets), correct), logits
 
-    def _joint_loss(self, batch: Packed) -> tuple[Loss, Tensor]:
-        """Of masked tokens and pairs, with the logits of the tokens."""
+    def _masked_loss(self, batch: Packed) -> tuple[Loss, Tensor]:
+        """Of masked tokens, and of pairs where they count, with the logits of the tokens."""
         assert self.mlm_head is not None
-        assert self.pair_head is not None
         assert batch.places is not None
         assert batch.targets is not None
-        assert batch.labels is not None
-        x = self.encoder(batch)
-        logits = self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight).float()
-        pooled = F.dropout(self.pooled(x, batch), self.config.before_head, self.training)
-        pairs = self.pair_head(pooled).float()
-        total = F.cross_entropy(logits, batch.targets, reduction="sum")
-        total = total + self.pair_scale * F.cross_entropy(pairs, batch.labels, reduction="sum")
-        correct = (logits.detach().argmax(1) == batch.targets).sum().float()
+        x, word = self.encoder(batch), self.encoder.embeddings.word.weight
+        masked = x.index_select(0, batch.places)
+        if self.training:
+            total, correct = self.mlm_head.loss(masked, word, batch.targets)
+            logits = total.new_empty(0)
+        else:
+            logits = self.mlm_head(masked, word).float()
+            total = F.cross_entropy(logits, batch.targets, reduction="sum")
+            correct = (logits.detach().argmax(1) == batch.targets).sum().float()
+        pairs = None
+        if self.pair_scale:
+            assert self.pair_head is not None
+            assert batch.labels is not None
+            pooled = drop(self.pooled(x, batch), self.config.before_head, self.training)
+            pairs = self.pair_head(pooled).float()
+            pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
+            total = total + self.pair_scale * pair_loss
         return Loss(total, len(batch.targets), correct, pairs), logits
 
 
