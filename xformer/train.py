@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,11 @@ from xformer import distributed, spans
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
-from xformer.data.batch import Assembler, Batch
+from xformer.data.batch import Assembler, Batch, Masks
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.hashing import key
-from xformer.data.sampler import Samples, take_rows, take_tokens
+from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.evaluate import check_task, score
@@ -40,6 +41,7 @@ from xformer.run import Run, open_run
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
+FED = 2**16  # tokens of batches made at once, so that small steps cost no more than large ones
 DROPOUT = 4  # what a key is for
 # summed since the last line of the log: over all ranks, but for this rank's "real" of "fed" tokens
 SINCE_LOG = ("loss", "count", "correct", "tokens", "seconds", "real", "fed")
@@ -277,36 +279,50 @@ def _metric(recipe: Recipe, store: Store) -> str:
 # --------------------------------------------------------------------------------- the loop
 
 
-@dataclass(frozen=True)
 class Feed:
-    """The micro-batches of a step for this rank, built ahead by a thread."""
+    """The micro-batches of each step for this rank, made for several steps at once."""
 
-    job: Job
+    def __init__(self, job: Job):
+        self.job, batch = job, job.recipe.batch
+        self.stream = Stream(job.samples, job.end, job.train.sizes, batch.rows, batch.tokens)
+        self.steps: dict[int, tuple[int, list[Batch], int]] = {}  # by position
 
     def take(self, position: int) -> tuple[int, list[Batch], int]:
         """(position after the step, this rank's micro-batches, tokens of the step on all ranks)."""
-        job, batch = self.job, self.job.recipe.batch
-        if batch.tokens:
-            samples = take_tokens(position, job.end, batch.tokens, self._sizes)
-        else:
-            samples = take_rows(position, job.end, batch.rows)
-        rows, epochs = job.samples.at(samples)
-        ends = np.cumsum(job.train.sizes(rows))
-        pieces = job.ranks.world_size * batch.accumulate
-        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces)
-        mine = range(job.ranks.rank * batch.accumulate, (job.ranks.rank + 1) * batch.accumulate)
-        parts = list(zip(np.split(rows, cuts), np.split(epochs, cuts), strict=True))
-        micro = [self._build(*parts[i]) for i in mine if len(parts[i][0])]
-        return position + len(samples), micro, int(ends[-1])
+        if position not in self.steps:
+            self.steps = self._make(position)
+        return self.steps[position]
 
-    def _sizes(self, samples: np.ndarray) -> np.ndarray:
-        return self.job.train.sizes(self.job.samples.at(samples)[0])
+    def _make(self, position: int) -> dict[int, tuple[int, list[Batch], int]]:
+        """The step at `position` and as many more as FED tokens allow."""
+        recipe, ranks = self.job.recipe, self.job.ranks
+        accumulate = recipe.batch.accumulate
+        pieces = ranks.world_size * accumulate
+        steps, parts, made = [], [], 0
+        while made < FED and (not steps or position < self.job.end):
+            rows, epochs, sizes = self.stream.take(position)
+            ends = np.cumsum(sizes)
+            cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces).tolist()
+            bounds = [0, *cuts, len(rows)][ranks.rank * accumulate :][: accumulate + 1]
+            mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
+            parts += mine
+            steps.append((position, len(rows), len(mine), int(ends[-1])))
+            position += len(rows)
+            made += int(ends[-1]) // ranks.world_size
+        batches = iter(self._batches(parts))
+        return {
+            at: (at + rows, list(islice(batches, micro)), tokens)
+            for at, rows, micro, tokens in steps
+        }
 
-    def _build(self, rows: np.ndarray, epochs: np.ndarray) -> Batch:
+    def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> list[Batch]:
+        if not parts:
+            return []
         recipe = self.job.recipe
-        if recipe.head != "mlm":
-            return self.job.train.batch(rows)
-        return self.job.train.masked_batch(rows, epochs, recipe.seed, recipe.masking.probability)
+        rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
+        masks = Masks(recipe.seed, recipe.masking.probability, epochs)
+        counts = [len(rows) for rows, _ in parts]
+        return self.job.train.batches(rows, counts, masks if recipe.head == "mlm" else None)
 
 
 def train(recipe: Recipe, ranks: Ranks) -> None:

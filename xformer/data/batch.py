@@ -7,7 +7,9 @@ rows of equal length are neighbours (attention on the CPU takes them in one call
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,14 +25,48 @@ CHUNK = 8192  # tokens of one forward pass without gradient
 class Batch:
     """A packed batch of numpy arrays; `places`, `targets` are set for MLM, `labels` for tasks."""
 
-    tokens: np.ndarray  # (T,) int64
-    positions: np.ndarray  # (T,) int64, from 0 in each row
-    segments: np.ndarray  # (T,) int64, 1 from the second text of a pair on
+    tokens: np.ndarray  # (T,) int32
+    positions: np.ndarray  # (T,) int32, from 0 in each row
+    segments: np.ndarray  # (T,) int32, 1 from the second text of a pair on
     cu_seqlens: np.ndarray  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
     rows: np.ndarray  # (N,) int64, where each came from in the store
     labels: np.ndarray | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
     places: np.ndarray | None = None  # (M,) int64
     targets: np.ndarray | None = None  # (M,) int64
+
+
+    def part(self, row: int, token: int, place: int, last_row: int, last_token: int,
+             last_place: int) -> Batch:  # fmt: skip
+        """The batch from a row, its first token and place on, up to others."""
+        return Batch(
+            self.tokens[token:last_token],
+            self.positions[token:last_token],
+            self.segments[token:last_token],
+            self.cu_seqlens[row : last_row + 1] - np.int32(token),
+            self.rows[row:last_row],
+            None if self.labels is None else self.labels[row:last_row],
+            None if self.places is None else self.places[place:last_place] - token,
+            None if self.targets is None else self.targets[place:last_place],
+        )
+
+
+@dataclass(frozen=True)
+class Masks:
+    """BERT's masking of some rows: whose choice varies with the seed and `epochs` (N,)."""
+
+    seed: int
+    probability: float
+    epochs: np.ndarray
+
+
+@lru_cache(2)
+def _ramp(bits: int, dtype: type) -> np.ndarray:
+    return np.arange(2**bits, dtype=dtype)
+
+
+def upto(n: int, dtype: type) -> np.ndarray:
+    """0 to n - 1, not to be changed: most batches share one array."""
+    return _ramp(max(16, n.bit_length()), dtype)[:n]
 
 
 def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -72,6 +108,8 @@ class Assembler:
             )
         special = np.zeros(len(self.tokenizer), bool)
         special[list(self.tokenizer.special.values())] = True
+        if self.mapping is not None:
+            object.__setattr__(self, "mapping", self.mapping.astype(np.int32))
         object.__setattr__(self, "special", special)
         object.__setattr__(self, "ordinary", np.flatnonzero(~special))
 
@@ -102,28 +140,72 @@ class Assembler:
 
     def batch(self, rows: np.ndarray) -> Batch:
         """The packed batch of these rows, unmasked."""
-        rows = rows[np.argsort(self.sizes(rows), kind="stable")]
+        return self.batches(rows, [len(rows)])[0]
+
+    def masked_batch(self, rows: np.ndarray, epochs: np.ndarray, seed: int,
+                     probability: float) -> Batch:  # fmt: skip
+        """The packed batch of these rows with BERT's masking; `epochs` (N,) vary the masks."""
+        return self.batches(rows, [len(rows)], Masks(seed, probability, epochs))[0]
+
+    def batches(self, rows: np.ndarray, counts: list[int], masks: Masks | None = None,
+                ) -> list[Batch]:  # fmt: skip
+        """Batches of the first counts[0] of the rows, the next counts[1], and so on; masked where
+        there are `masks`. All in one go: every step of the work costs a small batch as much as a
+        large one."""
         a, b = self.lengths(rows)
+        batch_of_row = np.repeat(np.arange(len(counts)), counts)
+        order = np.argsort(batch_of_row * (self.max_tokens + 1) + a + b, kind="stable")
+        whole = self._packed(rows[order], a[order], b[order])
+        if masks is not None:
+            whole = self._masked(whole, masks.epochs[order], masks)
+        if len(counts) == 1:
+            return [whole]
+        ends = np.cumsum(counts)
+        token_ends = whole.cu_seqlens[ends]
+        place_ends = token_ends if whole.places is None else whole.places.searchsorted(token_ends)
+        cuts = np.stack([ends, token_ends, place_ends], 1).tolist()
+        return [whole.part(*begin, *end) for begin, end in pairwise([[0, 0, 0], *cuts])]
+
+    def _packed(self, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> Batch:
+        """Rows in this order, of whose two texts `a` and `b` tokens are taken."""
         sizes = a + b + self.extra
-        ends = np.cumsum(sizes)
-        starts = ends - sizes
+        bounds = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(sizes, out=bounds[1:])
+        starts, ends = bounds[:-1], bounds[1:]
+        cu_seqlens = bounds.astype(np.int32)
+        positions = np.repeat(cu_seqlens[:-1], sizes)
+        np.subtract(upto(int(bounds[-1]), np.int32), positions, out=positions)
         columns, special = self.split.columns, self.tokenizer.special
-        tokens = np.full(int(ends[-1]) if len(ends) else 0, special["sep"], np.int64)
-        tokens[starts] = special["cls"]
+        # the first text as if it filled its row to the end; the rest is then written over it
+        first = columns["tokens"]
+        source = np.repeat(first.offsets[rows] - 1 - starts, sizes)
+        source += upto(len(source), np.int64)
+        tokens = self._ids(first, source)
+        tokens[starts], tokens[ends - 1] = special["cls"], special["sep"]
         segments = np.zeros_like(tokens)
-        tokens[ragged_arange(starts + 1, a)] = self._ids(columns["tokens"], rows, a)
         second = ends - 1 - b
         if "tokens_b" in columns:
-            tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], rows, b)
+            for i in range(1, self.tokenizer.pair_separators + 1):
+                tokens[second - i] = special["sep"]
+            source = ragged_arange(columns["tokens_b"].offsets[rows], b)
+            tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], source)
             segments[ragged_arange(second, b + 1)] = 1
-        return Batch(
-            tokens=tokens,
-            positions=ragged_arange(np.zeros_like(sizes), sizes),
-            segments=segments,
-            cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
-            rows=rows,
-            labels=self._labels(rows, second - starts, b) if "label" in columns else None,
-        )
+        labels = self._labels(rows, second - starts, b) if "label" in columns else None
+        return Batch(tokens, positions, segments, cu_seqlens, rows, labels)
+
+    def _masked(self, batch: Batch, epochs: np.ndarray, masks: Masks) -> Batch:
+        keys = masking.row_keys(masks.seed, epochs, batch.rows)
+        sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
+        places, targets = masking.mask(batch.tokens, keys, sizes, self.special, mask_id,
+                                       self.ordinary, masks.probability)  # fmt: skip
+        return replace(batch, places=places, targets=targets)
+
+    def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:
+        """The model's ids of tokens of a column, int32; places beyond it give any."""
+        if not len(column.values):
+            return np.zeros(len(places), np.int32)
+        ids = column.values.take(places, mode="clip")
+        return ids.astype(np.int32) if self.mapping is None else self.mapping[ids]
 
     def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Labels as the loss takes them: a span in positions of its row, 0 (the first special
@@ -133,27 +215,6 @@ class Assembler:
             return labels
         there = (labels[:, 0] >= 0) & (labels[:, 1] < b)
         return np.where(there[:, None], second[:, None] + labels, 0)
-
-    def masked_batch(self, rows: np.ndarray, epochs: np.ndarray, seed: int,
-                     probability: float) -> Batch:  # fmt: skip
-        """The packed batch of these rows with BERT's masking; `epochs` (N,) vary the masks."""
-        order = np.argsort(self.sizes(rows), kind="stable")
-        plain = self.batch(rows)
-        tokens, places, targets = masking.mask(
-            plain.tokens,
-            plain.positions,
-            masking.row_keys(seed, epochs[order], plain.rows),
-            np.diff(plain.cu_seqlens),
-            self.special,
-            self.tokenizer.special["mask"],
-            self.ordinary,
-            probability,
-        )
-        return Batch(**{**plain.__dict__, "tokens": tokens, "places": places, "targets": targets})
-
-    def _ids(self, column: Ragged, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        ids = column.values[ragged_arange(column.offsets[rows], lengths)]
-        return ids if self.mapping is None else self.mapping[ids]
 
 
 def chunks(assembler: Assembler, rows: int) -> Iterator[np.ndarray]:

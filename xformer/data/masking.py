@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import numpy as np
 
 from xformer.data.hashing import GOLDEN, key, mix
 
 MASK = 3  # what a key is for
-TO_MASK, TO_RANDOM = 0.8, 0.1  # of the chosen tokens; the remaining tenth stays as it is
+# of the chosen tokens 80 % become the mask, 10 % a random one; the remaining tenth stays as it is
+MASK_BELOW, RANDOM_BELOW = math.ceil(0.8 * 2**16), math.ceil(0.9 * 2**16)
 
 
-def mask(tokens: np.ndarray, positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray,
-         special: np.ndarray, mask_id: int, ordinary: np.ndarray, probability: float,
-         ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Choose and replace tokens of a packed batch.
+def mask(tokens: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray, special: np.ndarray,
+         mask_id: int, ordinary: np.ndarray, probability: float,
+         ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Choose and replace tokens of a packed batch, in place.
 
-    `tokens`, `positions` (T,); `row_keys` (N,) uint64 from `row_keys()`, `lengths` (N,);
+    `tokens` (T,) int32, of N rows `lengths` (N,) long; `row_keys` (N,) uint64 from `row_keys()`;
     `special` (V,) bool; `ordinary` (K,) the ids a random replacement is drawn from.
-    Returns (masked tokens (T,), places (M,) of the chosen ones, their true ids (M,)).
+    Returns (places (M,) of the chosen ones, their true ids (M,)), both int64.
     """
-    hashes = mix(np.repeat(row_keys, lengths) + positions.astype(np.uint64) * GOLDEN)
-    threshold = np.uint64(round(probability * 2**24))
-    chosen = (hashes & np.uint64(2**24 - 1)) < threshold
-    places = np.flatnonzero(chosen & ~special[tokens])
-    targets = tokens[places]
-    hashes = hashes[places]
-    action = (hashes >> np.uint64(24) & np.uint64(0xFFFF)).astype(np.float64) / 2**16
-    pick = (hashes >> np.uint64(40)) * np.uint64(len(ordinary)) >> np.uint64(24)
-    replacement = np.where(action < TO_MASK + TO_RANDOM, ordinary[pick], targets)
-    replacement[action < TO_MASK] = mask_id
-    masked = tokens.copy()
-    masked[places] = replacement
-    return masked, places, targets
+    # the hash of a token is that of its row's key + its position * GOLDEN
+    starts = (np.cumsum(lengths) - lengths).astype(np.uint64)
+    hashes = np.repeat(row_keys - starts * GOLDEN, lengths)
+    hashes += _multiples(max(16, len(hashes).bit_length()))[: len(hashes)]
+    # bits 0-23 choose, 24-39 say what happens, 40-63 pick the replacement
+    chosen = (mix(hashes) & 0xFFFFFF) < round(probability * 2**24)
+    places = np.flatnonzero(chosen)
+    targets = tokens.take(places)
+    wanted = ~special.take(targets)
+    places, targets = places[wanted], targets[wanted]
+    hashes = hashes.take(places)
+    action = hashes >> 24 & 0xFFFF
+    pick = (hashes >> 40) * np.uint64(len(ordinary)) >> 24
+    replacement = np.where(action < RANDOM_BELOW, ordinary.take(pick), targets)
+    replacement[action < MASK_BELOW] = mask_id
+    tokens[places] = replacement
+    return places, targets.astype(np.int64)
+
+
+@lru_cache(1)
+def _multiples(bits: int) -> np.ndarray:
+    return np.arange(2**bits, dtype=np.uint64) * GOLDEN
 
 
 def row_keys(seed: int, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:

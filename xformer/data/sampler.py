@@ -15,6 +15,7 @@ from xformer.data.hashing import key, keys
 
 ROUNDS = 4
 FRACTION, EPOCH = 1, 2  # what a key is for
+AHEAD = 2**14  # samples looked up at once
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:
@@ -30,16 +31,17 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
     low = np.uint64(2 ** (bits // 2) - 1)
     round_keys = [permutation_key ^ key(r) for r in range(2 * rounds)]
     result = positions.astype(np.uint64)
-    walking = np.arange(len(result))
+    walking, x = np.arange(len(result)), result
     while len(walking):
-        x = result[walking]
         a, b = x >> low_bits, x & low
         for r in range(rounds):
-            a = a ^ (keys(round_keys[2 * r], b) & high)
-            b = b ^ (keys(round_keys[2 * r + 1], a) & low)
-        result[walking] = a << low_bits | b
-        walking = walking[result[walking] >= n]
-    return result.astype(np.int64)
+            a ^= keys(round_keys[2 * r], b) & high
+            b ^= keys(round_keys[2 * r + 1], a) & low
+        x = a << low_bits | b
+        result[walking] = x
+        outside = np.flatnonzero(x >= n)
+        walking, x = walking[outside], x[outside]
+    return result.view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,41 @@ class Samples:
         return rows, epochs
 
 
-def take_rows(position: int, end: int, rows: int) -> np.ndarray:
-    """The numbers of the next `rows` samples from `position`, not beyond `end`."""
-    return np.arange(position, min(position + rows, end))
+class Stream:
+    """The samples of a run in order, `rows` a step, or with `tokens` as many as these hold.
 
-
-def take_tokens(position: int, end: int, tokens: int,
-                lengths: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:  # fmt: skip
-    """The numbers of as many samples from `position` as `tokens` hold, at least one.
-
-    `lengths` gives the tokens of samples by their numbers, special ones included.
+    `sizes` gives the tokens of rows by their numbers, special ones included. The samples are looked
+    up many at a time, as a look-up costs as much for one as for a thousand.
     """
-    if position >= end:
-        return np.arange(0)
-    window = 64
-    while True:
-        samples = np.arange(position, min(position + window, end))
-        total = np.cumsum(lengths(samples))
-        if position + window >= end or total[-1] > tokens:
-            return samples[: max(1, int(np.searchsorted(total, tokens, side="right")))]
-        window *= 4
+
+    def __init__(self, samples: Samples, end: int, sizes: Callable[[np.ndarray], np.ndarray],
+                 rows: int, tokens: int = 0):  # fmt: skip
+        self.samples, self.end, self.sizes = samples, end, sizes
+        self.per_step, self.tokens = rows, tokens
+        self._look_up(0, 0)
+
+    def take(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(rows, epochs, sizes) of the step that begins at sample `position`: none beyond `end`,
+        else at least one."""
+        window = AHEAD
+        while True:
+            first = position - self.first
+            if self.tokens and 0 <= first < len(self.rows):
+                before = self.totals[first] - self.row_sizes[first]
+                last = int(np.searchsorted(self.totals, before + self.tokens, side="right"))
+                last = max(first + 1, last)
+            else:
+                last = first + self.per_step
+            seen = self.first + len(self.rows)
+            if first >= 0 and (last < len(self.rows) or seen >= self.end):
+                part = slice(first, last)
+                return self.rows[part], self.epochs[part], self.row_sizes[part]
+            self._look_up(position, max(window, self.per_step + 1))
+            window *= 4
+
+    def _look_up(self, first: int, count: int) -> None:
+        self.first = first
+        numbers = np.arange(first, max(first, min(first + count, self.end)))
+        self.rows, self.epochs = self.samples.at(numbers)
+        self.row_sizes = self.sizes(self.rows)
+        self.totals = np.cumsum(self.row_sizes)
