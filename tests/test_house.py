@@ -21,7 +21,7 @@ FLOORS = (
     ("xformer.data",),
     ("xformer.config",),
     ("xformer.distributed",),
-    ("xformer.model.dropout_hash",),
+    ("xformer.model.kernel_base",),
     ("xformer.model.kernels", "xformer.model.norm_kernels"),
     ("xformer.model.attention",),
     ("xformer.model.encoder",),

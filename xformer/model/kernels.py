@@ -27,13 +27,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xformer.model.dropout_hash import (
+from xformer.model.kernel_base import (
+    check_device,
     check_dropout,
+    interpreted,
     keep,
     keep_kernel,
     kernel_arguments,
     mix,
     mix_kernel,
+    on_device,
     seed_words,
 )
 
@@ -80,10 +83,7 @@ def packed_attention(
     _check_tensors(q, k, v)
     _check_lengths(cu_seqlens, max_length, q)
     check_dropout(dropout_p)
-    if not q.is_cuda and not _interpreted():
-        raise ValueError(
-            "packed_attention needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton's import"
-        )
+    check_device("packed_attention", q)
     output: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, max_length, dropout_p, seed)
     return output
 
@@ -93,9 +93,8 @@ def dropout_mask(
 ) -> Tensor:
     """The mask that `packed_attention` applies after the softmax, written out.
 
-    An element is kept when a 32-bit hash of the seed, its head, its query's row in the packed batch
-    and its key's position in the sequence is at least dropout_p * 2^32. FlashAttention recomputes
-    its mask from a counter in the same way (Dao 2023, section 3).
+    An element is kept by a hash of the seed, its head, its query's row in the packed batch and its
+    key's position in the sequence (`kernel_base.keep`).
 
     Args:
         cu_seqlens: (N + 1,) int32.
@@ -144,7 +143,7 @@ class _PackedAttention(torch.autograd.Function):
 
         options = _kernel_options(q, dropout_p, seed)
         grid, blocks = _grid(options["OWN"], cu_seqlens, max_length, heads)
-        with torch.cuda.device_of(q):  # Triton launches on the current device; no effect on a CPU
+        with on_device(q):
             _forward_kernel[grid](
                 *(q, k, v, o, log_sum, cu_seqlens, tokens, blocks),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
@@ -167,7 +166,7 @@ class _PackedAttention(torch.autograd.Function):
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
             *(do.stride(0), do.stride(1)),
         )
-        with torch.cuda.device_of(q):
+        with on_device(q):
             # the first kernel also writes delta, which the second reads
             _dq_kernel[grid](
                 *(q, k, v, o, do, dq, log_sum, delta, cu_seqlens, tokens, blocks, *strides),
@@ -218,10 +217,6 @@ def _check_lengths(cu_seqlens: Tensor, max_length: int, q: Tensor | None = None)
             raise ValueError(f"a sequence of {max(lengths)} is over max_length = {max_length}")
 
 
-def _interpreted() -> bool:
-    return not isinstance(_forward_kernel, triton.runtime.JITFunction)
-
-
 def _last_axis_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
     # a gradient may come broadcast (stride 0), as that of .sum() does
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
@@ -259,7 +254,7 @@ def tiles(dtype: torch.dtype, size: int, hopper: bool) -> dict[str, int]:
 def _kernel_options(q: Tensor, dropout_p: float, seed: int) -> dict[str, Any]:
     """The arguments that the three kernels share."""
     size = q.shape[2]
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    hopper = q.is_cuda and torch.cuda.get_device_properties(q.device).major >= 9
     return {
         **tiles(q.dtype, size, hopper),
         **kernel_arguments(dropout_p, seed),
@@ -267,7 +262,7 @@ def _kernel_options(q: Tensor, dropout_p: float, seed: int) -> dict[str, Any]:
         "scale_log2": LOG2_E / math.sqrt(size),
         "D": size,
         # The interpreter's bfloat16 tl.dot returns garbage: it multiplies in float32 there.
-        "DOT": tl.float32 if q.dtype == torch.float32 or _interpreted() else tl.bfloat16,
+        "DOT": tl.float32 if q.dtype == torch.float32 or interpreted() else tl.bfloat16,
     }
 
 

@@ -20,19 +20,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xformer.model.dropout_hash import (
+from xformer.model.kernel_base import (
+    check_device,
     check_dropout,
     keep,
     keep_kernel,
     kernel_arguments,
+    on_device,
     seed_words,
 )
 
 LARGEST_WIDTH = 8192  # a row lies in the registers of one program
 TILE = 2048  # elements that a program takes at a time, a row at least
-# Programs of the backward pass to a multiprocessor, each of which leaves a partial sum: enough to
-# keep the memory busy, few enough for the sums to weigh nothing.
-PROGRAMS = 4
+# Programs of the backward pass at most, each of which leaves a partial sum: enough to keep a large
+# device's memory busy, few enough for the sums to weigh nothing. The same on all devices, so that
+# the order of summing is too.
+PROGRAMS = 512
 
 
 def add_norm(
@@ -70,10 +73,7 @@ def add_norm(
     """
     _check(x, residual, weight, bias)
     check_dropout(dropout_p)
-    if not x.is_cuda and isinstance(_forward_kernel, triton.runtime.JITFunction):
-        raise ValueError(
-            "add_norm needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton's import"
-        )
+    check_device("add_norm", x)
     y, z = _AddNorm.apply(x, residual, weight, bias, eps, dropout_p, seed)
     return y, z
 
@@ -114,13 +114,12 @@ class _AddNorm(torch.autograd.Function):
         ctx.dropout_p, ctx.seed, ctx.x_type, ctx.residual_type = (
             *(dropout_p, seed, x.dtype, residual.dtype),
         )
-        options = tiles(C)
+        options = {**tiles(C), **kernel_arguments(dropout_p, seed)}
         grid = (triton.cdiv(T, options["ROWS"]),)
-        _forward_kernel[grid](
-            *(x, residual, weight, bias, y, z, mean, inverse, T, eps),
-            **options,
-            **kernel_arguments(dropout_p, seed),
-        )
+        with on_device(x):
+            _forward_kernel[grid](
+                *(x, residual, weight, bias, y, z, mean, inverse, T, eps), **options
+            )
         return y, z
 
     @staticmethod
@@ -132,16 +131,16 @@ class _AddNorm(torch.autograd.Function):
         dx = torch.empty(T, C, dtype=ctx.x_type, device=device)
         dresidual = torch.empty(T, C, dtype=ctx.residual_type, device=device)
 
-        options = tiles(C)
-        programs = min(triton.cdiv(T, options["ROWS"]), _programs(device))
+        options = {**tiles(C), **kernel_arguments(ctx.dropout_p, ctx.seed)}
+        programs = min(triton.cdiv(T, options["ROWS"]), PROGRAMS)
         sums = torch.empty(2, programs, C, dtype=torch.float32, device=device)
-        _backward_kernel[(programs,)](
-            *(dy, z if dz is None else dz.contiguous(), z, weight, mean, inverse),
-            *(dx, dresidual, sums[0], sums[1], T),
-            **options,
-            **kernel_arguments(ctx.dropout_p, ctx.seed),
-            HAS_DZ=dz is not None,
-        )
+        with on_device(z):
+            _backward_kernel[(programs,)](
+                *(dy, z if dz is None else dz.contiguous(), z, weight, mean, inverse),
+                *(dx, dresidual, sums[0], sums[1], T),
+                **options,
+                HAS_DZ=dz is not None,
+            )
         dweight, dbias = sums.sum(1).to(weight.dtype)
         return dx, dresidual, dweight, dbias, None, None, None
 
@@ -156,12 +155,6 @@ def tiles(width: int) -> dict[str, int]:
         "ROWS": rows,
         "num_warps": 4 if rows * padded <= 2048 else 8 if padded <= 4096 else 16,
     }
-
-
-def _programs(device: torch.device) -> int:
-    if device.type == "cpu":  # the interpreter runs one after another
-        return PROGRAMS
-    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _check(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> None:

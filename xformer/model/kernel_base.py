@@ -1,16 +1,15 @@
-"""Dropout masks that are computed, not drawn: a hash of where an element stands says if it stays.
+"""What the Triton kernels share: where they run, and dropout masks that are computed, not drawn.
 
-A kernel that recomputes its mask stores none, and needs no generator: the same seed, row and column
-give the same answer forward, backward and in plain PyTorch. FlashAttention recomputes its mask from
-a counter in the same way (Dao 2023, section 3). Here is the hash twice: for tensors, to test
-against and to read, and as Triton functions.
-
-An element is kept when its 32-bit hash is at least dropout_p * 2^32. Triton is needed to import
-this.
+A hash of where an element stands says if it is kept. A kernel that recomputes its mask stores none,
+and needs no generator: the same seed, row and column give the same answer forward, backward and in
+plain PyTorch. FlashAttention recomputes its mask from a counter in the same way (Dao 2023, section
+3). The hash is here twice: for tensors, to test against and to read, and as Triton functions.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +19,24 @@ from torch import Tensor
 MULTIPLIER_1 = tl.constexpr(0x85EBCA6B)
 MULTIPLIER_2 = tl.constexpr(0xC2B2AE35)
 MASK_32 = 0xFFFFFFFF
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, thus on the CPU."""
+    return not isinstance(mix_kernel, triton.runtime.JITFunction)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[None]:
+    """Makes the tensor's device the current one, on which Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def check_device(function: str, tensor: Tensor) -> None:
+    """Raises ValueError where a tensor lies where no kernel can run."""
+    if not tensor.is_cuda and not interpreted():
+        raise ValueError(
+            f"{function} needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton's import"
+        )
 
 
 def check_dropout(dropout_p: float) -> None:
@@ -46,10 +63,11 @@ def mix(x: Any) -> Any:
 
 
 def keep(words: tuple[Any, Any], row: Tensor, column: Tensor, dropout_p: float) -> Tensor:
-    """Which elements stay: bool, in the shape that `row` and `column` (int64) broadcast to.
+    """Which elements are kept: bool, in the shape that `row` and `column` (int64) broadcast to.
 
-    `words` are those of the seed, or two tensors that broadcast too. A row has two words as well:
-    with one, a few pairs among 10^5 rows would share a mask.
+    An element is kept when its 32-bit hash is at least dropout_p * 2^32. `words` are those of the
+    seed, or two tensors that broadcast too. A row has two words as well: with one, a few pairs
+    among 10^5 rows would share a mask.
     """
     row_a, row_b = (mix(word ^ row) for word in words)
     bits = row_a ^ column
@@ -62,7 +80,7 @@ def keep(words: tuple[Any, Any], row: Tensor, column: Tensor, dropout_p: float) 
 
 
 def kernel_arguments(dropout_p: float, seed: int) -> dict[str, Any]:
-    """What a kernel is launched with: the seed's words, the bound, and the factor of what stays."""
+    """What a kernel is launched with: the seed's words, the bound, the factor of what is kept."""
     word_a, word_b = seed_words(seed)
     return {
         # signed, so that the argument has one type whatever its value; the kernel casts it back
@@ -79,7 +97,7 @@ def _drop_below(dropout_p: float) -> int:
 
 
 def _as_int32(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+    return (word ^ 2**31) - 2**31  # no branch: torch.compile would compile anew for each side
 
 
 @triton.jit
