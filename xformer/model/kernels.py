@@ -27,11 +27,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The two odd multipliers of MurmurHash3's 32-bit finaliser, which spreads every input bit over
-# every output bit. A kernel may read a global only if it is a constexpr.
-MULTIPLIER_1 = tl.constexpr(0x85EBCA6B)
-MULTIPLIER_2 = tl.constexpr(0xC2B2AE35)
-MASK_32 = 0xFFFFFFFF
+from xformer.model.kernel_base import (
+    check_device,
+    check_dropout,
+    interpreted,
+    keep,
+    keep_kernel,
+    kernel_arguments,
+    mix,
+    mix_kernel,
+    on_device,
+    seed_words,
+)
 
 # On the device exp2 is one instruction and exp is two, so scores are held in units of log 2.
 LOG2_E = math.log2(math.e)
@@ -75,11 +82,8 @@ def packed_attention(
     """
     _check_tensors(q, k, v)
     _check_lengths(cu_seqlens, max_length, q)
-    _check_dropout(dropout_p)
-    if not q.is_cuda and not _interpreted():
-        raise ValueError(
-            "packed_attention needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton's import"
-        )
+    check_dropout(dropout_p)
+    check_device("packed_attention", q)
     output: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, max_length, dropout_p, seed)
     return output
 
@@ -89,9 +93,8 @@ def dropout_mask(
 ) -> Tensor:
     """The mask that `packed_attention` applies after the softmax, written out.
 
-    An element is kept when a 32-bit hash of the seed, its head, its query's row in the packed batch
-    and its key's position in the sequence is at least dropout_p * 2^32. FlashAttention recomputes
-    its mask from a counter in the same way (Dao 2023, section 3).
+    An element is kept by a hash of the seed, its head, its query's row in the packed batch and its
+    key's position in the sequence (`kernel_base.keep`).
 
     Args:
         cu_seqlens: (N + 1,) int32.
@@ -107,22 +110,13 @@ def dropout_mask(
         ValueError: cu_seqlens is not a 1-d int32 tensor, or max_length or dropout_p out of range.
     """
     _check_lengths(cu_seqlens, max_length)
-    _check_dropout(dropout_p)
-    word_a, word_b = _seed_words(seed)
+    check_dropout(dropout_p)
     device = cu_seqlens.device
-    position = torch.arange(max_length, device=device)
     head = torch.arange(heads, device=device).view(-1, 1, 1)
+    word_a, word_b = (mix(word ^ head) for word in seed_words(seed))
+    position = torch.arange(max_length, device=device)
     row = cu_seqlens[:-1].long().view(-1, 1, 1, 1) + position.view(-1, 1)  # (N, 1, L, 1)
-    # int64 stands for the kernel's uint32: where a product wraps, its low 32 bits are still right
-    row_a = _mix(_mix(word_a ^ head) ^ row)  # (N, H, L, 1)
-    row_b = _mix(_mix(word_b ^ head) ^ row)
-    bits = row_a ^ position  # (N, H, L, L)
-    bits = bits ^ (bits >> 16)
-    bits = (bits * MULTIPLIER_1.value) & MASK_32
-    bits = bits ^ (bits >> 13) ^ row_b
-    bits = (bits * MULTIPLIER_2.value) & MASK_32
-    bits = bits ^ (bits >> 16)
-    return bits >= _drop_below(dropout_p)
+    return keep((word_a, word_b), row, position, dropout_p)  # (N, H, L, L)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -149,7 +143,7 @@ class _PackedAttention(torch.autograd.Function):
 
         options = _kernel_options(q, dropout_p, seed)
         grid, blocks = _grid(options["OWN"], cu_seqlens, max_length, heads)
-        with torch.cuda.device_of(q):  # Triton launches on the current device; no effect on a CPU
+        with on_device(q):
             _forward_kernel[grid](
                 *(q, k, v, o, log_sum, cu_seqlens, tokens, blocks),
                 *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
@@ -172,7 +166,7 @@ class _PackedAttention(torch.autograd.Function):
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
             *(do.stride(0), do.stride(1)),
         )
-        with torch.cuda.device_of(q):
+        with on_device(q):
             # the first kernel also writes delta, which the second reads
             _dq_kernel[grid](
                 *(q, k, v, o, do, dq, log_sum, delta, cu_seqlens, tokens, blocks, *strides),
@@ -223,15 +217,6 @@ def _check_lengths(cu_seqlens: Tensor, max_length: int, q: Tensor | None = None)
             raise ValueError(f"a sequence of {max(lengths)} is over max_length = {max_length}")
 
 
-def _check_dropout(dropout_p: float) -> None:
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-
-
-def _interpreted() -> bool:
-    return not isinstance(_forward_kernel, triton.runtime.JITFunction)
-
-
 def _last_axis_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
     # a gradient may come broadcast (stride 0), as that of .sum() does
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
@@ -247,56 +232,38 @@ def _grid(own: int, cu_seqlens: Tensor, max_length: int, heads: int) -> tuple[tu
     return ((len(cu_seqlens) - 1) * blocks, heads), blocks
 
 
-def _kernel_options(q: Tensor, dropout_p: float, seed: int) -> dict[str, Any]:
-    """The arguments that the three kernels share; the block sizes are chosen here."""
-    size = q.shape[2]
+def tiles(dtype: torch.dtype, size: int, hopper: bool) -> dict[str, int]:
+    """Block sizes by type, head size and whether the device is an H100 or newer.
+
+    The largest that neither spill registers nor take the room of a second program on a
+    multiprocessor, by what the compiler reports (benchmarks/kernels.py --compile lists it).
+    float32 multiplies without tensor cores, from registers, which want smaller tiles.
+    """
     padded = max(16, triton.next_power_of_2(size))  # a tensor core's smallest tile is 16 wide
-    # The largest tiles that leave room for two programs on an H200's multiprocessor, going by the
-    # registers that the compiler reports. float32 multiplies without tensor cores, from registers.
-    own = 32 if q.dtype == torch.float32 else 64
-    word_a, word_b = _seed_words(seed)
+    own = 32 if dtype == torch.float32 else 64
+    whole = padded <= 32 if dtype == torch.float32 else padded <= 64 and hopper
     return {
-        "scale": 1.0 / math.sqrt(size),
-        "scale_log2": LOG2_E / math.sqrt(size),
-        # signed, so that the argument has one type whatever its value; the kernel casts it back
-        "word_a": _as_int32(word_a),
-        "word_b": _as_int32(word_b),
-        "drop_below": _as_int32(_drop_below(dropout_p)),
-        "keep_scale": 1.0 / (1.0 - dropout_p),
-        "D": size,
         "PADDED_D": padded,
         "OWN": own,
-        "STEP": own if padded <= 64 else own // 2,
-        "DROPOUT": dropout_p > 0.0,
-        # The interpreter's bfloat16 tl.dot returns garbage: it multiplies in float32 there.
-        "DOT": tl.float32 if q.dtype == torch.float32 or _interpreted() else tl.bfloat16,
-        "num_warps": 4,
+        "STEP": own if whole else own // 2,
+        "num_warps": 4 if padded <= 64 else 8,
         "num_stages": 2,
     }
 
 
-def _drop_below(dropout_p: float) -> int:
-    return min(round(dropout_p * 2**32), MASK_32)
-
-
-def _as_int32(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
-
-
-def _mix(x: Any) -> Any:
-    """MurmurHash3's 32-bit finaliser, on Python integers or int64 tensors in [0, 2^32)."""
-    x = x ^ (x >> 16)
-    x = (x * MULTIPLIER_1.value) & MASK_32
-    x = x ^ (x >> 13)
-    x = (x * MULTIPLIER_2.value) & MASK_32
-    return x ^ (x >> 16)
-
-
-def _seed_words(seed: int) -> tuple[int, int]:
-    """Two 32-bit words, each a hash of all 64 bits of the seed."""
-    low, high = seed & MASK_32, (seed >> 32) & MASK_32
-    # the finaliser sends 0 to 0: the constants (the digits of pi) keep seed 0 from doing the same
-    return _mix(_mix(low ^ 0x243F6A88) ^ high), _mix(_mix(high ^ 0x85A308D3) ^ low)
+def _kernel_options(q: Tensor, dropout_p: float, seed: int) -> dict[str, Any]:
+    """The arguments that the three kernels share."""
+    size = q.shape[2]
+    hopper = q.is_cuda and torch.cuda.get_device_properties(q.device).major >= 9
+    return {
+        **tiles(q.dtype, size, hopper),
+        **kernel_arguments(dropout_p, seed),
+        "scale": 1.0 / math.sqrt(size),
+        "scale_log2": LOG2_E / math.sqrt(size),
+        "D": size,
+        # The interpreter's bfloat16 tl.dot returns garbage: it multiplies in float32 there.
+        "DOT": tl.float32 if q.dtype == torch.float32 or interpreted() else tl.bfloat16,
+    }
 
 
 # ---- kernels ----
@@ -316,33 +283,8 @@ CHANGING = ["tokens", "blocks", "word_a", "word_b", "drop_below"]
 
 
 @triton.jit
-def _mix_kernel(x):
-    # `_mix` in uint32; wrapping round is meant, so Triton's debug mode is told not to check for it
-    x ^= x >> 16
-    x = tl.mul(x, MULTIPLIER_1, sanitize_overflow=False)
-    x ^= x >> 13
-    x = tl.mul(x, MULTIPLIER_2, sanitize_overflow=False)
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def _head_word(word, head):
-    return _mix_kernel(word.to(tl.uint32) ^ head.to(tl.uint32))
-
-
-@triton.jit
-def _keep(word_a, word_b, drop_below, row, column):
-    # `dropout_mask` for one tile, from its head's words; row is (R, 1) and column (1, C), or
-    # transposed. A row has two words: with one, a few pairs among 10^5 rows would share a mask.
-    row_a = _mix_kernel(word_a ^ row.to(tl.uint32))
-    row_b = _mix_kernel(word_b ^ row.to(tl.uint32))
-    bits = row_a ^ column.to(tl.uint32)
-    bits ^= bits >> 16
-    bits = tl.mul(bits, MULTIPLIER_1, sanitize_overflow=False)
-    bits = bits ^ (bits >> 13) ^ row_b
-    bits = tl.mul(bits, MULTIPLIER_2, sanitize_overflow=False)
-    bits ^= bits >> 16
-    return bits >= drop_below.to(tl.uint32)
+    return mix_kernel(word.to(tl.uint32) ^ head.to(tl.uint32))
 
 
 @triton.jit
@@ -373,33 +315,12 @@ def _store_tile(start, stride, position, length, tile, D: tl.constexpr, PADDED_D
 
 @triton.jit(do_not_specialize=CHANGING)
 def _forward_kernel(
-    q,
-    k,
-    v,
-    o,
-    log_sum,
-    cu_seqlens,
-    tokens,
-    blocks,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
-    scale,
-    scale_log2,
-    word_a,
-    word_b,
-    drop_below,
-    keep_scale,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    q, k, v, o, log_sum, cu_seqlens, tokens, blocks,
+    q_t, q_h, k_t, k_h, v_t, v_h,
+    scale, scale_log2, word_a, word_b, drop_below, keep_scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
+    DROPOUT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     first, length, begin, head = _locate(cu_seqlens, blocks, OWN)
     if begin >= length:
         return
@@ -427,8 +348,8 @@ def _forward_kernel(
         p = tl.exp2(score - largest[:, None])
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:  # after the softmax: the sum above is of all weights
-            keep = _keep(word_a, word_b, drop_below, (first + row)[:, None], column[None, :])
-            p = tl.where(keep, p, 0.0)
+            kept = keep_kernel(word_a, word_b, drop_below, (first + row)[:, None], column[None, :])
+            p = tl.where(kept, p, 0.0)
         mixed = tl.dot(p.to(DOT), v_tile, mixed * shrink[:, None], input_precision="ieee")
 
     heads = tl.num_programs(1)
@@ -439,38 +360,12 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dq_kernel(
-    q,
-    k,
-    v,
-    o,
-    do,
-    dq,
-    log_sum,
-    delta,
-    cu_seqlens,
-    tokens,
-    blocks,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
-    do_t,
-    do_h,
-    scale,
-    scale_log2,
-    word_a,
-    word_b,
-    drop_below,
-    keep_scale,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    q, k, v, o, do, dq, log_sum, delta, cu_seqlens, tokens, blocks,
+    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h,
+    scale, scale_log2, word_a, word_b, drop_below, keep_scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
+    DROPOUT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     first, length, begin, head = _locate(cu_seqlens, blocks, OWN)
     if begin >= length:
         return
@@ -503,8 +398,8 @@ def _dq_kernel(
         p = tl.exp2(score - row_log[:, None])
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
-            keep = _keep(word_a, word_b, drop_below, (first + row)[:, None], column[None, :])
-            dp = tl.where(keep, dp * keep_scale, 0.0)
+            kept = keep_kernel(word_a, word_b, drop_below, (first + row)[:, None], column[None, :])
+            dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - row_sum[:, None])
         sum_dq = tl.dot(ds.to(DOT), k_tile, sum_dq, input_precision="ieee")
     _store_tile(dq + dense, heads * D, row, length, sum_dq * scale, D, PADDED_D)
@@ -512,38 +407,12 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    dk,
-    dv,
-    log_sum,
-    delta,
-    cu_seqlens,
-    tokens,
-    blocks,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
-    do_t,
-    do_h,
-    scale,
-    scale_log2,
-    word_a,
-    word_b,
-    drop_below,
-    keep_scale,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    q, k, v, do, dk, dv, log_sum, delta, cu_seqlens, tokens, blocks,
+    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h,
+    scale, scale_log2, word_a, word_b, drop_below, keep_scale,
+    D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
+    DROPOUT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     first, length, begin, head = _locate(cu_seqlens, blocks, OWN)
     if begin >= length:
         return
@@ -572,12 +441,12 @@ def _dkdv_kernel(
         score = tl.where(column[:, None] < length, score, float("-inf"))
         p = tl.exp2(score - row_log[None, :])
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-        kept = p
+        p_kept = p
         if DROPOUT:
-            keep = _keep(word_a, word_b, drop_below, (first + row)[None, :], column[:, None])
-            kept = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        sum_dv = tl.dot(kept.to(DOT), do_tile, sum_dv, input_precision="ieee")
+            kept = keep_kernel(word_a, word_b, drop_below, (first + row)[None, :], column[:, None])
+            p_kept = tl.where(kept, p, 0.0)
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+        sum_dv = tl.dot(p_kept.to(DOT), do_tile, sum_dv, input_precision="ieee")
         ds = p * (dp - row_sum[None, :])
         sum_dk = tl.dot(ds.to(DOT), q_tile, sum_dk, input_precision="ieee")
     heads = tl.num_programs(1)
