@@ -28,8 +28,8 @@ class Size:
     rows: int = 32  # a batch of lines, or of a task's rows
     full_rows: int = 16  # a batch of rows that are full
     length: int = 128  # the longest row, and a full one
-    warmup: int = 3  # steps that are not counted
-    steps: int = 12  # those that are
+    warmup: int = 2  # steps that are not counted
+    steps: int = 8  # those that are
     whole_rows: int = 4  # a batch of the whole run
     whole_steps: int = 500
     batches: int = 400  # built from the store
@@ -40,7 +40,7 @@ class Size:
 
 MINILM = {"layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536, "max_positions": 512}
 BERT_BASE = {"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "max_positions": 512}
-TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 128}
+TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 512}
 
 FULL = Size(MINILM)
 # real runs of everything on data made up, in a minute: for tests and a first try

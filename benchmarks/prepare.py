@@ -167,7 +167,7 @@ def subset(store: Store, rows: np.ndarray, path: Path) -> None:
     """A store of these rows of the split `train` alone, in this order."""
     split = store.split("train")
     texts = [name for name in ("tokens", "tokens_b") if name in split.columns]
-    columns = {name: "" for name in texts}
+    columns = dict.fromkeys(texts, "")
     if "label" in split.columns:
         columns["label"] = str(split.columns["label"].dtype)
     with create_store(path, store.tokenizer(), columns, texts) as writer:
@@ -201,4 +201,3 @@ def _examples(rows: Assembler) -> Iterator[dict[str, object]]:
         if batch.labels is not None:
             example["labels"] = int(batch.labels[0])
         yield example
-

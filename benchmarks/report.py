@@ -66,11 +66,12 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
             gpu: list[Measured], gpu_targets: Iterable[str]) -> str:  # fmt: skip
     """The part of the page that is written anew each time."""
     rows = [row for part in measured for row in part.rows]
-    days = sorted({part.date for part in [*measured, *gpu]})
+    parts = [*measured, *footnotes, *gpu]
+    days = " to ".join(sorted({min(p.date for p in parts), max(p.date for p in parts)}))
     lines = [
-        BEGIN, "", f"{machine}. {versions}. Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}; "
-        f"processes that wanted a core when a part began: at most "
-        f"{max(part.load for part in [*measured, *gpu]):.1f}.", "",
+        BEGIN, "",
+        f"{machine}. {versions}. Measured {days}; before a part began, at most "
+        f"{max(part.load for part in parts):.1f} processes wanted a core.", "",
         "Medians over the rounds, with the smallest and the largest in brackets.", "",
     ]  # fmt: skip
     if rows:

@@ -1,4 +1,4 @@
-"""Everything that is timed, side by side in one run; `make bench DATA=DIR` writes docs/benchmarks.md.
+"""Everything that is timed, side by side in one run: `make bench DATA=DIR`.
 
     python -m benchmarks.run --data DIR                     # all parts, printed
     python -m benchmarks.run --data DIR --output docs       # and written
@@ -16,7 +16,6 @@ again. Steps of the warm-up do not count, and only real tokens do.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -87,7 +86,7 @@ def _arguments() -> argparse.Namespace:
                         "DIR/benchmarks.json and DIR/figures/ (default: print the table alone). "
                         "Of a few parts, the other rows stay.")  # fmt: skip
     parser.add_argument("--scratch", type=Path, metavar="DIR",
-                        help="Where to work; `start` needs 11 GB (default: temporary).")  # fmt: skip
+                        help="Where to work; start needs 11 GB (default: temporary).")  # fmt: skip
     parser.add_argument("--ours", action="append", default=[], metavar="KEY=VALUE",
                         help="A further key of our train.py; may be given again.")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="Made data and a tiny model: shows "
@@ -100,7 +99,8 @@ def _arguments() -> argparse.Namespace:
     if missing := [package for package in NEEDS if find_spec(package) is None]:
         raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
     if arguments.data is None and not arguments.quick:
-        raise BadInput(f"--data must be given: a directory with {prepare.TEXT} and more, see --help")
+        wanted = f"a directory with {prepare.TEXT} and more, see --help"
+        raise BadInput(f"--data DIR must be given: {wanted}")
     if not arguments.quick:
         prepare.check(arguments.data)
     if not torch.cuda.is_available() and set(arguments.parts) & set(gpu.PARTS):
@@ -153,7 +153,8 @@ def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
     table, footnotes, on_cuda = (
         [part for part in measured if part.part in names] for names in (TABLE, FOOTNOTES, gpu.PARTS)
     )
-    text = report.section(words["machine"], words["versions"], table, footnotes, on_cuda, gpu.WANTED)
+    text = report.section(**words, measured=table, footnotes=footnotes, gpu=on_cuda,
+                          gpu_targets=gpu.WANTED)  # fmt: skip
     rows = [row for part in table for row in part.rows]
     if report.drawable(rows):
         report.draw(rows, page.parent / report.FIGURE)
