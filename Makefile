@@ -1,11 +1,12 @@
 # make demo    the main job on an embedded default, about 6 minutes on 2 cores
 # make test    the whole suite
 # make check   lint, format, types
+# make bench DATA=DIR   the speed beside transformers, about 40 minutes on 2 cores
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format bench data-given clean
 
 # one environment for everything; made anew when what it should hold changes
 .venv/ready: pyproject.toml constraints.txt
@@ -29,6 +30,13 @@ check: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: data-given .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m benchmarks.run --data '$(DATA)' --output docs
+
+data-given:
+	@test -n "$(DATA)" || { echo 'error: give the raw data, make bench DATA=DIR; docs/benchmarks.md says what it holds' >&2; exit 2; }
 
 clean:
 	rm -rf .venv build *.egg-info

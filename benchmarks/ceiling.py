@@ -1,0 +1,139 @@
+"""The ceiling: the matrix products of a training step and its attention alone.
+
+T tokens, M masked tokens, C hidden size, F inner size, V vocabulary, H heads, D size of a head.
+
+    python -m benchmarks.ceiling '{"store": "trial-lines/store", "init": "mlm/ours", ...}'
+
+What is timed: for the very batches that train.py takes, every product of the layers and the head
+forward, the two products each has backward, and attention without dropout forward and backward.
+No embedding, bias, norm, activation, dropout, residual sum, loss, clipping or optimizer; outputs go
+to memory that is there already. Prints what it took as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.bench import Took
+from xformer import checkpoint as checkpoints
+from xformer.data.batch import Assembler
+from xformer.data.sampler import Samples, take_rows
+from xformer.data.store import open_store
+from xformer.model.encoder import ModelConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch as far as it matters here."""
+
+    tokens: int  # T
+    masked: int  # M
+    runs: list[tuple[int, int]]  # (sequences, their length), for neighbours of equal length
+
+
+def shapes(store: Path, init: Path, rows: int, length: int, count: int) -> list[Shape]:
+    """The first batches of `rows` rows that train.py makes of a store."""
+    data, words = open_store(store), checkpoints.load(init).tokenizer
+    assembler = Assembler(data.split("train"), words, length)
+    samples = Samples(assembler.split.rows, seed=0)
+    found = []
+    for step in range(count):
+        chosen, epochs = samples.at(take_rows(step * rows, 2**62, rows))
+        batch = assembler.masked_batch(chosen, epochs, 0, 0.15)
+        assert batch.places is not None
+        lengths = np.diff(batch.cu_seqlens).tolist()
+        runs = [(len(list(same)), length) for length, same in groupby(lengths)]
+        found.append(Shape(len(batch.tokens), len(batch.places), runs))
+    return found
+
+
+class Products:
+    """All matrix products of a step, on numbers without meaning; weights differ by layer, so that
+    they come from memory as in a real step."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, every: list[Shape]):
+        C, F, V = config.hidden, config.intermediate, config.vocab_size
+        T, M = max(s.tokens for s in every), max(s.masked for s in every)
+        self.dtype = dtype
+        # (inputs, outputs) of qkv, out, up, down of every layer; then of the head, on masked tokens
+        self.layers = [(C, 3 * C), (C, C), (C, F), (F, C)] * config.layers
+        self.head = [(C, C), (C, V)]
+        places = max(T * max(3 * C, F), M * V)
+        self.x, self.y, self.dx = (self._numbers(places) for _ in range(3))
+        self.weights = [self._numbers(a * b).view(b, a) for a, b in [*self.layers, *self.head]]
+        self.gradients = [torch.empty_like(weight) for weight in self.weights]
+
+    def _numbers(self, count: int) -> Tensor:
+        return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+
+    def run(self, shape: Shape) -> None:
+        """y = x W^T; then dx = dy W and dW = dy^T x."""
+        rows = [shape.tokens] * len(self.layers) + [shape.masked] * len(self.head)
+        sizes = [*self.layers, *self.head]
+        for n, (a, b), weight, gradient in zip(rows, sizes, self.weights, self.gradients,
+                                               strict=True):  # fmt: skip
+            x, y, dx = (t[: n * m].view(n, m) for t, m in ((self.x, a), (self.y, b), (self.dx, a)))
+            torch.mm(x, weight.t(), out=y)
+            torch.mm(y, weight, out=dx)
+            torch.mm(y.t(), x, out=gradient)
+
+
+def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, fused: bool) -> None:
+    """Attention of all layers, forward and backward: torch's fused one, or written out."""
+    H, D = config.heads, config.hidden // config.heads
+    for _ in range(config.layers):
+        for n, length in shape.runs:
+            q, k, v = (torch.ones(n, H, length, D, dtype=dtype, requires_grad=True) for _ in "qkv")
+            if fused:
+                out = F.scaled_dot_product_attention(q, k, v)
+            else:
+                out = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(D), -1) @ v
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def seconds(work: Callable[[Shape], None], every: list[Shape], warmup: int) -> float:
+    """What the batches after the warm-up take."""
+    for shape in every[:warmup]:
+        work(shape)
+    started = time.perf_counter()
+    for shape in every[warmup:]:
+        work(shape)
+    return time.perf_counter() - started
+
+
+def measure(store: str, init: str, rows: int, length: int, warmup: int, steps: int, threads: int,
+            precision: str) -> Took:  # fmt: skip
+    """Real tokens a second if a step were its products and the faster of two attentions alone."""
+    torch.set_num_threads(threads)
+    config = checkpoints.load(init).config
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    every = shapes(Path(store), Path(init), rows, length, warmup + steps)
+    products = Products(config, dtype, every)
+    taken = seconds(products.run, every, warmup)
+    attention = min(
+        seconds(partial(attend, config, dtype, fused=fused), every, warmup)
+        for fused in (True, False)
+    )
+    tokens = int(np.sum([shape.tokens for shape in every[warmup:]]))
+    return {"rate": tokens / (taken + attention), "products": taken, "attention": attention}
+
+
+def main() -> None:
+    print(json.dumps(measure(**json.loads(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

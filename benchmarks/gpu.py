@@ -1,0 +1,136 @@
+"""What is measured on one CUDA device, in bf16: shares of its peak, and beside transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from benchmarks import ours, prepare
+from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
+from benchmarks.parts import OURS, theirs
+from xformer.data.errors import BadInput
+from xformer.model.encoder import ModelConfig
+
+# the makers' figures, 10^12 dense bf16 operations a second, by a part of the device's name
+PEAKS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
+         "L4": 121.0}  # fmt: skip
+COMPILED = "`transformers`, SDPA, compiled, length-grouped"
+PAPER_STEPS, PAPER_ROWS = 200_000, 150  # Chiang & Lee 2020, section 3, in rows of 128
+MASKED = 0.15
+# what must be reached: shares of the peak by the length of the rows, factors, hours, a share
+PEAK_SHARE = {512: 0.50, 128: 0.45}
+SPEED, MEMORY, HOURS, IDLE = 2.5, 0.5, 2.0, 0.03
+WANTED = (
+    "the share of the device's peak that BERT-base's MLM reaches, model operations on real tokens "
+    + " and ".join(f"on full rows of {n} (target: {share:g})" for n, share in PEAK_SHARE.items()),
+    f"the MLM step on lines of mixed length beside {COMPILED} (target: {SPEED:g}x), and its peak "
+    f"memory over theirs (target: below {MEMORY:g})",
+    f"hours for the {PAPER_STEPS:,} steps of {PAPER_ROWS} x 128 of Chiang & Lee 2020 (target: "
+    f"below {HOURS:g})",
+    f"the share of time in which no kernel runs, in steady state (target: below {IDLE:g})",
+)
+
+
+def peak(name: str) -> float:
+    """Operations a second of a device, bf16. Raises BadInput for one that is not in the table."""
+    for part, tera in PEAKS.items():
+        if part in name:
+            return tera * 1e12
+    raise BadInput(f"the peak of a {name} is not known; add it to PEAKS in benchmarks/gpu.py")
+
+
+def training_flops(config: ModelConfig, length: int, masked: float = MASKED) -> float:
+    """Operations a token of a training step, matrix products alone: forward, and twice that
+    backward (Chowdhery et al. 2022, appendix B), with a row's `length` for attention and the
+    vocabulary product at the share `masked` of the tokens."""
+    C, F, V = config.hidden, config.intermediate, config.vocab_size
+    layer = 8 * C * C + 4 * C * F + 4 * C * length
+    return 3 * (config.layers * layer + masked * (2 * C * C + 2 * C * V))
+
+
+def at(bench: Bench, length: int, rows: int = 0) -> Bench:
+    """The bench for rows of this length, in a place of its own."""
+    folder = bench.folder / f"rows{length}"
+    folder.mkdir(exist_ok=True)
+    size = replace(bench.size, length=length, full_rows=rows or bench.size.full_rows)
+    return replace(bench, folder=folder, size=size)
+
+
+def steps(bench: Bench) -> Took:
+    """Our steps on full rows; the rate does not count the warm-up."""
+    size, store = bench.size, prepare.full_rows(bench)
+    return ours.train(bench, "mlm", store.path, prepare.model(bench)[0],
+                      steps=size.warmup + size.steps, every=size.warmup,
+                      settings=[f"batch.rows={size.full_rows}"])[0]  # fmt: skip
+
+
+def packed(bench: Bench) -> list[Row]:
+    """Shares of the peak on full rows."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    tokens = bench.size.full_rows * bench.size.length
+    found = []
+    for length, target in PEAK_SHARE.items():
+        some = at(bench, length, max(1, tokens // length))
+        took = in_turn(bench.rounds, {OURS: partial(steps, some)})[OURS]
+        config = ModelConfig(**bench.size.model, vocab_size=len(prepare.tokenizer(bench)))
+        flops = training_flops(config, length, MASKED * (length - 2) / length)
+        share = [one["rate"] * flops / peak(device) for one in took]
+        speed = sorted(one["rate"] for one in took)[len(took) // 2]
+        what = f"share of the peak, MLM, full rows of {length}, bf16"
+        found.append(Row(what, "", share, target=target, note=f"{speed:,.0f} tokens/s"))
+    return found
+
+
+def mixed(bench: Bench) -> list[Row]:
+    """Lines of mixed length beside transformers, compiled, with the peak memory of both."""
+    size = bench.size
+    our_model, their_model = prepare.model(bench)
+    store, table = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)
+    total = size.warmup + size.steps
+
+    def mine() -> Took:
+        return ours.train(bench, "mlm", store, our_model, steps=total, every=size.warmup,
+                          settings=[f"batch.rows={size.rows}"])[0]  # fmt: skip
+
+    peer = partial(theirs, bench, model=their_model, table=table, task="mlm", rows=size.rows,
+                   steps=total, warmup=size.warmup, sampling="sequential",
+                   compile=bench.cuda)  # fmt: skip
+    took = in_turn(bench.rounds, {OURS: mine, COMPILED: peer})
+    what = f"MLM step, {size.rows} lines of mixed length, bf16"
+    return [
+        Row(what, "real tokens/s", rates(took[OURS]), COMPILED, rates(took[COMPILED]), SPEED),
+        Row(f"peak memory, {what}", "GiB", rates(took[OURS], "memory_gib"), COMPILED,
+            rates(took[COMPILED], "memory_gib"), MEMORY, "below"),
+    ]  # fmt: skip
+
+
+def paper(bench: Bench) -> list[Row]:
+    """Hours of Chiang & Lee 2020's pre-training."""
+    took = in_turn(bench.rounds, {OURS: partial(steps, at(bench, 128, PAPER_ROWS))})[OURS]
+    hours = [PAPER_STEPS * PAPER_ROWS * 128 / one["rate"] / 3600 for one in took]
+    what = f"{PAPER_STEPS:,} steps of {PAPER_ROWS} x 128, bf16 (Chiang & Lee 2020: 60 on a V100)"
+    return [Row(what, "hours", hours, target=HOURS, goal="below")]
+
+
+def idle(bench: Bench) -> list[Row]:
+    """The share of time without a kernel, from the profiler."""
+    some = at(bench, 128)
+    store, init = prepare.full_rows(some), prepare.model(some)[0]
+    job = {"do": "idle", "arguments": ours.arguments(
+        some, "mlm", store.path, init, steps=some.size.warmup + some.size.steps,
+        every=some.size.warmup, settings=[f"batch.rows={some.size.full_rows}"])}  # fmt: skip
+    took = in_turn(bench.rounds, {OURS: lambda: module(some, "ours", job)[0]})[OURS]
+    what = "share of time in which no kernel runs, full rows of 128, bf16"
+    return [Row(what, "", rates(took, "idle"), target=IDLE, goal="below")]
+
+
+PARTS = {"gpu-packed": packed, "gpu-mixed": mixed, "gpu-paper": paper, "gpu-idle": idle}
+
+
+def on_cuda(bench: Bench) -> Bench:
+    """The bench as these parts want it."""
+    folder = bench.folder / "cuda"
+    folder.mkdir(exist_ok=True)
+    return replace(bench, folder=folder, size=CUDA, precision="bf16", cuda=True)

@@ -1,0 +1,73 @@
+"""The machine in words: what a reader needs to judge a number, and nothing that names it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from benchmarks.bench import cores
+
+SETS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
+NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+
+
+def processor() -> tuple[str, set[str]]:
+    """(its name, its instruction sets), as Linux tells them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return (name[1] if name else platform.machine()), set(flags[1].split() if flags else ())
+
+
+def has_bf16() -> bool:
+    """Whether the processor multiplies bf16 matrices in hardware."""
+    return bool(processor()[1] & set(NATIVE_BF16))
+
+
+def words() -> str:
+    """Processor, instruction sets, cores, memory, matrix products a second, device."""
+    name, flags = processor()
+    known = ", ".join(s.upper() for s in SETS if s in flags) or platform.machine()
+    memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    bf16 = "bf16 instructions" if has_bf16() else "no bf16 instructions"
+    speed = ", ".join(f"{gflops(t):.0f} in {n}" for n, t in
+                      (("fp32", torch.float32), ("bf16", torch.bfloat16)))  # fmt: skip
+    cuda = f"; {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "; no CUDA device"
+    return (f"{cores()} cores of an {name} ({known}; {bf16}), {memory:.0f} GiB{cuda}. Large matrix "
+            f"products reach {speed} GFLOP/s on these cores")  # fmt: skip
+
+
+def gflops(dtype: torch.dtype, n: int = 768) -> float:
+    """The best of a few square matrix products on all cores."""
+    a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2))
+    taken = []
+    for _ in range(6):
+        started = time.perf_counter()
+        a @ b
+        taken.append(time.perf_counter() - started)
+    return 2 * n**3 / min(taken) / 1e9
+
+
+def versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def load() -> float:
+    """Processes that want a core, averaged over the last minute."""
+    return os.getloadavg()[0]

@@ -1,0 +1,148 @@
+"""Our side: train.py as a user runs it, read from its log; and what has no command of its own.
+
+    python -m benchmarks.ours '{"do": "evaluate", "model": "classes2/ours", "store": "mrpc", ...}'
+
+Prints what it took as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.bench import ROOT, Bench, Ended, Took, command, fresh
+from xformer import checkpoint as checkpoints
+from xformer import distributed
+from xformer.config import load
+from xformer.data.batch import Assembler
+from xformer.data.errors import Failure
+from xformer.data.store import open_store
+from xformer.distributed import SystemConfig
+from xformer.evaluate import score
+from xformer.train import Feed, Recipe, prepare
+from xformer.train import train as training
+
+RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
+
+
+def arguments(bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int,
+              settings: list[str]) -> list[str]:  # fmt: skip
+    """The recipe and the keys of a run of `steps` with a line of the log every `every`."""
+    return [
+        RECIPES[task], f"data={store}", f"run={bench.folder / 'run'}", f"init={init}",
+        f"batch.max_tokens={bench.size.length}", "optim.lr=1e-4", "train.select=last",
+        f"train.steps={steps}", f"train.log_every={every}", "overwrite=true",
+        f"system.precision={bench.precision}", f"system.threads={bench.threads}",
+        *settings, *bench.ours,
+    ]  # fmt: skip
+
+
+def train(bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int,
+          settings: list[str]) -> tuple[Took, Ended]:  # fmt: skip
+    """Run train.py for `steps` with a line of the log every `every` steps.
+
+    `rate`: real tokens a second after the log's first line; `first`: seconds from the start of the
+    command to that line; `memory_gib`: the peak that the log tells, `resident_gib`: of the process.
+    """
+    run = fresh(bench.folder / "run")
+    given = arguments(bench, task, store, init, steps=steps, every=every, settings=settings)
+    ended = command(bench, ["train.py", *given])
+    lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "train"]
+    found = {"rate": rate(events)} if len(events) > 1 else {}
+    found |= {"first": events[0]["time"] - ended.started, "seconds": ended.seconds}
+    found |= {"memory_gib": events[-1]["memory_gib"], "resident_gib": ended.memory}
+    fresh(run)
+    return found, ended
+
+
+def rate(events: list[dict[str, float]]) -> float:
+    """Real tokens a second between the first line of the log and the last; every line has the rate
+    since the one before."""
+    taken = [(b["time"] - a["time"], b["real_tokens_per_second"]) for a, b in pairwise(events)]
+    return sum(seconds * speed for seconds, speed in taken) / sum(seconds for seconds, _ in taken)
+
+
+# ------------------------------------------------------------------ in a process of their own
+
+
+def evaluate(model: str, store: str, split: str, length: int, passes: int, threads: int,
+             precision: str) -> Took:  # fmt: skip
+    """Real tokens a second of whole passes over a split, forward only, after one to warm up."""
+    ranks = distributed.start(SystemConfig(threads=threads))
+    checkpoint, data = checkpoints.load(model), open_store(store)
+    assert checkpoint.head is not None
+    rows = Assembler(data.split(split), checkpoint.tokenizer, length)
+    tokens = int(rows.sizes(np.arange(rows.split.rows)).sum())
+    net = checkpoint.model().to(ranks.device)
+    seconds = []
+    for _ in range(1 + passes):
+        started = time.perf_counter()
+        score(net, rows, checkpoint.head, ranks, precision)
+        seconds.append(time.perf_counter() - started)
+    return {"rate": tokens * passes / sum(seconds[1:]), "tokens": tokens,
+            "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # fmt: skip
+
+
+def batches(store: str, init: str, batch: list[str], count: int) -> Took:
+    """Real tokens a second of the loop's own feed, masking included, in one thread of one process;
+    the pages of the store are in memory."""
+    torch.set_num_threads(1)
+    arguments = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
+    job = prepare(load(Recipe, arguments), distributed.Ranks(0, 1, torch.device("cpu")))
+    feed, tokens, position = Feed(job), 0, 0
+    job.store.verify_in_background(lambda damage: None).join()  # reads every page
+    for number in range(count + count // 10 + 1):
+        if number == count // 10 + 1:
+            started, tokens = time.perf_counter(), 0
+        position, micro, total = feed.take(position)
+        if not micro or micro[0].places is None:
+            raise Failure("the feed gave a batch without masks")
+        tokens += total
+    return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / count}
+
+
+def idle(arguments: list[str]) -> Took:
+    """The share of time in which no kernel runs, of a training run in steady state."""
+    from torch.profiler import ProfilerActivity, profile
+
+    recipe = load(Recipe, arguments)
+    ranks = distributed.start(recipe.system)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        training(recipe, ranks)
+    cuda = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return {"idle": idle_share([(e.name, e.time_range.start, e.time_range.end) for e in cuda])}
+
+
+def idle_share(kernels: list[tuple[str, float, float]], marker: str = "FusedAdam") -> float:
+    """The share of time without a kernel, from (name, begin, end) of each.
+
+    The optimizer's kernel marks the steps; the first third of them, when shapes are new, does not
+    count. Raises Failure where fewer than six are marked.
+    """
+    marks = sorted(end for name, _, end in kernels if marker in name)
+    if len(marks) < 6:
+        raise Failure(f"the profile holds {len(marks)} kernels of the optimizer: too few")
+    now, last = marks[len(marks) // 3], marks[-1]
+    length, without = last - now, 0.0
+    for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        without += max(0.0, min(begin, last) - now)
+        now = max(now, min(end, last))
+    return without / length
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    functions = {"evaluate": evaluate, "batches": batches, "idle": idle}
+    print(json.dumps(functions[job.pop("do")](**job)))
+
+
+if __name__ == "__main__":
+    main()

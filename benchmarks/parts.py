@@ -1,0 +1,252 @@
+"""What is measured, part by part: every function takes a Bench and gives rows of the table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import ours, prepare
+from benchmarks.bench import Bench, Row, Took, fresh, in_turn, module, rates
+from xformer.data.store import Store
+
+GROUPED = "`transformers`, length-grouped"
+PADDED = "`transformers`, dynamic padding"
+FULL_ROWS = "`transformers`"
+CEILING = "the ceiling"
+OURS = "xformer"
+TRAINING = "eager"  # with dropout faster on the CPU than SDPA: see the part `settings`
+
+
+def theirs(bench: Bench, **job: Any) -> Took:
+    """What a job of benchmarks/theirs.py takes."""
+    known = {"threads": bench.threads, "precision": bench.precision}
+    output = fresh(bench.folder / "theirs-run")
+    job = known | {name: str(v) if isinstance(v, Path) else v for name, v in job.items()}
+    found, ended = module(bench, "theirs", {"output": str(output), **job})
+    fresh(output)
+    return {**found, "seconds": ended.seconds}
+
+
+def training(bench: Bench, task: str, store: Store, name: str, rows: int,
+             ) -> dict[str, Callable[[], Took]]:  # fmt: skip
+    """The contestants of a training step on a trial's rows: ours, theirs padded and grouped, and
+    for MLM the ceiling."""
+    size = bench.size
+    our_model, their_model = prepare.model(bench)
+    trial, table = prepare.trial(bench, store, name, rows)
+    steps = size.warmup + size.steps
+
+    def mine() -> Took:
+        return ours.train(bench, task, trial, our_model, steps=steps, every=size.warmup,
+                          settings=[f"batch.rows={rows}"])[0]  # fmt: skip
+
+    peer = partial(theirs, bench, model=their_model, table=table, task=task, rows=rows,
+                   steps=steps, warmup=size.warmup, attention=TRAINING)  # fmt: skip
+    ceiling = {"store": str(trial), "init": str(our_model), "rows": rows, "length": size.length,
+               "warmup": size.warmup, "steps": size.steps, "threads": bench.threads,
+               "precision": bench.precision}  # fmt: skip
+    found: dict[str, Callable[[], Took]] = {
+        OURS: mine,
+        GROUPED: partial(peer, sampling="sequential"),
+        PADDED: partial(peer, sampling="random"),
+    }
+    if task == "mlm":
+        found[CEILING] = lambda: module(bench, "ceiling", ceiling)[0]
+    return found
+
+
+def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) -> list[Row]:
+    """A row of ours beside every other contestant, with its target."""
+    rows = []
+    for name, target in targets.items():
+        notes = [f"{took[name][0]['padding']:.0%} padding"] if "padding" in took[name][0] else []
+        if name != CEILING and CEILING in took:
+            most = median(rates(took[CEILING])) / median(rates(took[name]))
+            notes.append(f"the ceiling over it: {most:.2f}x")
+        rows.append(Row(what, "real tokens/s", rates(took[OURS]), name, rates(took[name]), target,
+                        note="; ".join(notes)))  # fmt: skip
+    return rows
+
+
+# ----------------------------------------------------------------------------------- the parts
+
+
+def mixed(bench: Bench) -> list[Row]:
+    """The MLM step on lines of English, beside transformers and the ceiling."""
+    took = in_turn(bench.rounds, training(bench, "mlm", prepare.lines(bench), "lines",
+                                          bench.size.rows))  # fmt: skip
+    what = f"MLM step, {bench.size.rows} English lines of mixed length, {bench.precision}"
+    return beside(took, what, {PADDED: 5.5, GROUPED: 5.5, CEILING: 0.9})
+
+
+def full(bench: Bench) -> list[Row]:
+    """The MLM step on rows that are full, beside transformers and the ceiling."""
+    contestants = training(bench, "mlm", prepare.full_rows(bench), "full", bench.size.full_rows)
+    contestants[FULL_ROWS] = contestants.pop(GROUPED)
+    del contestants[PADDED]
+    took = in_turn(bench.rounds, contestants)
+    rows, length = bench.size.full_rows, bench.size.length
+    what = f"MLM step, {rows} full rows of {length}, {bench.precision}"
+    return beside(took, what, {FULL_ROWS: 2.5, CEILING: 0.9})
+
+
+def tasks(bench: Bench) -> list[Row]:
+    """Fine-tuning on MRPC and CoLA, beside transformers."""
+    rows = []
+    # CoLA's sentences are a fifth as long: more steps for as good a mean
+    for name, title, more in (("mrpc", "MRPC", 1), ("cola", "CoLA", 4)):
+        some = replace(bench, size=replace(bench.size, steps=more * bench.size.steps))
+        contestants = training(some, "classify", prepare.task(bench, name), name, bench.size.rows)
+        took = in_turn(bench.rounds, contestants)
+        what = f"fine-tuning, {title}, {bench.size.rows} rows, {bench.precision}"
+        rows += beside(took, what, {PADDED: 1.8, GROUPED: 1.8})
+    return rows
+
+
+def evaluation(bench: Bench) -> list[Row]:
+    """Forward alone on MRPC's dev set, beside transformers."""
+    store = prepare.task(bench, "mrpc")
+    our_model, their_model = prepare.model(bench, tuple(store.labels))
+    table = bench.folder / "mrpc-valid-table"
+    if not table.exists():
+        prepare.table(prepare.assembler(bench, store, "valid"), table)
+    passes = 2
+    job = {"do": "evaluate", "model": str(our_model), "store": str(store.path), "split": "valid",
+           "length": bench.size.length, "passes": passes, "threads": bench.threads,
+           "precision": bench.precision}  # fmt: skip
+    peer = partial(theirs, bench, model=their_model, table=table, task="classify",
+                   rows=bench.size.rows, evaluations=passes)  # fmt: skip
+    contestants: dict[str, Callable[[], Took]] = {
+        OURS: lambda: module(bench, "ours", job)[0],
+        GROUPED: partial(peer, sampling="group_by_length"),
+        PADDED: peer,
+    }
+    took = in_turn(bench.rounds, contestants)
+    what = f"evaluation, forward only, MRPC, {bench.precision}"
+    return beside(took, what, {PADDED: 1.5, GROUPED: 1.5})
+
+
+def whole(bench: Bench) -> list[Row]:
+    """From the store to the checkpoint, start-up included, beside transformers."""
+    size, store = bench.size, prepare.lines(bench)
+    our_model, their_model = prepare.model(bench)
+    table = bench.folder / "lines-table"
+    if not table.exists():
+        prepare.table(prepare.assembler(bench, store), table)
+
+    def mine() -> Took:
+        settings = [f"batch.rows={size.whole_rows}"]
+        return ours.train(bench, "mlm", store.path, our_model, steps=size.whole_steps,
+                          every=max(1, size.whole_steps // 10), settings=settings)[0]  # fmt: skip
+
+    peer = partial(theirs, bench, model=their_model, table=table, task="mlm", rows=size.whole_rows,
+                   steps=size.whole_steps, warmup=max(1, size.whole_steps // 10), save=True,
+                   sampling="group_by_length", attention=TRAINING)  # fmt: skip
+    # minutes each: the shorter rounds of the other parts show how much they vary
+    took = in_turn(max(1, bench.rounds // 3), {OURS: mine, GROUPED: peer})
+    seconds = (rates(took[OURS], "seconds"), rates(took[GROUPED], "seconds"))
+    what = (f"whole run from store to checkpoint, {size.whole_steps} steps of {size.whole_rows} "
+            f"lines, {bench.precision}")  # fmt: skip
+    return [Row(what, "s", seconds[0], GROUPED, seconds[1], 2.5)]
+
+
+def batches(bench: Bench) -> list[Row]:
+    """How fast the store becomes masked batches, in one thread."""
+    store, size = prepare.made(bench, bench.size.batch_tokens), bench.size
+    init = prepare.model(bench)[0]
+    longest = f"batch.max_tokens={size.length}"
+    wanted = {
+        f"batches of 150 rows up to {size.length}": (store, "batch.rows=150", 50.0),
+        "batches of 65,536 tokens": (store, "batch.tokens=65536", 50.0),
+        f"batches of {size.rows} English lines": (
+            prepare.lines(bench), f"batch.rows={size.rows}", None),
+    }  # fmt: skip
+
+    def run(data: Store, batch: str) -> Took:
+        job = {"do": "batches", "store": str(data.path), "init": str(init),
+               "batch": [batch, longest], "count": size.batches}  # fmt: skip
+        return module(bench, "ours", job, 1)[0]
+
+    contestants = {what: partial(run, data, batch) for what, (data, batch, _) in wanted.items()}
+    took = in_turn(bench.rounds, contestants)
+    return [
+        Row(f"{what} from the memory-mapped store, masked, one thread", "M real tokens/s",
+            [rate / 1e6 for rate in rates(took[what])], target=target)
+        for what, (_, _, target) in wanted.items()
+    ]  # fmt: skip
+
+
+def start(bench: Bench) -> list[Row]:
+    """From the command to the first step, on a small store and a large one."""
+    init, size = prepare.model(bench)[0], bench.size
+    stores = {tokens: prepare.made(bench, tokens) for tokens in (size.large, size.small)}
+    shown = {tokens: f"{_bytes(store) / 1e9:.3g} GB" for tokens, store in stores.items()}
+
+    def run(tokens: int) -> Took:
+        forget(stores[tokens])
+        return ours.train(bench, "mlm", stores[tokens].path, init, steps=2, every=1,
+                          settings=[f"batch.rows={size.rows}"])[0]  # fmt: skip
+
+    took = in_turn(bench.rounds, {shown[tokens]: partial(run, tokens) for tokens in stores})
+    large, small = (took[shown[tokens]] for tokens in (size.large, size.small))
+    memory = [a["resident_gib"] / b["resident_gib"] for a, b in zip(large, small, strict=True)]
+    return [
+        Row(f"start of train.py to the end of its first step, a store of {shown[size.large]}", "s",
+            rates(large, "first"), target=8.0, goal="below"),
+        Row(f"the same, a store of {shown[size.small]}", "s", rates(small, "first")),
+        Row(f"peak memory of {shown[size.large]} over that of {shown[size.small]}", "",
+            memory, target=1.05, goal="below"),
+    ]  # fmt: skip
+
+
+def _bytes(store: Store) -> int:
+    return sum(file.stat().st_size for file in store.path.rglob("*.npy"))
+
+
+def forget(store: Store) -> None:
+    """Ask the system to drop a store's pages from memory, as after a restart of the machine."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in store.path.rglob("*.npy"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bf16(bench: Bench) -> list[Row]:
+    """One short round in bf16 where the processor has no instructions for it: a footnote."""
+    few = replace(bench.size, warmup=1, steps=3)
+    half = replace(bench, precision="bf16", rounds=1, size=few, folder=bench.folder / "bf16")
+    half.folder.mkdir(exist_ok=True)
+    return [replace(row, target=None) for row in mixed(half)]
+
+
+def settings(bench: Bench) -> list[Row]:
+    """The Trainer's own settings, one round each: the tables above use the best of them."""
+    size, model = bench.size, prepare.model(bench)[1]
+    steps = size.warmup + (size.steps + 1) // 2
+    job = {"model": model, "task": "mlm", "steps": steps, "warmup": size.warmup,
+           "sampling": "sequential"}  # fmt: skip
+    lines = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)[1]
+    rows = prepare.trial(bench, prepare.full_rows(bench), "full", size.full_rows)[1]
+    mixed = {"table": lines, "rows": size.rows}
+    full = {"table": rows, "rows": size.full_rows}
+    wanted: dict[str, dict[str, Any]] = {
+        "lines, length-grouped, eager attention": {**mixed, "attention": "eager"},
+        "lines, length-grouped, SDPA": mixed,
+        "lines, length-grouped, eager attention, batches built by a process": {
+            **mixed, "attention": "eager", "workers": 1},
+        "full rows, eager attention": {**full, "attention": "eager"},
+        "full rows, SDPA": full,
+        "full rows, SDPA, compiled": {**full, "compile": True},
+    }  # fmt: skip
+    contestants = {
+        what: partial(theirs, bench, **{**job, **changes}) for what, changes in wanted.items()
+    }
+    took = in_turn(1, contestants)
+    return [Row(f"`transformers`: {what}", "real tokens/s", rates(took[what])) for what in wanted]

@@ -1,0 +1,203 @@
+"""The same weights and the same data for both sides: stores and checkpoints for us, Hugging Face
+directories and tables of `datasets` for them, all made of the raw data with our own commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.bench import Bench, command
+from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Head
+from xformer.convert.hf import to_hf
+from xformer.data import published
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput
+from xformer.data.store import SplitWriter, Store, create_store, open_store
+from xformer.data.tokenizers import Tokenizer
+from xformer.model.encoder import ModelConfig
+
+TEXT = "english_wikipedia/train.txt"
+VOCABULARY = "vocabs/bert-base-uncased.vocab.txt"
+TASKS = {"mrpc": "glue/MRPC", "cola": "glue/CoLA"}
+FOOTNOTE = r"^\[\d+\]"  # Wikipedia's text has lines of these
+BLOCK = 2_000_000  # tokens written at once of a made store
+SEED = 1
+
+
+def check(data: Path) -> None:
+    """Raise BadInput unless the raw data is there."""
+    for name in (TEXT, VOCABULARY, *TASKS.values()):
+        if not (data / name).exists():
+            wanted = ", ".join((TEXT, VOCABULARY, *TASKS.values()))
+            raise BadInput(f"{data / name} does not exist; the data needs {wanted}")
+
+
+def tokenizer(bench: Bench) -> Tokenizer:
+    return published.read(bench.data / VOCABULARY)
+
+
+def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """(our checkpoint, the same weights as a Hugging Face directory): with an MLM head, or one for
+    the classes `labels`. Dropout is 0.1 everywhere, as in BERT."""
+    folder = bench.folder / ("mlm" if not labels else f"classes{len(labels)}")
+    ours, theirs = folder / "ours", folder / "theirs"
+    if not folder.exists():
+        folder.mkdir()
+        made = checkpoints.fresh(ModelConfig(**bench.size.model), tokenizer(bench), SEED)
+        head = Head("classify", labels) if labels else Head("mlm")
+        made, _, _ = made.with_head(head, SEED)
+        checkpoints.save(made, ours)
+        to_hf(made, theirs)
+    return ours, theirs
+
+
+# --------------------------------------------------------------------------------- the stores
+
+
+def lines(bench: Bench) -> Store:
+    """English Wikipedia, a sample a line."""
+    path = bench.folder / "lines"
+    if not path.exists():
+        words = _tokenizer_directory(bench)
+        command(bench, ["preprocess.py", "text", "--input", str(bench.data / TEXT), "--lines",
+                 "--skip-lines", FOOTNOTE, "--tokenizer", words, "--output",
+                        str(path)])  # fmt: skip
+    return open_store(path)
+
+
+def task(bench: Bench, name: str) -> Store:
+    """The task `name` of GLUE with all its splits."""
+    path = bench.folder / name
+    if not path.exists():
+        words, source = _tokenizer_directory(bench), str(bench.data / TASKS[name])
+        command(bench, ["preprocess.py", "task", f"glue/{name}", "--input", source, "--tokenizer",
+                        words, "--output", str(path)])  # fmt: skip
+    return open_store(path)
+
+
+def full_rows(bench: Bench) -> Store:
+    """The same text end to end, cut into rows that are full."""
+    path = bench.folder / "full"
+    if not path.exists():
+        bare, text = bench.size.length - 2, lines(bench).split("train")
+        ids = np.asarray(text.columns["tokens"].values)
+        count = len(ids) // bare
+        with create_store(path, tokenizer(bench), {"tokens": ""}) as store:
+            with store.split("train") as split:
+                split.append_ragged("tokens", ids[: count * bare], np.full(count, bare))
+            store.finish("text", (), None, {"of": "lines"})
+    return open_store(path)
+
+
+def made(bench: Bench, tokens: int) -> Store:
+    """A store of about so many random tokens in rows of all lengths up to the longest."""
+    path = bench.folder / f"made{tokens}"
+    if not path.exists():
+        draw = np.random.default_rng(SEED)
+        words, longest = tokenizer(bench), bench.size.length - 2
+        with create_store(path, words, {"tokens": ""}) as store:
+            with store.split("train") as split:
+                _append_random(split, draw, tokens, len(words), longest)
+            store.finish("text", (), None, {"made": "at random"})
+    return open_store(path)
+
+
+def _append_random(split: SplitWriter, draw: np.random.Generator, tokens: int, pieces: int,
+                   longest: int) -> None:  # fmt: skip
+    lengths = draw.integers(longest // 4, longest + 1, min(tokens, BLOCK) // longest)
+    block = draw.integers(pieces, size=int(lengths.sum())).astype(np.uint32)
+    for _ in range(max(1, tokens // len(block))):  # the same again: only the size counts
+        split.append_ragged("tokens", block, lengths)
+
+
+def _tokenizer_directory(bench: Bench) -> str:
+    path = bench.folder / "tokenizer"
+    if not path.exists():
+        path.mkdir()
+        tokenizer(bench).save(path)
+    return str(path)
+
+
+# ------------------------------------------------------------- what both sides train on
+
+
+def assembler(bench: Bench, store: Store, split: str = "train") -> Assembler:
+    return Assembler(store.split(split), store.tokenizer(), bench.size.length)
+
+
+def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]:
+    """(store, table) of the same rows of `store`: as many as warm-up and counted steps take.
+
+    They are whole batches of those that the Trainer's length-grouped sampler makes of all rows,
+    evenly spread over the batches from the shortest to the longest; in the table they stand batch
+    by batch in random order, so that read in order it is what that sampler gives for the whole data
+    (which starts with its longest batch and goes down: a few steps of it would not be typical).
+    """
+    path = bench.folder / f"trial-{name}"
+    if not path.exists():
+        path.mkdir()
+        chosen = typical(assembler(bench, store).sizes(np.arange(store.split("train").rows)), rows,
+                         bench.size.warmup, bench.size.steps)  # fmt: skip
+        subset(store, chosen, path / "store")
+        rest = open_store(path / "store")
+        # the table keeps the order of the batches, and both hold the same rows
+        table(assembler(bench, rest), path / "table")
+    return path / "store", path / "table"
+
+
+def typical(sizes: np.ndarray, rows: int, warmup: int, steps: int) -> np.ndarray:
+    """Row numbers of warmup + steps length-grouped batches; the counted ones evenly spread."""
+    import torch
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    generator = torch.Generator().manual_seed(SEED)
+    order = get_length_grouped_indices(sizes.tolist(), rows, generator=generator)
+    batches = np.asarray(order)[: len(order) // rows * rows].reshape(-1, rows)
+    batches = batches[np.argsort(sizes[batches].sum(1), kind="stable")]
+    draw = np.random.default_rng(SEED)
+    # the middles of equal parts
+    spread = [((np.arange(n) + 0.5) * len(batches) / n).astype(int) for n in (warmup, steps)]
+    return np.concatenate([batches[draw.permutation(part)] for part in spread]).ravel()
+
+
+def subset(store: Store, rows: np.ndarray, path: Path) -> None:
+    """A store of these rows of the split `train` alone, in this order."""
+    split = store.split("train")
+    texts = [name for name in ("tokens", "tokens_b") if name in split.columns]
+    columns = dict.fromkeys(texts, "")
+    if "label" in split.columns:
+        columns["label"] = str(split.columns["label"].dtype)
+    with create_store(path, store.tokenizer(), columns, texts) as writer:
+        with writer.split("train") as new:
+            for name in texts:
+                parts = [np.asarray(split.columns[name][row]) for row in rows]
+                new.append_ragged(name, np.concatenate(parts), np.array([len(p) for p in parts]))
+            if "label" in columns:
+                new.append("label", np.asarray(split.columns["label"])[rows])
+        writer.finish(store.kind, store.labels, store.metric, {"of": store.path.name})
+
+
+def table(rows: Assembler, path: Path) -> None:
+    """The rows as our batches hold them, as a table of `datasets` that the Trainer reads."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_generator(
+        lambda: _examples(rows), cache_dir=str(path.with_name(f"{path.name}.cache"))
+    ).save_to_disk(str(path))
+
+
+def _examples(rows: Assembler) -> Iterator[dict[str, object]]:
+    for row in range(rows.split.rows):
+        batch = rows.batch(np.array([row]))
+        example: dict[str, object] = {
+            "input_ids": batch.tokens.astype(np.int32),  # the types that their tokenizers' have
+            "token_type_ids": batch.segments.astype(np.int8),
+            "attention_mask": np.ones_like(batch.tokens, np.int8),
+        }
+        if batch.labels is not None:
+            example["labels"] = int(batch.labels[0])
+        yield example

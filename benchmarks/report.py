@@ -1,0 +1,172 @@
+"""What was measured as a table in Markdown and as a picture; all judgements are computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.bench import Row
+from xformer.data.errors import BadInput
+
+BEGIN, END = "<!-- written by make bench -->", "<!-- until here -->"
+REACHED, MISSED, MARK = "#0072B2", "#E69F00", "#000000"  # told apart also without colours: hatched
+FIGURE = "figures/beside-transformers"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A part's rows, and when and under which load they were measured."""
+
+    part: str
+    date: str
+    load: float
+    rows: list[Row]
+
+
+def number(value: float) -> str:
+    """Three digits at least."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def spread(values: list[float]) -> str:
+    """Median, and where there is more than one the smallest and the largest."""
+    if not values:
+        return ""
+    if len(values) == 1:
+        return number(values[0])
+    return f"{number(median(values))} ({number(min(values))} to {number(max(values))})"
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    factor = f"{spread(row.values)}{'x' if row.other and row.theirs else ''}" if row.theirs else ""
+    what = f"{row.what}{f' ({row.unit})' if row.unit else ''}"
+    note = f"; {row.note}" if row.note else ""
+    target, verdict = "", ""
+    if row.target is not None:
+        sign = "below " if row.goal == "below" else ""
+        target = f"{sign}{row.target:g}{'x' if row.theirs else ''}"
+        verdict = "reached" if row.reached else f"**not reached** ({row.share:.0%})"
+    cells = (what, f"{row.other}{note}", spread(row.ours), spread(row.theirs), factor, target)
+    return f"| {' | '.join((*cells, verdict))} |"
+
+
+HEAD = [
+    "| what | beside | ours | theirs | ours over theirs | target | |",
+    "|---|---|---|---|---|---|---|",
+]
+
+
+def section(machine: str, versions: str, measured: list[Measured], footnotes: list[Measured],
+            gpu: list[Measured], gpu_targets: Iterable[str]) -> str:  # fmt: skip
+    """The part of the page that is written anew each time."""
+    rows = [row for part in measured for row in part.rows]
+    parts = [*measured, *footnotes, *gpu]
+    days = " to ".join(sorted({min(p.date for p in parts), max(p.date for p in parts)}))
+    lines = [
+        BEGIN, "",
+        f"{machine}. {versions}. Measured {days}; before a part began, at most "
+        f"{max(part.load for part in parts):.1f} processes wanted a core.", "",
+        "Medians over the rounds, with the smallest and the largest in brackets.", "",
+    ]  # fmt: skip
+    if rows:
+        lines += [*HEAD, *map(line, rows), ""]
+        if drawable(rows):
+            lines += [f"![Speed beside transformers and the ceiling]({FIGURE}.png)", ""]
+    missed = sorted((r for r in rows if r.target is not None and not r.reached),
+                    key=lambda r: r.share)  # fmt: skip
+    if missed:
+        worst = missed[0]
+        lines += [f"Furthest from its target: {worst.what}, beside {worst.other or 'nothing'}, at "
+                  f"{worst.share:.0%} of it.", ""]  # fmt: skip
+    for part in footnotes:
+        lines += [f"{TITLES[part.part]}:", "", *HEAD, *map(line, part.rows), ""]
+    lines += ["### On CUDA", ""]
+    if gpu:
+        lines += [*HEAD, *(line(row) for part in gpu for row in part.rows), ""]
+    else:
+        lines += ["Not run on CUDA yet. Where there is a device, `make bench` also measures:", "",
+                  *(f"- {what}" for what in gpu_targets), ""]  # fmt: skip
+    return "\n".join([*lines, END])
+
+
+TITLES = {
+    "bf16": "In bf16, which this processor has no instructions for (one round)",
+    "settings": "The Trainer with other settings of its own, in real tokens a second (one round)",
+}
+
+
+def write(page: Path, text: str) -> None:
+    """Put the section in its place of an existing page, or begin a page with it."""
+    if not page.exists():
+        page.write_text(f"# Benchmarks\n\n{text}\n", encoding="utf-8")
+        return
+    old = page.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise BadInput(f"{page} has no place for the table: it lacks the line {BEGIN} or {END}")
+    before, after = old.split(BEGIN)[0], old.split(END, 1)[1]
+    page.write_text(f"{before}{text}{after}", encoding="utf-8")
+
+
+def drawable(rows: list[Row]) -> list[Row]:
+    """Rows that compare with others."""
+    return [row for row in rows if row.theirs]
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Ratios as bars with their targets, as path.svg and path.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "xformer"
+    from matplotlib import pyplot
+
+    rows = drawable(rows)
+    figure, axes = pyplot.subplots(figsize=(9.5, 1.4 + 0.5 * len(rows)), layout="constrained")
+    for place, row in enumerate(rows):
+        _bar(axes, place, row)
+    axes.set_yticks(range(len(rows)), [f"{row.what}\nbeside {_plain(row.other)}" for row in rows],
+                    fontsize=8)  # fmt: skip
+    axes.invert_yaxis()
+    axes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
+    axes.set_xlabel("ours over theirs (bar: median; thin line: smallest to largest round; "
+                    "black mark: target)", fontsize=8)  # fmt: skip
+    axes.set_xlim(0, 1.12 * max(max(*row.values, row.target or 0) for row in rows))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(handles=_legend(), loc="upper center", bbox_to_anchor=(0.35, 1.12), ncols=3,
+                frameon=False, fontsize=8)  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(f"{path}.svg", metadata={"Date": None})
+    figure.savefig(f"{path}.png", dpi=130, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _bar(axes: Any, place: int, row: Row) -> None:
+    middle, reached = median(row.values), row.target is None or row.reached
+    axes.barh(place, middle, 0.55, color=REACHED if reached else MISSED,
+              hatch=None if reached else "///", edgecolor="white", linewidth=0)  # fmt: skip
+    axes.plot([min(row.values), max(row.values)], [place, place], color=MARK, linewidth=1)
+    axes.annotate(f"{middle:.2f}", (max(row.values), place), xytext=(4, 7), fontsize=8,
+                  textcoords="offset points", va="center")  # fmt: skip
+    if row.target is not None:
+        axes.plot([row.target] * 2, [place - 0.38, place + 0.38], color=MARK, linewidth=2.5)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(facecolor=REACHED, label="target reached"),
+        Patch(facecolor=MISSED, hatch="///", edgecolor="white", label="not reached"),
+        Line2D([], [], color=MARK, linewidth=2.5, label="target"),
+    ]
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")

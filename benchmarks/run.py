@@ -1,0 +1,166 @@
+"""Everything that is timed, side by side in one run: `make bench DATA=DIR`.
+
+    python -m benchmarks.run --data DIR                     # all parts, printed
+    python -m benchmarks.run --data DIR --output docs       # and written
+    python -m benchmarks.run mixed tasks --data DIR --rounds 1
+    python -m benchmarks.run --quick                        # a tiny model and made data: a test
+    python -m benchmarks.run mixed --data DIR --ours batch.accumulate=2
+
+DIR holds english_wikipedia/train.txt, vocabs/bert-base-uncased.vocab.txt, glue/MRPC and glue/CoLA.
+
+Ours is train.py as a user runs it, read from its log; theirs is the Trainer, timed by a callback.
+Each is a process of its own with all cores, and they run by turns: ours, theirs, the ceiling, and
+again. Steps of the warm-up do not count, and only real tokens do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from benchmarks import gpu, machine, parts, prepare, report
+from benchmarks.bench import FULL, QUICK, Bench, Row, say
+from benchmarks.quick import make_data
+from benchmarks.report import Measured
+from xformer.data.errors import BadInput, run
+from xformer.data.files import read_json, write_json
+
+TABLE: dict[str, Callable[[Bench], list[Row]]] = {
+    "mixed": parts.mixed, "full": parts.full, "tasks": parts.tasks, "evaluation": parts.evaluation,
+    "whole": parts.whole, "batches": parts.batches, "start": parts.start,
+}  # fmt: skip
+FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
+    "bf16": parts.bf16, "settings": parts.settings,
+}  # fmt: skip
+IN_BF16 = ("mixed", "full", "tasks", "evaluation")  # also there where the processor has it
+NEEDS = ("transformers", "accelerate", "datasets")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message}; see python -m benchmarks.run --help")
+
+
+def main() -> None:
+    """`python -m benchmarks.run [PART ...] --data DIR`"""
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as place:
+        folder = Path(place)
+        if arguments.quick:
+            arguments.data = make_data(folder / "data")
+        bench = Bench(arguments.data.resolve(), folder, QUICK if arguments.quick else FULL,
+                      arguments.rounds, ours=tuple(arguments.ours))  # fmt: skip
+        page = arguments.output / "benchmarks.json" if arguments.output else folder / "page.json"
+        words = {"machine": machine.words(), "versions": machine.versions()}
+        kept = _kept(page, words["versions"]) if arguments.parts else []
+        new = []
+        for name in arguments.parts or _all_parts():
+            new.append(measure(name, bench))
+            kept = [*(part for part in kept if part.part != name), new[-1]]
+            _write(page, words, kept)  # so that an end in the middle leaves what is done
+        print("\n".join([*report.HEAD, *(report.line(row) for part in new for row in part.rows)]))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks.run", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    known = [*TABLE, *FOOTNOTES, *gpu.PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART",
+                        help=f"What to measure (default: all): {', '.join(known)}.")  # fmt: skip
+    parser.add_argument("--data", type=Path, metavar="DIR", help="The raw data.")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N",
+                        help="How often each contestant runs (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="DIR",
+                        help="Write DIR/benchmarks.md (only what is between its two marks), "
+                        "DIR/benchmarks.json and DIR/figures/ (default: print the table alone). "
+                        "Of a few parts, the other rows stay.")  # fmt: skip
+    parser.add_argument("--scratch", type=Path, metavar="DIR",
+                        help="Where to work; start needs 11 GB (default: temporary).")  # fmt: skip
+    parser.add_argument("--ours", action="append", default=[], metavar="KEY=VALUE",
+                        help="A further key of our train.py; may be given again.")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="Made data and a tiny model: shows "
+                        "that everything runs; its numbers mean nothing.")  # fmt: skip
+    arguments = parser.parse_args()
+    if unknown := [part for part in arguments.parts if part not in known]:
+        raise BadInput(f"unknown part {unknown[0]!r}; there are {', '.join(known)}")
+    if arguments.rounds < 1:
+        raise BadInput(f"--rounds {arguments.rounds}: give 1 or more")
+    if missing := [package for package in NEEDS if find_spec(package) is None]:
+        raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
+    if arguments.data is None and not arguments.quick:
+        wanted = f"a directory with {prepare.TEXT} and more, see --help"
+        raise BadInput(f"--data DIR must be given: {wanted}")
+    if not arguments.quick:
+        prepare.check(arguments.data)
+    if not torch.cuda.is_available() and set(arguments.parts) & set(gpu.PARTS):
+        raise BadInput("this machine has no CUDA device for the parts gpu-...")
+    for folder in (arguments.output, arguments.scratch):
+        if folder is not None and not folder.is_dir():
+            raise BadInput(f"{folder} is no directory")
+    return arguments
+
+
+def _all_parts() -> list[str]:
+    extra = ["settings"] if machine.has_bf16() else ["settings", "bf16"]
+    return [*TABLE, *extra, *(gpu.PARTS if torch.cuda.is_available() else ())]
+
+
+def measure(name: str, bench: Bench) -> Measured:
+    """A part's rows, in every precision that the machine has."""
+    load, started = machine.load(), time.perf_counter()
+    say(f"{name} (load {load:.1f})")
+    if name in gpu.PARTS:
+        rows = gpu.PARTS[name](gpu.on_cuda(bench))
+    else:
+        rows = {**TABLE, **FOOTNOTES}[name](bench)
+        if name in IN_BF16 and machine.has_bf16():
+            folder = bench.folder / "bf16"
+            folder.mkdir(exist_ok=True)
+            rows += TABLE[name](replace(bench, precision="bf16", folder=folder))
+    say(f"{name}: {time.perf_counter() - started:.0f} s")
+    return Measured(name, time.strftime("%Y-%m-%d"), load, rows)
+
+
+def _kept(page: Path, versions: str) -> list[Measured]:
+    """What an earlier run measured and this one does not."""
+    if not page.is_file():
+        return []
+    old = read_json(page)
+    if old["versions"] != versions:
+        raise BadInput(f"{page} was measured with {old['versions']}, not {versions}: its rows do "
+                       "not belong beside new ones; measure all parts, or delete it")  # fmt: skip
+    return [
+        Measured(part["part"], part["date"], part["load"], [Row(**row) for row in part["rows"]])
+        for part in old["measured"]
+    ]
+
+
+def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
+    write_json(page, {**words, "measured": [asdict(part) for part in measured]})
+    order = [*TABLE, *FOOTNOTES, *gpu.PARTS]
+    measured = sorted(measured, key=lambda part: order.index(part.part))
+    table, footnotes, on_cuda = (
+        [part for part in measured if part.part in names] for names in (TABLE, FOOTNOTES, gpu.PARTS)
+    )
+    text = report.section(**words, measured=table, footnotes=footnotes, gpu=on_cuda,
+                          gpu_targets=gpu.WANTED)  # fmt: skip
+    rows = [row for part in table for row in part.rows]
+    if report.drawable(rows):
+        report.draw(rows, page.parent / report.FIGURE)
+    report.write(page.with_suffix(".md"), text)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    run(main)

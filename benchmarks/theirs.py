@@ -1,0 +1,154 @@
+"""`transformers`' side: its Trainer with its own collators, told what to do by a JSON object.
+
+    python -m benchmarks.theirs '{"model": "mlm/theirs", "table": "trial-lines/table", ...}'
+
+Prints what it took as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import datasets
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do; all of the Trainer's other settings are its defaults."""
+
+    model: str
+    table: str
+    output: str
+    task: Literal["mlm", "classify"]
+    rows: int
+    steps: int = 0
+    warmup: int = 0  # steps before the clock starts
+    sampling: Literal["random", "sequential", "group_by_length"] = "random"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    threads: int = 1
+    attention: str = "sdpa"
+    workers: int = 0  # processes that build batches
+    compile: bool = False
+    save: bool = False  # a checkpoint with the optimizer's state at the end
+    evaluations: int = 0  # instead of training: passes over the table, after one to warm up
+
+
+class CountingTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer, which also counts the real tokens and all places of its batches."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.real: list[torch.Tensor] = []
+        self.fed: list[int] = []
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
+        self.real.append(inputs["attention_mask"].sum())  # not read here: that waits for CUDA
+        self.fed.append(inputs["attention_mask"].numel())
+        return super().training_step(model, inputs, *args, **settings)
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """When each step ended; with CUDA exact after the warm-up and at the end."""
+
+    def __init__(self, exact: tuple[int, int]):
+        self.exact = exact
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch.cuda.is_available() and state.global_step in self.exact:
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+
+def load(job: Job) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    kinds = {"mlm": "AutoModelForMaskedLM", "classify": "AutoModelForSequenceClassification"}
+    kind = getattr(transformers, kinds[job.task])
+    words = transformers.AutoTokenizer.from_pretrained(job.model)
+    return kind.from_pretrained(job.model, attn_implementation=job.attention), words
+
+
+def trainer(job: Job, clock: Clock) -> CountingTrainer:
+    """The Trainer of a job."""
+    model, words = load(job)
+    collators = {"mlm": transformers.DataCollatorForLanguageModeling,
+                 "classify": transformers.DataCollatorWithPadding}  # fmt: skip
+    table = datasets.load_from_disk(job.table)
+    settings = TrainingArguments(
+        job.output,
+        per_device_train_batch_size=job.rows,
+        per_device_eval_batch_size=job.rows,
+        max_steps=job.steps or 1,
+        learning_rate=1e-4,
+        train_sampling_strategy=job.sampling,
+        bf16=job.precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        torch_compile=job.compile,
+        dataloader_num_workers=job.workers,
+        logging_steps=max(1, job.warmup),
+        save_strategy="steps" if job.save else "no",
+        save_steps=job.steps or 1,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    return CountingTrainer(
+        model, settings, train_dataset=table, eval_dataset=table, processing_class=words,
+        data_collator=collators[job.task](words), callbacks=[clock],
+    )  # fmt: skip
+
+
+def train(job: Job) -> dict[str, float]:
+    """Real tokens a second of the steps after the warm-up, their padding, and peak memory."""
+    clock = Clock((job.warmup, job.steps))
+    peer = trainer(job, clock)
+    started = time.perf_counter()
+    peer.train()
+    real, fed = [int(count) for count in peer.real], peer.fed
+    begin = clock.ends[job.warmup - 1] if job.warmup else started
+    return {
+        "rate": sum(real[job.warmup :]) / (clock.ends[-1] - begin),
+        "padding": 1 - sum(real[job.warmup :]) / sum(fed[job.warmup :]),
+        "tokens": sum(real),
+        "memory_gib": peak_memory(),
+    }
+
+
+def evaluate(job: Job) -> dict[str, float]:
+    """Real tokens a second of whole passes over the table, forward only."""
+    peer = trainer(job, Clock((0, 0)))
+    tokens = sum(map(len, peer.eval_dataset["input_ids"]))
+    seconds = []
+    for _ in range(1 + job.evaluations):
+        started = time.perf_counter()
+        peer.evaluate()
+        seconds.append(time.perf_counter() - started)
+    return {"rate": tokens * job.evaluations / sum(seconds[1:]), "tokens": tokens,
+            "memory_gib": peak_memory()}  # fmt: skip
+
+
+def peak_memory() -> float:
+    """GiB: of CUDA's allocator, else of this process's resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    job = Job(**json.loads(sys.argv[1]))
+    torch.set_num_threads(job.threads)
+    transformers.set_seed(0)
+    transformers.logging.set_verbosity_error()
+    found = evaluate(job) if job.evaluations else train(job)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The benchmarks compare what they say: equal models, equal rows, real tokens; and the tables say
+what was measured."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import Forks, command, good
+from tiny import padded
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import ceiling, gpu, ours, prepare, report, run
+from benchmarks.bench import QUICK, Bench, Ended, Row
+from benchmarks.quick import make_data
+from benchmarks.report import Measured
+from xformer import checkpoint as checkpoints
+from xformer.data.errors import BadInput, Failure
+from xformer.data.files import read_json
+from xformer.data.sampler import Samples
+from xformer.data.store import open_store
+from xformer.model.attention import layout
+from xformer.model.encoder import ModelConfig, Packed, to_device
+from xformer.model.heads import Model
+
+CPU = torch.device("cpu")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A small bench on made data, with one thread."""
+    folder = tmp_path_factory.mktemp("bench")
+    return Bench(make_data(folder / "data"), folder, QUICK, rounds=1, threads=1)
+
+
+@pytest.fixture
+def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.py as a fork."""
+
+    def quickly(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
+        return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
+
+    monkeypatch.setattr(ours, "command", quickly)
+
+
+# ------------------------------------------------------------------------- the same on both sides
+
+
+def batch_of(quick: Bench, store: Any, rows: int, masked: bool) -> Packed:
+    assembler = prepare.assembler(quick, store)
+    some, zeros = np.arange(rows), np.zeros(rows, np.int64)
+    return to_device(
+        assembler.masked_batch(some, zeros, 3, 0.3) if masked else assembler.batch(some), CPU
+    )
+
+
+def test_both_mlm_models_have_one_loss(quick: Bench) -> None:
+    our_model, their_model = prepare.model(quick)
+    batch = batch_of(quick, prepare.lines(quick), 13, masked=True)
+    loss, logits = checkpoints.load(our_model).model().loss(batch)
+    labels = torch.full((len(batch.tokens),), -100)
+    labels[batch.places] = batch.targets
+    given = padded(batch)
+    grid = torch.nn.utils.rnn.pad_sequence(labels.split(list(batch.layout.lengths)), True, -100)
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(their_model).eval()
+    with torch.no_grad():
+        out = theirs(**given, labels=grid)
+    torch.testing.assert_close(loss.total / loss.count, out.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, out.logits[grid != -100], rtol=1e-4, atol=1e-5)
+
+
+def test_both_class_models_have_the_same_logits(quick: Bench) -> None:
+    store = prepare.task(quick, "mrpc")
+    our_model, their_model = prepare.model(quick, tuple(store.labels))
+    batch = batch_of(quick, store, 7, masked=False)
+    assert int(batch.segments.sum()) > 7  # a second text in every row
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(their_model).eval()
+    with torch.no_grad():
+        found = checkpoints.load(our_model).model().logits(batch)
+        expected = theirs(**padded(batch)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    dropouts = {m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)}
+    assert dropouts == {0.1}
+    config = checkpoints.load(our_model).config
+    assert {config.dropout, config.attention_dropout} == {0.1}
+
+
+def test_typical_batches_are_whole_grouped_and_spread() -> None:
+    sizes = np.random.default_rng(5).integers(3, 99, 1300)
+    rows = prepare.typical(sizes, rows=13, warmup=2, steps=7)
+    assert len(rows) == len(set(rows.tolist())) == 9 * 13
+    batches = sizes[rows].reshape(9, 13)
+    padding = 1 - batches.sum() / (13 * batches.max(1)).sum()
+    scattered = sizes.reshape(100, 13)
+    assert padding < 0.15 < 1 - scattered.sum() / (13 * scattered.max(1)).sum()
+    assert abs(batches[2:].mean() / sizes.mean() - 1) < 0.1  # the counted ones, as all the data
+
+
+def test_the_table_holds_the_rows_of_the_store(quick: Bench) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
+    store, table = prepare.trial(quick, prepare.task(quick, "mrpc"), "mrpc", 8)
+    assembler = prepare.assembler(quick, open_store(store))
+    found = datasets.load_from_disk(str(table))
+    assert len(found) == assembler.split.rows == 8 * (QUICK.warmup + QUICK.steps)
+    for row in range(len(found)):
+        batch = assembler.batch(np.array([row]))
+        assert found[row]["input_ids"] == batch.tokens.tolist()
+        assert found[row]["token_type_ids"] == batch.segments.tolist()
+        assert found[row]["labels"] == batch.labels[0]  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------ what is counted
+
+
+def test_the_trainer_counts_real_tokens_alone(quick: Bench) -> None:
+    for package in ("accelerate", "datasets"):
+        pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
+    from benchmarks import theirs
+
+    store, table = prepare.trial(quick, prepare.lines(quick), "lines", 8)
+    job = theirs.Job(model=str(prepare.model(quick)[1]), table=str(table), task="mlm", rows=8,
+                     output=str(quick.folder / "trainer"), steps=3, warmup=1)  # fmt: skip
+    found = theirs.train(job)
+    assembler = prepare.assembler(quick, open_store(store))
+    sizes = assembler.sizes(np.arange(assembler.split.rows))
+    assert found["tokens"] == sizes.sum()  # 3 steps of 8 rows are all rows
+    assert 0 < found["padding"] < 1
+    assert found["rate"] > 0
+
+
+def test_our_rate_weighs_the_lines_of_the_log_by_their_time() -> None:
+    events = [
+        {"time": 10.0, "real_tokens_per_second": 1.0},  # the warm-up, whatever it was
+        {"time": 11.0, "real_tokens_per_second": 100.0},
+        {"time": 14.0, "real_tokens_per_second": 300.0},
+    ]
+    assert ours.rate(events) == (1 * 100 + 3 * 300) / 4
+
+
+def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
+    trial, _ = prepare.trial(quick, prepare.lines(quick), "lines", 8)
+    init = prepare.model(quick)[0]
+    found = ceiling.shapes(trial, init, rows=8, length=QUICK.length, count=3)
+    assembler = prepare.assembler(quick, open_store(trial))
+    samples = Samples(assembler.split.rows, seed=0)
+    rows, epochs = samples.at(np.arange(8, 16))
+    batch = assembler.masked_batch(rows, epochs, 0, 0.15)
+    assert batch.places is not None
+    assert (found[1].tokens, found[1].masked) == (len(batch.tokens), len(batch.places))
+    assert sum(n for n, _ in found[1].runs) == 8
+    assert sum(n * length for n, length in found[1].runs) == len(batch.tokens)
+    config = checkpoints.load(init).config
+    products = ceiling.Products(config, torch.float32, found)
+    with FlopCounterMode(display=False) as counter:
+        products.run(found[1])
+        ceiling.attend(config, torch.float32, found[1], fused=False)
+    squares = sum(n * length**2 for n, length in found[1].runs)
+    C, F, V = config.hidden, config.intermediate, config.vocab_size
+    layer = (8 * C * C + 4 * C * F) * found[1].tokens + 4 * C * squares
+    head = (2 * C * C + 2 * C * V) * found[1].masked
+    assert counter.get_total_flops() == 3 * (config.layers * layer + head)
+
+
+# ------------------------------------------------------------------------------- on CUDA devices
+
+
+def test_the_operations_of_a_step_are_those_torch_counts() -> None:
+    config = ModelConfig(layers=3, hidden=48, heads=4, intermediate=99, vocab_size=101)
+    length, rows, masked = 13, 7, 26
+    model = Model(config, "mlm")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    T = rows * length
+    batch = Packed(
+        torch.arange(T), torch.arange(length).repeat(rows), torch.zeros(T, dtype=torch.int64),
+        layout(np.arange(0, T + 1, length)), places=torch.arange(masked),
+        targets=torch.arange(masked),
+    )  # fmt: skip
+    with FlopCounterMode(display=False) as counter:
+        model.train().loss(batch)[0].total.backward()
+    expected = gpu.training_flops(config, length, masked / T) * T
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-12)
+
+
+def test_idle_is_what_no_kernel_covers() -> None:
+    steps = [("FusedAdam", 100.0 * i, 100.0 * i + 10) for i in range(9)]
+    work = [("gemm", 100.0 * i + 10, 100.0 * i + 60) for i in range(9)]
+    over = [("copy", 100.0 * i + 40, 100.0 * i + 80) for i in range(9)]
+    assert ours.idle_share([*steps, *work, *over]) == pytest.approx(0.2)
+    assert ours.idle_share([*steps, *over]) == pytest.approx(0.5)
+    with pytest.raises(Failure, match="too few"):
+        ours.idle_share(work)
+
+
+def test_a_peak_that_is_not_known_is_refused() -> None:
+    assert gpu.peak("NVIDIA H200") == gpu.peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert gpu.peak("NVIDIA H100 PCIe") == 756e12
+    with pytest.raises(BadInput, match="GTX 1080"):
+        gpu.peak("NVIDIA GeForce GTX 1080")
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_parts_for_cuda_run(quick: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "peak", lambda name: 1e9)
+    monkeypatch.setattr(gpu, "theirs", lambda bench, **job: {"rate": 50.0, "memory_gib": 4.0})
+    monkeypatch.setattr(gpu, "PAPER_ROWS", 2)
+    size = replace(QUICK, length=128, full_rows=8)
+    folder = quick.folder / "cuda"
+    folder.mkdir()
+    some = replace(quick, folder=folder, size=size)
+    packed = gpu.packed(some)
+    assert [row.target for row in packed] == [0.50, 0.45]
+    assert all(row.ours[0] > 0 for row in packed)
+    speed, memory = gpu.mixed(some)
+    assert speed.values == [speed.ours[0] / 50]
+    assert memory.reached == (memory.ours[0] / 4 < 0.5)
+    (hours,) = gpu.paper(some)
+    assert hours.ours[0] > 0
+
+
+# ----------------------------------------------------------------------------------- the tables
+
+
+def row(**changes: Any) -> Row:
+    return replace(Row("a step", "real tokens/s", [30.0, 20.0], "others", [10.0, 10.0], 2.5),
+                   **changes)  # fmt: skip
+
+
+def test_a_row_counts_ratios_round_by_round() -> None:
+    assert row().values == [3.0, 2.0]
+    assert row().reached  # 2.5, the median
+    assert not row(target=2.6).reached
+    assert row(unit="s").values == [1 / 3, 0.5]  # of seconds the fewer the better
+    alone = row(theirs=[], ours=[7.0, 9.0], target=8.0, goal="below", unit="s")
+    assert alone.reached
+    assert alone.share == 1
+    assert not replace(alone, ours=[9.0, 9.0]).reached
+    line = report.line(row(target=5))
+    assert "| 25 (20 to 30) | 10 (10 to 10) | 2.5 (2 to 3)x | 5x | **not reached** (50%) |" in line
+
+
+def test_the_page_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    part = Measured("mixed", "2026-01-02", 0.3, [row(target=5)])
+    text = report.section("A machine", "Python 3", [part], [], [], gpu.WANTED)
+    report.write(page, text)
+    found = page.read_text()
+    assert found.startswith("before\n\n")
+    assert found.endswith("\n\nafter\n")
+    assert "old" not in found
+    assert "Furthest from its target: a step, beside others, at 50% of it." in found
+    assert "Not run on CUDA yet" in found
+    page.write_text("nothing of ours\n")
+    with pytest.raises(BadInput, match="no place for the table"):
+        report.write(page, text)
+    assert page.read_text() == "nothing of ours\n"
+
+
+def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "find_spec", lambda name: True)
+
+    def refused(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["benchmarks.run", *arguments])
+        with pytest.raises(BadInput) as caught:
+            run.main()
+        return str(caught.value)
+
+    assert "--data DIR must be given" in refused()
+    assert f"{tmp_path}/english_wikipedia/train.txt does not exist" in refused(
+        "--data", str(tmp_path)
+    )
+    assert "unknown part 'mixde'; there are mixed, full" in refused("mixde", "--quick")
+    assert "--rounds 0" in refused("--quick", "--rounds", "0")
+    assert "is no directory" in refused("--quick", "--output", str(tmp_path / "absent"))
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in refused("gpu-idle", "--quick")
+    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "accelerate" else True)
+    assert "accelerate not installed: pip install -e '.[bench]'" in refused("--quick")
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("accelerate", "datasets"):
+        pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
+    arguments = ["--quick", "--rounds", "1", "--output", str(tmp_path)]
+    done = good(command("-m", "benchmarks.run", "mixed", *arguments))
+    # another part, measured later, comes beside it
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", "start", *arguments])
+    run.main()
+    content = read_json(tmp_path / "benchmarks.json")
+    assert [part["part"] for part in content["measured"]] == ["mixed", "start"]
+    rows = [Row(**row) for part in content["measured"] for row in part["rows"]]
+    assert [row.target for row in rows] == [5.5, 5.5, 0.9, 8.0, None, 1.05]
+    assert all(value > 0 for row in rows[:3] for value in (*row.ours, *row.theirs))
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert all(report.line(row) in page for row in rows)
+    assert all(report.line(row) in done.out for row in rows[:3])
+    for ending in ("svg", "png"):
+        assert (tmp_path / f"{report.FIGURE}.{ending}").stat().st_size > 5000
