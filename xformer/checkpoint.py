@@ -54,7 +54,7 @@ class Head:
 
     @property
     def outputs(self) -> int:
-        return {"mlm": 0, "classify": len(self.labels), "regress": 1, "span": 2}[self.kind]
+        return {"mlm": 0, "regress": 1, "span": 2}.get(self.kind, len(self.labels))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ CHUNK = 8192  # tokens of one forward pass without gradient
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed batch of numpy arrays; `places`, `targets` are set for MLM, `labels` for tasks."""
+    """A packed batch of numpy arrays; `places`, `targets` are set for MLM and tags, `labels` for
+    other tasks."""
 
     tokens: np.ndarray  # (T,) int64
     positions: np.ndarray  # (T,) int64, from 0 in each row
@@ -116,6 +117,7 @@ class Assembler:
         if "tokens_b" in columns:
             tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], rows, b)
             segments[ragged_arange(second, b + 1)] = 1
+        places, targets = self._tags(rows, starts, a) if "labels" in columns else (None, None)
         return Batch(
             tokens=tokens,
             positions=ragged_arange(np.zeros_like(sizes), sizes),
@@ -123,6 +125,8 @@ class Assembler:
             cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
             rows=rows,
             labels=self._labels(rows, second - starts, b) if "label" in columns else None,
+            places=places,
+            targets=targets,
         )
 
     def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -133,6 +137,14 @@ class Assembler:
             return labels
         there = (labels[:, 0] >= 0) & (labels[:, 1] < b)
         return np.where(there[:, None], second[:, None] + labels, 0)
+
+    def _tags(self, rows: np.ndarray, starts: np.ndarray, a: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Where tokens have a class, and which: (M,) each. What truncation cut has none."""
+        column = self.split.columns["labels"]
+        labels = column.values[ragged_arange(column.offsets[rows], a)]
+        known = labels >= 0
+        return ragged_arange(starts + 1, a)[known], labels[known].astype(np.int64)
 
     def masked_batch(self, rows: np.ndarray, epochs: np.ndarray, seed: int,
                      probability: float) -> Batch:  # fmt: skip

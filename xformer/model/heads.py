@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
-HeadKind = Literal["mlm", "classify", "regress", "span"]
+HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Model(nn.Module):
     """An encoder with the heads a checkpoint has; or a HilbertCNN, `cnn`, in place of the encoder.
 
     `kind` says which one trains and predicts: "mlm"; "classify" (`outputs` classes) and "regress"
-    (one score) on the pooled first token; "span" (start and end of an answer) on every token.
+    (one score) on the pooled first token; "span" (start and end of an answer) and "tag" (`outputs`
+    classes) on every token.
     `parts` are further ones kept beside it: "pooler", and "pair_head", which tells of two texts
     whether the second follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
     order; Min et al. 2019: whether they are of one family). With a `pair_scale` it trains with an
@@ -69,7 +70,7 @@ class Model(nn.Module):
         pools = (pooled or bool(parts)) and config.pooler != "none"
         self.pooler = nn.Linear(C, C) if pools else None
         self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
-        self.task_head = nn.Linear(C, outputs) if task or kind == "span" else None
+        self.task_head = nn.Linear(C, outputs) if task or kind in ("span", "tag") else None
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
@@ -81,7 +82,8 @@ class Model(nn.Module):
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
     def logits(self, batch: Packed) -> Tensor:
-        """(M, V) at the masked places for MLM, (T, 2) for spans, else (N, outputs)."""
+        """(M, V) at the masked places for MLM, (M, outputs) at the labelled ones for tags (without
+        places at all T), (T, 2) for spans, else (N, outputs)."""
         x = self.encoder(batch) if self.cnn is None else self.cnn(batch)
         if self.mlm_head is not None:
             assert batch.places is not None
@@ -90,6 +92,9 @@ class Model(nn.Module):
             raise ValueError("this model has no head: give it one with Checkpoint.with_head")
         if self.kind == "span":
             return self.task_head(x)
+        if self.kind == "tag":
+            x = x if batch.places is None else x[batch.places]
+            return self.task_head(F.dropout(x, self.config.before_head, self.training))
         pooled = self.pooled(x, batch) if self.cnn is None else x  # (N, C)
         return self.task_head(F.dropout(pooled, self.config.before_head, self.training))
 
@@ -99,7 +104,7 @@ class Model(nn.Module):
         if self.pair_scale:
             return self._joint_loss(batch)
         logits = self.logits(batch).float()
-        targets = batch.targets if self.kind == "mlm" else batch.labels
+        targets = batch.targets if self.kind in ("mlm", "tag") else batch.labels
         assert targets is not None
         if self.kind == "regress":
             total = F.mse_loss(logits.squeeze(1), targets, reduction="sum")
