@@ -108,7 +108,7 @@ class Recipe(Settings):
     init: str | None = None
     """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
     head: HeadKind
-    """What to predict: masked tokens, a class, a score, the span of an answer, or the class of every
+    """What to predict: masked tokens, a class, a score, the span of an answer, or the class of each
     word."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of order, masks, dropout and fresh weights."""
