@@ -31,7 +31,7 @@ MASKING_SEED = 0  # one set of validation masks for all runs, so that their loss
 
 # what each form of the command may be given besides
 FORMS = {
-    "data": ("split", "out", "predictions", "mapping", "system"),
+    "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
     "input": ("out", "system"),
 }
@@ -49,6 +49,10 @@ class EvaluateConfig(Settings):
     predictions: str | None = None
     """Write a tab-separated line for each row of the split to this file; for span heads JSON from
     each question's id to its answer; for tag heads the labels of each row's words."""
+    threshold: float | None = None
+    """For span heads: leave a question unanswered where "no answer" scores higher than its best
+    span by more than this, such as the best_threshold that scoring the split valid prints; absent:
+    0 where the split has questions without an answer, else answer all."""
     text: str | None = None
     """A text with mask tokens, such as 'The [MASK] sat.': print the likeliest fillings."""
     top: int = Field(5, ge=1)
@@ -72,7 +76,7 @@ class Scores:
 
 @torch.no_grad()
 def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precision: str,
-          ) -> Scores:  # fmt: skip
+          threshold: float | None = None) -> Scores:  # fmt: skip
     """Metrics of a model on a split. Every rank takes its share and gets the whole result.
 
     Rows are cut into the same chunks on any number of ranks, and the sums run over chunks in
@@ -128,7 +132,7 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     if head.kind == "span":
         total, count, _ = ranks.sum(sums).sum(0).tolist()
         every = ranks.sum(outputs).cpu().numpy()
-        found = spans.score(every, assembler.split)
+        found = spans.score(every, assembler.split, threshold)
         return Scores({"loss": total / count, **found}, every)
     if head.kind == "tag":
         every = ranks.sum(outputs).cpu().numpy()
@@ -255,8 +259,10 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assert head is not None
     if config.predictions and head.kind == "mlm":
         raise BadInput("predictions= is for class and score tasks, not for an MLM head")
+    if config.threshold is not None and head.kind != "span":
+        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
     model = checkpoint.model().to(ranks.device)
-    scores = score(model, assembler, head, ranks, config.system.precision)
+    scores = score(model, assembler, head, ranks, config.system.precision, config.threshold)
     if ranks.rank != 0:
         return
     labels = np.asarray(assembler.split.columns.get("label", ()))
@@ -275,7 +281,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         }
         Path(config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if config.predictions and head.kind == "span" and scores.outputs is not None:
-        answers = spans.predictions(scores.outputs, assembler.split)
+        answers = spans.predictions(scores.outputs, assembler.split, config.threshold)
         Path(config.predictions).write_text(json.dumps(answers, ensure_ascii=False) + "\n",
                                             encoding="utf-8")  # fmt: skip
     elif config.predictions and head.kind == "tag" and scores.outputs is not None:

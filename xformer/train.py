@@ -237,7 +237,7 @@ def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
     free = {}
     for name in wanted.model_fields_set:
         value, has = getattr(wanted, name), getattr(start.config, name)
-        if name in ("dropout", "attention_dropout", "head_dropout"):
+        if name in ("dropout", "attention_dropout", "head_dropout", "dropout_form"):
             free[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")

@@ -71,6 +71,13 @@ class Model(nn.Module):
         self.pooler = nn.Linear(C, C) if pools else None
         self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
         self.task_head = nn.Linear(C, outputs) if task or kind in ("span", "tag") else None
+        form, rate = config.dropout_form, config.before_head
+        # before the pooler, before the head, before the pair head
+        self.first_dropout = rate if form == "roberta" and pooled else 0.0
+        self.dropout = rate if kind != "span" else 0.0
+        if form == "distilbert" and kind in ("span", "tag"):
+            self.dropout = config.dropout
+        self.pair_dropout = rate if form == "albert" else 0.0
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
@@ -78,7 +85,7 @@ class Model(nn.Module):
             return x[batch.first]
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
-        y = self.pooler(x[batch.first])
+        y = self.pooler(F.dropout(x[batch.first], self.first_dropout, self.training))
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
     def logits(self, batch: Packed) -> Tensor:
@@ -90,13 +97,11 @@ class Model(nn.Module):
             return self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight)
         if self.task_head is None:
             raise ValueError("this model has no head: give it one with Checkpoint.with_head")
-        if self.kind == "span":
-            return self.task_head(x)
-        if self.kind == "tag":
-            x = x if batch.places is None else x[batch.places]
-            return self.task_head(F.dropout(x, self.config.before_head, self.training))
-        pooled = self.pooled(x, batch) if self.cnn is None else x  # (N, C)
-        return self.task_head(F.dropout(pooled, self.config.before_head, self.training))
+        if self.kind == "tag" and batch.places is not None:
+            x = x[batch.places]
+        elif self.kind not in ("span", "tag") and self.cnn is None:
+            x = self.pooled(x, batch)  # (N, C)
+        return self.task_head(F.dropout(x, self.dropout, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
         """The summed loss and the logits: cross-entropy (of a span the mean of start and end), or
@@ -127,7 +132,7 @@ class Model(nn.Module):
         assert batch.labels is not None
         x = self.encoder(batch)
         logits = self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight).float()
-        pooled = F.dropout(self.pooled(x, batch), self.config.before_head, self.training)
+        pooled = F.dropout(self.pooled(x, batch), self.pair_dropout, self.training)
         pairs = self.pair_head(pooled).float()
         total = F.cross_entropy(logits, batch.targets, reduction="sum")
         total = total + self.pair_scale * F.cross_entropy(pairs, batch.labels, reduction="sum")
