@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import NO_DROPOUT, Forks, command, good, refused, training
-from toys import WORDS, Toys
+from toys import TOPICS, WORDS, Toys
 
 from preprocess import cli
 from xformer import metrics, tags
@@ -259,7 +259,7 @@ def test_every_word_has_a_token(kind: str) -> None:
     corpus = ["it's a test of the words été and naïve things"] * 9
     tokenizer = (
         tokenizers.symbols(corpus[0].split(), separated=True) if kind == "separated"
-        else tokenizers.train(kind, corpus, 290 if kind == "bpe" else 45)
+        else tokenizers.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
     )  # fmt: skip
     texts = ["it's a \u200d été ", "", "  words\tof \u200b\u200b\n", "\u00ad", "ftx ﬁne 中文 a"]
     plain = tokenizer.encode_batch(texts)
@@ -268,7 +268,7 @@ def test_every_word_has_a_token(kind: str) -> None:
         assert (np.diff(first) > 0).all()
         unknown = tokenizer.special["unk"]
         assert [i for i in ids if i != unknown] == [i for i in bare if i != unknown]
-        for word, start, end in zip(text.split(), first, [*first[1:], len(ids)], strict=True):
+        for word, start, end in zip(text.split(), first, [*first, len(ids)][1:], strict=True):
             alone = tokenizer.encode_batch([word])[0].tolist() or [unknown]
             if kind not in ("bpe", "unigram"):  # whose pieces know the space before a word
                 assert ids[start:end].tolist() == alone
@@ -339,7 +339,7 @@ def test_scores_equal_slow_loops() -> None:
     each = []
     for k in range(5):
         both = sum(gold[i] == said[i] == k for i in scored)
-        each.append(2 * both / sum((gold[i] == k) + (said[i] == k) for i in scored))
+        each.append(2 * both / sum(int(gold[i] == k) + int(said[i] == k) for i in scored))
     assert found["f1"] == pytest.approx(np.mean(each))
     right = total = 0
     for a, b in pairwise(offsets):
@@ -357,18 +357,11 @@ def test_scores_equal_slow_loops() -> None:
 
 
 def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
-    """A word is a name after "ban", a place after "dan", else neither."""
-    found = []
-    for _ in range(rows):
-        row, before = [], ""
-        for word in draw.choice(WORDS, draw.integers(3, 12)):
-            label = {"ban": "B-NAME", "dan": "B-PLACE"}.get(before, "O")
-            row.append((str(word), label))
-            before = str(word) if draw.random() < 0.5 or word in ("ban", "dan") else "ban"
-            if before == "ban" and word != "ban":
-                row.append(("ban", "O"))
-        found.append(row)
-    return found
+    """Words of one topic are names, those of another places."""
+    named = {word: label for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
+             for word in words}  # fmt: skip
+    rows_of_words = (draw.choice(WORDS, draw.integers(3, 25)) for _ in range(rows))
+    return [[(str(w), named.get(str(w), "O")) for w in words] for words in rows_of_words]
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +378,7 @@ def store(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_path: Path) -> None:
     run, said = tmp_path / "run", tmp_path / "labels.txt"
-    lively = ["batch.rows=16", "optim.lr=5e-3", "train.epochs=8"]
+    lively = ["batch.rows=16", "optim.lr=3e-3", "train.epochs=3"]
     good(forks.run(*training(TAG, store, run, *NO_DROPOUT, *lively)))
     result = json.loads((run / "result.json").read_text())["metrics"]
     assert result["test"].keys() == {"loss", "accuracy", "f1", "entity_f1"}
@@ -409,7 +402,7 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     raw = tmp_path / "raw.txt"
     raw.write_text("\n".join([*(" ".join(word for word, _ in row) for row in rows), "", "dan"]))
     done = good(forks.run("evaluate.py", run, f"input={raw}"))
-    assert done.out.splitlines() == [*said.read_text().splitlines(), "", "O"]
+    assert done.out.splitlines() == [*said.read_text().splitlines(), "", "B-PLACE"]
     labelled_there(run, rows, lines, tmp_path)
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
