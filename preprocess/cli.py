@@ -25,6 +25,7 @@ from preprocess import (
     squad,
     stats,
     synthetic,
+    tags,
     tasks,
     text,
     tsv,
@@ -110,6 +111,9 @@ TASKS = {
                     partial(sequences.read, form=form), (dna.ABOUTS | protein.ABOUTS)[name])
        for name, form in (dna.TASKS | protein.TASKS).items()},
     "music/maestro": Reader(music.add_arguments, music.read, music.ABOUT),
+    "conll": Reader(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
+    **{name: Reader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])
+       for name in ("protein/secondary", "protein/conservation")},
 }  # fmt: skip
 
 

@@ -148,8 +148,8 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
 
 
 def _classes(found: dict[str, Any]) -> list[str]:
-    """The labels to draw, the most frequent first, of a store with classes or spans."""
-    if found["kind"] not in ("class", "span"):
+    """The labels to draw, the most frequent first, of a store with classes, spans or tags."""
+    if found["kind"] not in ("class", "span", "tag"):
         return []
     total: Counter[str] = Counter()
     for split in found["splits"].values():
@@ -182,4 +182,5 @@ def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
     axes.set_yticks(places, names, fontsize=8.5, parse_math=False)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(title="Rows by label (splits coloured as beside)", xlabel="rows")
+    what = "words" if found["kind"] == "tag" else "rows"
+    axes.set(title=f"{what.title()} by label (splits coloured as beside)", xlabel=what)

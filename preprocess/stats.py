@@ -18,6 +18,7 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
 from xformer.data.store import TEXTS, Ragged, Store, open_store
+from xformer.data.tags import IGNORED
 
 BLOCK = 2**22  # values read at once
 
@@ -89,11 +90,11 @@ def _summary(found: Counter[int]) -> dict[str, float]:
 
 
 def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
-    if store.kind == "class":
+    if store.kind in ("class", "tag"):
         names = ["(not in training)", "(none)", *store.labels]  # -2, -1, 0, ...
         counts = np.zeros(len(names), np.int64)
         for block in _blocks(values):
-            counts += np.bincount(block + 2, minlength=len(names))
+            counts += np.bincount(block[block != IGNORED] + 2, minlength=len(names))
         found = dict(zip(names, counts.tolist(), strict=True))
         named = {name: found[name] for name in store.labels}
         return named | {
@@ -144,7 +145,8 @@ def survey(store: Store) -> dict[str, Survey]:
             split = store.split(name)
             lengths = {column: row_lengths([values]) for column, values in columns[name].items()}
             together = row_lengths(list(columns[name].values()))
-            label = split.columns.get("label")
+            tags = split.columns.get("labels")  # one a word
+            label = split.columns.get("label") if tags is None else tags.values
             labels = None if label is None else _labels(store, label)
             counts = id_counts(store, name, shown.add)
             found[name] = Survey(split.rows, counts, lengths, together, labels)

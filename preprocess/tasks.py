@@ -1,5 +1,5 @@
-"""Labelled examples -> a store with a `label` column: what every task's reader returns, the checks
-and the splitting they share.
+"""Labelled examples -> a store with a column `label`, or `labels` of tokens: what every task's
+reader returns, the checks and the splitting they share.
 
 To add a task: write a module with `add_arguments(parser)` and `read(arguments) -> Task`, and name
 it in `preprocess/cli.py`'s table.
@@ -32,10 +32,12 @@ from preprocess.words import Encoder
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
+from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
+TAG_METRICS = ("accuracy", "f1", "entity_f1")
 ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
 SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is `train`
@@ -45,7 +47,8 @@ LONGEST_TEXT = 2**24  # characters of a row: it is held in memory as a whole, wi
 
 
 class Row(NamedTuple):
-    """One example: one text or two, the label as it is written (None: there is none)."""
+    """One example: one text or two, the label as it is written (None: there is none); of a task of
+    tags the labels of the text's words, separated by spaces."""
 
     split: str  # "" where the source does not say: it is drawn
     texts: tuple[str, ...]
@@ -70,8 +73,8 @@ class Task:
 
     rows: Callable[[], Iterator[Row]]
     files: list[Path]
-    kind: str  # "class" or "score"
-    metric: str
+    kind: str  # "class", "score" or "tag"
+    metric: str | None  # None: by the classes, of tags alone
     columns: dict[str, Any]
     bad: BadRows
     splits: Sequence[tuple[str, Path]] = ()
@@ -80,6 +83,11 @@ class Task:
     tokenizer: Tokenizer | None = None
     pairs: bool = False
 
+    @property
+    def noun(self) -> str:
+        """What has a label."""
+        return "words" if self.kind == "tag" else "rows"
+
 
 @dataclass
 class Survey:
@@ -87,7 +95,7 @@ class Survey:
     whether ids and groups are given. Memory grows by 8 bytes a row."""
 
     rows: dict[str, int] = field(default_factory=dict)
-    labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> label -> rows
+    labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
     classes: set[str] = field(default_factory=set)
     keys: dict[str, array[int]] = field(default_factory=dict)
     ids: bool = False
@@ -96,7 +104,7 @@ class Survey:
 
 def check_metric(kind: str, metric: str | None) -> str:
     """The metric to report, by default accuracy or spearman. Raises BadInput on a wrong one."""
-    allowed = CLASS_METRICS if kind == "class" else SCORE_METRICS
+    allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS, "tag": TAG_METRICS}[kind]
     if metric is None:
         return allowed[0]
     if metric not in allowed:
@@ -118,7 +126,8 @@ def write_task(
     equal texts, and rows of one group, stay together. Published splits stay as they are: texts in
     two of them are counted, in the origin and on standard error.
     The label column is int64 (a class id; UNLABELLED where a row has none, UNSEEN where its class
-    is in no row of training) or float32 (NaN where none).
+    is in no row of training) or float32 (NaN where none); the column of tags is int16, ragged like
+    the tokens (IGNORED where no word begins).
     Raises BadInput naming file and line of a label or score that cannot be.
     """
     survey = _survey(task, seed)
@@ -129,14 +138,15 @@ def write_task(
     if "train" not in survey.rows:
         raise BadInput(f"{task.files[0]} holds no row for training")
     twice = _twice(survey)
-    labels = _class_names(task, survey) if task.kind == "class" else []
-    unseen = _unseen(survey, labels) if task.kind == "class" else {}
+    labels = _class_names(task, survey) if task.kind != "score" else []
+    unseen = _unseen(survey, labels, task.noun) if task.kind != "score" else {}
     names: list[str] = [name for name in ORDER if name in survey.rows]
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
-    columns = {**dict.fromkeys(texts, ""), "label": "int64" if labels else "float32"}
+    label = {"class": {"label": "int64"}, "score": {"label": "float32"}, "tag": {"labels": "int16"}}
+    columns = {**dict.fromkeys(texts, ""), **label[task.kind]}
     columns |= {"id": "uint8"} if survey.ids else {}
     columns |= {"group": "int64"} if survey.groups else {}
-    ragged = [*texts, "id"] if survey.ids else texts
+    ragged = [name for name in columns if name in (*texts, "id", "labels")]
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
@@ -151,7 +161,8 @@ def write_task(
         origin |= {"in_two_splits": twice} if twice else {}
         # splits close in reverse; the store lists them in their usual order
         store.splits = {name: store.splits[name] for name in names}
-        store.finish(task.kind, labels, task.metric, origin)
+        metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
+        store.finish(task.kind, labels, metric, origin)
         return store.splits
 
 
@@ -180,9 +191,17 @@ def _wrong(task: Task, row: Row) -> str | None:
     if task.kind == "score":
         fine = math.isfinite(_number(row.label))
         return None if fine else f"the score {row.label!r} is not a number"
-    if task.labels and row.label not in task.labels:
-        return f"label {row.label!r} is none of {', '.join(task.labels)}"
+    for label in _classes(task, row.label):
+        if task.labels and label not in task.labels:
+            return f"label {label!r} is none of {', '.join(task.labels)}"
     return None
+
+
+def _classes(task: Task, label: str) -> list[str]:
+    """The classes in a row's label."""
+    if task.kind != "tag":
+        return [label]
+    return [name for name in label.split(" ") if name != NO_LABEL]
 
 
 def _number(label: str) -> float:
@@ -197,9 +216,10 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
     salt = seed.to_bytes(8, "little", signed=True)
     for row in _rows(task, drawn):
         survey.rows[row.split] = survey.rows.get(row.split, 0) + 1
-        if task.kind == "class" and row.label is not None:
-            survey.labels.setdefault(row.split, Counter())[row.label] += 1
-            survey.classes.add(row.label)
+        if task.kind != "score" and row.label is not None:
+            found = _classes(task, row.label)
+            survey.labels.setdefault(row.split, Counter()).update(found)
+            survey.classes.update(found)
             if len(survey.classes) > MAX_CLASSES:
                 raise BadInput(
                     f"{row.file}: the label column holds more than {MAX_CLASSES} classes; "
@@ -263,8 +283,9 @@ def _class_names(task: Task, survey: Survey) -> list[str]:
     return labels
 
 
-def _unseen(survey: Survey, labels: list[str]) -> dict[str, dict[str, int]]:
-    """split -> class -> rows of the classes that training has not; says so on standard error."""
+def _unseen(survey: Survey, labels: list[str], what: str) -> dict[str, dict[str, int]]:
+    """split -> class -> rows, or words (`what`), of the classes that training has not; says so on
+    standard error."""
     found: dict[str, dict[str, int]] = {}
     for split, counts in survey.labels.items():
         if unseen := {label: n for label, n in sorted(counts.items()) if label not in labels}:
@@ -272,7 +293,7 @@ def _unseen(survey: Survey, labels: list[str]) -> dict[str, dict[str, int]]:
             named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
             more = ", ..." if len(unseen) > 5 else ""
             print(
-                f"warning: {split}: rows of classes that training has not count as wrong: "
+                f"warning: {split}: {what} of classes that training has not count as wrong: "
                 f"{named}{more}",
                 file=sys.stderr,
             )
@@ -306,15 +327,30 @@ class _Writer:
             rows = [row for row in batch if row.split == name]
             if not rows:
                 continue
-            for i, column in enumerate(c for c in ("tokens", "tokens_b") if c in split.offsets):
-                split.append_ragged(column, *self.encoder.encode([row.texts[i] for row in rows]))
-            split.append("label", np.array([self._label(row.label) for row in rows]))
+            if "labels" in split.offsets:
+                self._append_tags(split, rows)
+            else:
+                for i, column in enumerate(c for c in ("tokens", "tokens_b") if c in split.offsets):
+                    texts = [row.texts[i] for row in rows]
+                    split.append_ragged(column, *self.encoder.encode(texts))
+                split.append("label", np.array([self._label(row.label) for row in rows]))
             if "id" in split.offsets:
                 split.append_texts("id", [row.id or "" for row in rows])
             if "group" in split.writers:
                 groups = self.groups[name]
                 numbers = [groups.setdefault(row.group or "", len(groups)) for row in rows]
                 split.append("group", np.array(numbers))
+
+    def _append_tags(self, split: SplitWriter, rows: list[Row]) -> None:
+        """Tokens and their labels: a word's stands at its first token."""
+        encoded = encode_words(self.encoder.tokenizer, [row.texts[0] for row in rows])
+        labels = [np.full(len(ids), IGNORED) for ids, _ in encoded]
+        for row, found, (_, first) in zip(rows, labels, encoded, strict=True):
+            names = row.label.split(" ") if row.label else [NO_LABEL] * len(first)
+            found[first] = [UNLABELLED if name == NO_LABEL else self._label(name) for name in names]
+        lengths = np.array([len(ids) for ids, _ in encoded])
+        split.append_ragged("tokens", np.concatenate([ids for ids, _ in encoded]), lengths)
+        split.append_ragged("labels", np.concatenate(labels), lengths)
 
     def _label(self, label: str | None) -> float:
         if self.class_ids:

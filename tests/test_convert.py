@@ -470,7 +470,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "lacks the tensor encoder.embedding_hidden_mapping_in.weight",
     ),
     "another activation than its head's": (
-        "roberta", config(hidden_act="relu"), "hidden_act 'relu' is none of gelu"
+        "roberta", config(hidden_act="relu"), "not that of roberta's MLM head, which is always gelu"
     ),
     "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is no id"),
     "words for positions": (

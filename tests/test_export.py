@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -87,21 +88,40 @@ def test_there_and_back_every_byte_is_the_same(name: str, kind: str, tmp_path: P
     loaded(**tokenizer(["w3", "w4 w5"], padding=True, return_tensors="pt"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def mixed(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Norms in float32, queries in float64, the rest in float16."""
+    if "norm" in name.lower():
+        return weight
+    return weight.double() * 1.1 if "q_lin" in name or "query" in name else weight.half()
+
+
+PRECISIONS: dict[str, tuple[str, Callable[[str, torch.Tensor], torch.Tensor]]] = {
+    "fp16": ("float16", lambda _, w: w.half()),
+    "bf16": ("bfloat16", lambda _, w: w.bfloat16()),
+    "fp64": ("float64", lambda _, w: w.double() * 1.1),  # which float32 does not hold
+    "mixed": ("float16", mixed),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_half_precision_comes_back_as_it_was(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_precision_comes_back_as_it_was(name: str, precision: str, tmp_path: Path) -> None:
+    common, change = PRECISIONS[precision]
     tiny(f"{name}ForSequenceClassification", tmp_path)
-    half = {n: w.to(dtype) for n, w in load_file(tmp_path / "model.safetensors").items()}
-    save_file(half, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = {n: change(n, w) for n, w in load_file(tmp_path / "model.safetensors").items()}
+    save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = there_and_back(tmp_path, tmp_path)
     assert_same_bytes(found, tmp_path)
-    assert read_json(found / "config.json")["dtype"] == str(dtype).removeprefix("torch.")
+    assert len({w.dtype for w in source.values()}) == (3 if precision == "mixed" else 1)
+    assert read_json(found / "config.json")["dtype"] == common
     # trained since, the weights no longer fit
     checkpoint = checkpoints.load(tmp_path / "ours")
-    weights = {n: w + 1e-6 for n, w in checkpoint.weights.items()}
+    assert {w.dtype for w in checkpoint.model().state_dict().values()} == {torch.float32}
+    weights = {n: w.float() + 1e-6 for n, w in checkpoint.weights.items()}
     hf.to_hf(replace(checkpoint, weights=weights), tmp_path / "changed")
     changed = load_file(tmp_path / "changed/model.safetensors")
     assert {w.dtype for w in changed.values()} == {torch.float32}
+    assert read_json(tmp_path / "changed/config.json")["dtype"] == "float32"
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -143,7 +163,7 @@ def test_our_own_checkpoints_give_equal_outputs_there(
     learned: dict[str, tokenizers.Tokenizer], family: str, kind: Any, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    head = Head(kind, ("a", "b", "c") if kind == "classify" else ())
+    head = Head(kind, ("a", "b", "c") if kind in ("classify", "tag") else ())
     made, _, _ = scratch(learned, family).with_head(head, seed=2)
     assert hf.to_hf(made, tmp_path / "theirs").name == family
     auto = getattr(transformers, f"AutoModel{AUTO[kind]}")
@@ -154,9 +174,10 @@ def test_our_own_checkpoints_give_equal_outputs_there(
     if kind == "span":
         expected = packed(torch.stack([found.start_logits, found.end_logits], 2), batch)
     else:
-        expected = packed(found.logits, batch)[batch.places] if kind == "mlm" else found.logits
+        words = kind in ("mlm", "tag")
+        expected = packed(found.logits, batch)[batch.places] if words else found.logits
     assert distance(ours, expected) <= 1e-5
-    if kind == "classify":
+    if head.labels:
         assert list(theirs.config.id2label.values()) == ["a", "b", "c"]
     again = hf.from_hf(tmp_path / "theirs").checkpoint
     assert again.head is not None

@@ -37,7 +37,8 @@ from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 
 FAMILIES = ["Bert", "Roberta", "Albert", "DistilBert"]
 HEADS = {"mlm": "MaskedLM", "classify": "SequenceClassification",
-         "regress": "SequenceClassification", "span": "QuestionAnswering"}  # fmt: skip
+         "regress": "SequenceClassification", "span": "QuestionAnswering",
+         "tag": "TokenClassification"}  # fmt: skip
 CASES = [(name, kind) for name in FAMILIES for kind in HEADS]
 CASES += [("Bert", "pair"), ("Albert", "pair")]
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -51,6 +52,7 @@ def class_of(name: str, kind: str) -> str:
 
 def labels_of(batch: Packed, kind: str) -> Tensor:
     """Labels that fit the kind of head; a span begins before it ends, or is 0, 0."""
+    assert batch.places is not None
     sizes = torch.tensor(batch.layout.lengths)
     if kind == "span":
         places = torch.rand(len(sizes), 2, generator=seeded(6)).sort(1).values * sizes[:, None]
@@ -58,6 +60,8 @@ def labels_of(batch: Packed, kind: str) -> Tensor:
         return places.long()
     if kind == "regress":
         return torch.randn(len(sizes), generator=seeded(5))
+    if kind == "tag":
+        return batch.places % 4  # of the words at those places
     return torch.randint(2 if kind == "pair" else 4, sizes.shape, generator=seeded(5))
 
 
@@ -77,6 +81,8 @@ def their_labels(batch: Packed, kind: str, family: Family) -> dict[str, Tensor]:
         pair = {"bert": "next_sentence_label", "albert": "sentence_order_label"}
         more = {pair[family.name]: batch.labels} if kind == "pair" else {}
         return {"labels": masked_labels(batch), **more}
+    if kind == "tag":
+        return {"labels": masked_labels(replace(batch, targets=batch.labels))}
     return {"labels": batch.labels}
 
 
@@ -164,8 +170,8 @@ def parity(name: str, kind: str, dtype: torch.dtype, lengths: list[int], directo
 
 
 def their_logits(expected: Any, batch: Packed, kind: str) -> Tensor:
-    if kind in ("mlm", "pair"):
-        logits = expected.logits if kind == "mlm" else expected.prediction_logits
+    if kind in ("mlm", "pair", "tag"):
+        logits = expected.prediction_logits if kind == "pair" else expected.logits
         return packed(logits, batch)[batch.places]
     if kind == "span":
         return packed(torch.stack([expected.start_logits, expected.end_logits], 2), batch)
@@ -179,7 +185,7 @@ def table_of(family: Family, model: Model) -> Table:
         return table | family.pooler | family.classify
     table |= family.pooler if model.pooler is not None else {}
     table |= family.pair if model.pair_head is not None else {}
-    return table | (family.mlm if model.kind == "mlm" else family.span)
+    return table | {"mlm": family.mlm, "span": family.span, "tag": family.tag}[str(model.kind)]
 
 
 def gradient_error(model: Model, theirs: Any, family: Family, table: Table) -> float:
@@ -238,28 +244,29 @@ def test_losses_are_sums_with_counts(name: str, tmp_path: Path) -> None:
         # sequences of one length: their loss of spans has no padding in it
         batch = random_batch([LONGEST] * 4)
         batch = replace(batch, labels=labels_of(batch, kind))
+        batch = replace(batch, targets=batch.labels) if kind == "tag" else batch
         expected = theirs(**padded(batch, family.name), **their_labels(batch, kind, family))
         loss, logits = ours.loss(batch)
         assert distance(loss.total / loss.count, expected.loss) <= 1e-5
         assert batch.places is not None
-        assert loss.count == (len(batch.places) if kind == "mlm" else 4)
+        assert loss.count == (len(batch.places) if kind in ("mlm", "tag") else 4)
         assert distance(logits, their_logits(expected, batch, kind)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
-    for kind in ("mlm", "classify", "span"):
+    for kind in ("mlm", "classify", "span", "tag"):
         theirs = tiny(class_of(name, kind), tmp_path / kind)
         ours = hf.from_hf(tmp_path / kind).checkpoint.model()
         batch = random_batch([LONGEST] * 4)
         batch = replace(batch, labels=labels_of(batch, kind))
         family = family_of(class_of(name, kind))
         expected = theirs(**padded(batch, family.name))
-        if kind == "mlm":
+        if kind in ("mlm", "tag"):
             likeliest = their_logits(expected, batch, kind).argmax(1)
             half = torch.arange(len(likeliest)) % 2 == 0
             assert batch.targets is not None
-            targets = torch.where(half, likeliest, (likeliest + 1) % 97)
+            targets = torch.where(half, likeliest, (likeliest + 1) % expected.logits.size(-1))
             batch = replace(batch, targets=targets)
         else:
             likeliest = expected.logits.argmax(1) if kind == "classify" else torch.stack(
@@ -274,9 +281,10 @@ def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
         assert int(loss.correct) == int(half.sum())
 
 
-@pytest.mark.parametrize("name", ["Bert", "Albert"])
+@pytest.mark.parametrize("kind", ["mlm", "classify", "span", "tag"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_dropout_falls_where_transformers_drops(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # one sequence: torch's random numbers, put for ours, are drawn in the same order
     monkeypatch.setattr(
@@ -284,16 +292,18 @@ def test_dropout_falls_where_transformers_drops(
         lambda size, rate, dtype: torch.empty(size, dtype=dtype).bernoulli_(1 - rate),
     )
     rates = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
-    if name == "Albert":  # which has none behind its MLP
-        rates["hidden_dropout_prob"] = 0.0
-        rates["classifier_dropout_prob"] = 0.4
-    theirs = tiny(f"{name}ForSequenceClassification", tmp_path, **rates).train()
+    head = "classifier_dropout_prob" if name == "Albert" else "classifier_dropout"
+    if name == "DistilBert":
+        rates, head = {"dropout": 0.3, "attention_dropout": 0.2}, "seq_classif_dropout"
+        rates["qa_dropout"] = 0.3  # as `dropout`, which we take for it
+    theirs = tiny(class_of(name, kind), tmp_path, **rates, **{head: 0.4}).train()
     ours = hf.from_hf(tmp_path).checkpoint.model().train()
-    batch = random_batch([LONGEST])
+    batch = replace(random_batch([LONGEST]), places=torch.arange(LONGEST))
     outputs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        expected = theirs(**padded(batch)).logits
+        found = theirs(**padded(batch, family_of(f"{name}Model").name))
+        expected = their_logits(found, batch, kind)
         torch.manual_seed(seed)
         outputs.append(ours.logits(batch))
         assert distance(outputs[-1], expected) <= 1e-5

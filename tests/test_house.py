@@ -30,7 +30,7 @@ FLOORS = (
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
      "xformer.monitor", "xformer.run"),
-    ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans"),
+    ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
     ("xformer.study",),
 )  # fmt: skip
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

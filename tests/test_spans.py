@@ -126,6 +126,33 @@ def test_windows_are_merged_by_question(store: Path) -> None:
         assert scores["exact_match"] == metrics.squad(wanted, golds)["exact_match"]
 
 
+def test_a_threshold_is_applied(store: Path) -> None:
+    split = open_store(store).split("train")
+    outputs = random_outputs(split, 7)
+    texts, margins = slow_answers(outputs, split)
+    golds = [g or [] for g in spans.wanted_answers(split)]
+    best = spans.score(outputs, split)["best_threshold"]
+    for threshold in (best, -99.0, 99.0, sorted(margins)[4]):
+        wanted = ["" if m > threshold else t for t, m in zip(texts, margins, strict=True)]
+        assert list(spans.predictions(outputs, split, threshold).values()) == wanted
+        assert spans.score(outputs, split, threshold) == pytest.approx(
+            metrics.squad(wanted, golds) | spans_best(texts, margins, golds)
+        )
+    found = spans.score(outputs, split, best)
+    assert found["f1"] == pytest.approx(found["best_f1"])
+    # also where nobody knows the answers: there all questions are answered by default
+    hidden = open_store(store).split("test")
+    outputs = random_outputs(hidden, 7)
+    _, margins = slow_answers(outputs, hidden)
+    said = spans.predictions(outputs, hidden, sorted(margins)[1]).values()
+    assert [text == "" for text in said] == [m > sorted(margins)[1] for m in margins]
+    assert "" not in spans.predictions(outputs, hidden).values()
+
+
+def spans_best(texts: list[str], margins: list[float], golds: list[list[str]]) -> dict[str, float]:
+    return metrics.squad_with_threshold(texts, np.array(margins), golds)
+
+
 def test_hidden_answers_are_not_scored(store: Path) -> None:
     split = open_store(store).split("test")
     with pytest.raises(BadInput, match="the split 'test' has no answers to score against"):
@@ -170,17 +197,56 @@ OFFICIAL = {
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_metrics_equal_the_official_script(shared: Path, name: str) -> None:
+    texts, wanted = official(shared, name)
+    found = metrics.squad(texts, wanted)
+    kinds = ("", "answerable_", "unanswerable_")
+    values = [100 * found[f"{kind}{m}"] for kind in kinds for m in ("exact_match", "f1")]
+    assert values == pytest.approx(OFFICIAL[name], rel=1e-12)
+
+
+def official(shared: Path, name: str) -> tuple[list[str], list[list[str]]]:
+    """The answers of a public model to dev-v2.0, and those that are right."""
     data = json.loads((shared / "squad/dev-v2.0.rebuilt.json").read_text(encoding="utf-8"))["data"]
     file = next(
         f for f in (shared / "squad").glob("predictions*") if name.lower() in f.name.lower()
     )
     given = json.loads(file.read_text(encoding="utf-8"))
     asked = [qa for article in data for p in article["paragraphs"] for qa in p["qas"]]
-    wanted = [[a["text"] for a in qa["answers"]] for qa in asked]
-    found = metrics.squad([given[qa["id"]] for qa in asked], wanted)
-    kinds = ("", "answerable_", "unanswerable_")
-    values = [100 * found[f"{kind}{m}"] for kind in kinds for m in ("exact_match", "f1")]
-    assert values == pytest.approx(OFFICIAL[name], rel=1e-12)
+    return [given[qa["id"]] for qa in asked], [[a["text"] for a in qa["answers"]] for qa in asked]
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
+    """What `evaluate-v2.0.py --na-prob-file` does: above the threshold a question gets the score
+    that no answer has, 1 where there is none; the best threshold is found by going through all."""
+    texts, wanted = official(shared, name)
+    rng = np.random.default_rng(3)
+    # as a model would say it: mostly high where its answer is none
+    margin = np.array([(1.0 if text == "" else -1.0) for text in texts]) + rng.normal(size=11873)
+    each = np.array([metrics.answer_scores(t, w) for t, w in zip(texts, wanted, strict=True)])
+    none = np.array([float(not w) for w in wanted])
+    for threshold in (0.0, -0.7, 1.5):
+        scores = np.where(margin[:, None] > threshold, none[:, None], each)
+        found = metrics.squad(spans.answered(texts, margin, threshold), wanted)
+        assert [found["exact_match"], found["f1"]] == pytest.approx(scores.mean(0), rel=1e-12)
+        for kind, which in (("answerable_", none == 0), ("unanswerable_", none == 1)):
+            assert found[f"{kind}f1"] == pytest.approx(scores[which, 1].mean(), rel=1e-12)
+    everything = spans.answered(texts, margin, 99.0)  # a threshold that all stay below
+    assert 100 * metrics.squad(everything, wanted)["f1"] == pytest.approx(OFFICIAL[name][1])
+    nothing = metrics.squad(spans.answered(texts, margin, -99.0), wanted)
+    assert nothing["exact_match"] == nothing["f1"] == pytest.approx(5945 / 11873)
+    # the script's find_best_thresh, line by line
+    current = best = none.sum()
+    at = 0.0
+    for i in np.argsort(margin, kind="stable"):
+        current += each[i, 1] if wanted[i] else (-1 if texts[i] else 0)
+        if current > best:
+            best, at = current, margin[i]
+    found = metrics.squad_with_threshold(texts, margin, wanted)
+    assert found["best_f1"] == pytest.approx(best / 11873, rel=1e-12)
+    assert found["best_threshold"] == at
+    best_answers = metrics.squad(spans.answered(texts, margin, at), wanted)
+    assert best_answers["f1"] == pytest.approx(found["best_f1"], rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------- end to end
@@ -206,6 +272,12 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     assert json.loads(said.read_text()) == wanted
     assert "" in wanted.values()
     assert answered_there(run, raw, tmp_path) == wanted
+    # above all margins, so that every question is answered; below, so that none is
+    for threshold, unanswerable in (("1e9", 0.0), ("-1e9", 1.0)):
+        done = good(forks.run("evaluate.py", run, f"data={store}", "split=train",
+                              f"predictions={said}", f"threshold={threshold}"))  # fmt: skip
+        assert f"train unanswerable_f1 {unanswerable:.4f}" in done.out
+        assert ("" in json.loads(said.read_text()).values()) == bool(unanswerable)
     refused(forks.run("evaluate.py", run, f"data={store}"), "no answers to score against")
     refused(forks.run("evaluate.py", run, "input=x.tsv"), "needs a checkpoint with a class or")
 

@@ -63,7 +63,7 @@ class Head:
 
     @property
     def outputs(self) -> int:
-        return {"mlm": 0, "classify": len(self.labels), "regress": 1, "span": 2}[self.kind]
+        return {"mlm": 0, "regress": 1, "span": 2}.get(self.kind, len(self.labels))
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,15 @@ class Checkpoint:
     mapping: np.ndarray | None = None
 
     def model(self) -> Model:
-        """The model with these weights (copied), on the CPU in evaluation mode.
+        """The model with these weights (copied, float32), on the CPU in evaluation mode.
 
         Raises BadInput if a weight is missing, left over or of another shape.
         """
         check_weights(self.weights, self._empty_model().state_dict(), "the checkpoint")
         with torch.device("meta"):
             model = self._empty_model()
-        model.load_state_dict({k: v.clone() for k, v in self.weights.items()}, assign=True)
+        weights = {k: v.to(torch.float32, copy=True) for k, v in self.weights.items()}
+        model.load_state_dict(weights, assign=True)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         return model.eval()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, metrics, predict, spans
+from xformer import distributed, metrics, predict, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
@@ -31,7 +31,7 @@ MASKING_SEED = 0  # one set of validation masks for all runs, so that their loss
 
 # what each form of the command may be given besides
 FORMS = {
-    "data": ("split", "out", "predictions", "mapping", "system"),
+    "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
     "input": ("out", "system"),
 }
@@ -48,13 +48,18 @@ class EvaluateConfig(Settings):
     """Write the scores as JSON to this file; with `input` the predictions."""
     predictions: str | None = None
     """Write a tab-separated line for each row of the split to this file; for span heads JSON from
-    each question's id to its answer."""
+    each question's id to its answer; for tag heads the labels of each row's words."""
+    threshold: float | None = None
+    """For span heads: leave a question unanswered where "no answer" scores higher than its best
+    span by more than this, such as the best_threshold that scoring the split valid prints; absent:
+    0 where the split has questions without an answer, else answer all."""
     text: str | None = None
     """A text with mask tokens, such as 'The [MASK] sat.': print the likeliest fillings."""
     top: int = Field(5, ge=1)
     """How many fillings to print."""
     input: str | None = None
-    """A tab-separated file of raw rows to predict."""
+    """A tab-separated file of raw rows to predict; for tag heads a text a line, whose words stand
+    between white space."""
     mapping: str | None = None
     """What the store's ids mean to the model; absent: as in training."""
     system: SystemConfig = SystemConfig()
@@ -71,7 +76,7 @@ class Scores:
 
 @torch.no_grad()
 def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precision: str,
-          ) -> Scores:  # fmt: skip
+          threshold: float | None = None) -> Scores:  # fmt: skip
     """Metrics of a model on a split. Every rank takes its share and gets the whole result.
 
     Rows are cut into the same chunks on any number of ranks, and the sums run over chunks in
@@ -82,8 +87,9 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     rows = assembler.split.rows
     all_chunks = list(chunks(assembler, rows))
     sums = torch.zeros(len(all_chunks), 3, dtype=torch.float64, device=ranks.device)
-    width = {"mlm": 2, "span": 4}.get(head.kind, head.outputs)
-    outputs = torch.zeros(rows, width, device=ranks.device)
+    width = {"mlm": 2, "span": 4, "tag": tags.WIDTH}.get(head.kind, head.outputs)
+    judged = assembler.split.tokens if head.kind == "tag" else rows
+    outputs = torch.zeros(judged, width, device=ranks.device)
     for i, part in enumerate(all_chunks):
         if i % ranks.world_size != ranks.rank:
             continue
@@ -102,6 +108,9 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
                     total = F.cross_entropy(logits, packed.targets, reduction="sum")
                     outputs[places] = loss.pairs
                 sums[i] = torch.stack([total, total.new_tensor(loss.count), loss.correct])
+            elif head.kind == "tag":
+                places, logits = tags.outcome(model, packed, batch, assembler)
+                outputs[places] = logits
             else:
                 outputs[places] = model.logits(packed).float()
         if head.kind == "span":
@@ -123,8 +132,11 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     if head.kind == "span":
         total, count, _ = ranks.sum(sums).sum(0).tolist()
         every = ranks.sum(outputs).cpu().numpy()
-        found = spans.score(every, assembler.split)
+        found = spans.score(every, assembler.split, threshold)
         return Scores({"loss": total / count, **found}, every)
+    if head.kind == "tag":
+        every = ranks.sum(outputs).cpu().numpy()
+        return Scores(tags.score(every, assembler.split, head.labels), every)
     return _task_scores(ranks.sum(outputs).cpu().numpy(), assembler.split, head)
 
 
@@ -179,14 +191,14 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
 
 def check_task(store: Store, head: Head) -> None:
     """Raise BadInput unless the store holds what the head predicts."""
-    kinds = {"mlm": ("text", "class", "score", "span"), "classify": ("class",),
-             "regress": ("score",), "span": ("span",)}  # fmt: skip
+    kinds = {"mlm": ("text", "class", "score", "span", "tag"), "classify": ("class",),
+             "regress": ("score",), "span": ("span",), "tag": ("tag",)}  # fmt: skip
     if store.kind not in kinds[head.kind]:
         wants = " or ".join(kinds[head.kind])
         raise BadInput(
             f"head={head.kind} needs a store of kind {wants}; {store.path} is {store.kind}"
         )
-    if (head.kind == "classify" or head.pair_scale) and tuple(store.labels) != head.labels:
+    if (head.kind in ("classify", "tag") or head.pair_scale) and tuple(store.labels) != head.labels:
         unknown = sorted(set(store.labels) - set(head.labels))
         what = f"labels outside the checkpoint's classes: {', '.join(unknown)}" if unknown else (
             f"other classes than the checkpoint's: {', '.join(store.labels)}"
@@ -247,8 +259,10 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assert head is not None
     if config.predictions and head.kind == "mlm":
         raise BadInput("predictions= is for class and score tasks, not for an MLM head")
+    if config.threshold is not None and head.kind != "span":
+        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
     model = checkpoint.model().to(ranks.device)
-    scores = score(model, assembler, head, ranks, config.system.precision)
+    scores = score(model, assembler, head, ranks, config.system.precision, config.threshold)
     if ranks.rank != 0:
         return
     labels = np.asarray(assembler.split.columns.get("label", ()))
@@ -267,9 +281,12 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         }
         Path(config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if config.predictions and head.kind == "span" and scores.outputs is not None:
-        answers = spans.predictions(scores.outputs, assembler.split)
+        answers = spans.predictions(scores.outputs, assembler.split, config.threshold)
         Path(config.predictions).write_text(json.dumps(answers, ensure_ascii=False) + "\n",
                                             encoding="utf-8")  # fmt: skip
+    elif config.predictions and head.kind == "tag" and scores.outputs is not None:
+        lines = tags.lines(scores.outputs, assembler.split, head.labels)
+        Path(config.predictions).write_text(lines, encoding="utf-8")
     elif config.predictions and scores.outputs is not None:
         outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
         rows = [[str(row)] for row in range(len(outputs))]
@@ -280,9 +297,12 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
 def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig) -> None:
     head = checkpoint.head
     if head is None or head.kind in ("mlm", "span"):
-        raise BadInput("input= needs a checkpoint with a class or score head")
-    texts = predict.read_rows(Path(str(config.input)), head)
-    lines = predict.as_lines(head, predict.predict_rows(checkpoint, texts), texts)
+        raise BadInput("input= needs a checkpoint with a class, score or tag head")
+    if head.kind == "tag":
+        lines = tags.predict(checkpoint, predict.read_texts(Path(str(config.input))))
+    else:
+        texts = predict.read_rows(Path(str(config.input)), head)
+        lines = predict.as_lines(head, predict.predict_rows(checkpoint, texts), texts)
     if config.out:
         Path(config.out).write_text(lines, encoding="utf-8")
     else:

@@ -35,6 +35,46 @@ def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) ->
     }
 
 
+def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
+    """accuracy, and f1 as the mean over all `classes`, of the class numbers of words, (N,) each.
+    Labels outside the classes are never right."""
+    from sklearn.metrics import f1_score
+
+    f1 = f1_score(labels, predictions, labels=range(classes), average="macro", zero_division=0)
+    return {"accuracy": float((predictions == labels).mean()), "f1": float(f1)}
+
+
+def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
+    """(first word, last word, type) of every entity in a row of labels O, B-X and I-X. An I-X that
+    follows neither B-X nor I-X begins one (Tjong Kim Sang & De Meulder 2003, whose script has it
+    so)."""
+    found, start, kind = set(), 0, ""
+    for i, label in enumerate([*labels, "O"]):
+        mark, _, its = label.partition("-")
+        if kind and (mark != "I" or its != kind):
+            found.add((start, i - 1, kind))
+            kind = ""
+        if mark != "O" and not kind:
+            start, kind = i, its
+    return found
+
+
+def entity_f1(
+    predictions: np.ndarray, labels: np.ndarray, rows: np.ndarray, classes: Sequence[str]
+) -> float:
+    """F1 over entities, right where words and type all are, of class numbers (N,) and the number
+    of the row that each word is in. A label outside the classes is no entity's. 1 without any."""
+    names = np.array([*classes, "O"], object)
+    found = names[predictions], names[np.where(labels < 0, len(classes), labels)]
+    cuts = np.flatnonzero(np.diff(rows)) + 1
+    right = both = 0
+    for ours, gold in zip(*(np.split(side, cuts) for side in found), strict=True):
+        ours_of_row, gold_of_row = entities(ours), entities(gold)
+        right += len(ours_of_row & gold_of_row)
+        both += len(ours_of_row) + len(gold_of_row)
+    return 2 * right / both if both else 1.0
+
+
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """pearson and spearman correlation of scores, (N,) each; 0 where one side is constant."""
     from scipy.stats import pearsonr, spearmanr

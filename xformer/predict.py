@@ -87,6 +87,23 @@ def _prepared(text: str, columns: dict[str, Any]) -> str:
     return text
 
 
+def read_texts(path: Path) -> list[str]:
+    """The lines of a file. Raises BadInput where it is absent, empty or not UTF-8."""
+    try:
+        content = path.read_bytes()
+        lines = [line.removesuffix("\r") for line in content.decode("utf-8-sig").split("\n")]
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise BadInput(f"{path} is a directory; give a file of rows") from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise BadInput(f"{path}:{line} is not UTF-8") from None
+    if not any(lines):
+        raise BadInput(f"{path} is empty")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
 def read_rows(path: Path, head: Head) -> list[list[str]]:
     """The raw texts of a tab-separated file, one or two a row.
 
@@ -99,20 +116,8 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
         raise BadInput(f"{path}: rows to predict are separated by tabs; give a .tsv file")
     columns = head.columns or {}
     names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
-    try:
-        content = path.read_bytes()
-        lines = content.decode("utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise BadInput(f"{path} is a directory; give a file of rows") from None
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise BadInput(f"{path}:{line} is not UTF-8") from None
-    rows = [(i, line.removesuffix("\r").split("\t")) for i, line in enumerate(lines, 1)]
+    rows = [(i, line.split("\t")) for i, line in enumerate(read_texts(path), 1)]
     rows = [(i, row) for i, row in rows if row != [""]]  # as the task's rows were read
-    if not rows:
-        raise BadInput(f"{path} is empty")
     header = [name.strip() for name in rows[0][1]]
     letters = bool(columns.get("uppercase"))
     if letters and names[0] not in header and "sequence" in header:

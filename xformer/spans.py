@@ -57,10 +57,10 @@ def wanted_answers(split: Split) -> list[list[str] | None]:
     return [json.loads(column.text(i)) for i in range(len(column))]
 
 
-def score(outputs: np.ndarray, split: Split) -> dict[str, float]:
-    """SQuAD's metrics of a split. Where questions without an answer occur, one is left unanswered
-    if "no answer" scores higher, and the best threshold is found too. Raises BadInput where no
-    answers are known."""
+def score(outputs: np.ndarray, split: Split, threshold: float | None = None) -> dict[str, float]:
+    """SQuAD's metrics of a split. A question is left unanswered if "no answer" scores higher than
+    its best span by more than `threshold`, by default 0 where questions without an answer occur;
+    there the best threshold is found too. Raises BadInput where no answers are known."""
     texts, margin = answers(outputs, split)
     every = wanted_answers(split)
     known = [i for i, found in enumerate(every) if found is not None]
@@ -68,15 +68,27 @@ def score(outputs: np.ndarray, split: Split) -> dict[str, float]:
     texts, margin = [texts[i] for i in known], margin[known]
     if not known:
         raise BadInput(f"the split {split.name!r} has no answers to score against")
-    if all(wanted):
-        return metrics.squad(texts, wanted)
-    chosen = ["" if m > 0 else text for text, m in zip(texts, margin, strict=True)]
-    return metrics.squad(chosen, wanted) | metrics.squad_with_threshold(texts, margin, wanted)
+    found = metrics.squad(answered(texts, margin, _threshold(every, threshold)), wanted)
+    return found | ({} if all(wanted) else metrics.squad_with_threshold(texts, margin, wanted))
 
 
-def predictions(outputs: np.ndarray, split: Split) -> dict[str, Any]:
-    """question id -> answer, "" for none, in the form that SQuAD's own script reads."""
+def predictions(
+    outputs: np.ndarray, split: Split, threshold: float | None = None
+) -> dict[str, Any]:
+    """question id -> answer, "" for none, in the form that SQuAD's own script reads; `threshold` as
+    for `score`."""
     texts, margin = answers(outputs, split)
-    some = any(found == [] for found in wanted_answers(split))
     ids = split.columns["question.id"]
-    return {ids.text(i): "" if some and margin[i] > 0 else text for i, text in enumerate(texts)}
+    chosen = answered(texts, margin, _threshold(wanted_answers(split), threshold))
+    return {ids.text(i): text for i, text in enumerate(chosen)}
+
+
+def answered(texts: list[str], margin: np.ndarray, threshold: float) -> list[str]:
+    """The answers, "" where "no answer" lies above the best span by more than `threshold`."""
+    return ["" if m > threshold else text for text, m in zip(texts, margin, strict=True)]
+
+
+def _threshold(wanted: list[list[str] | None], given: float | None) -> float:
+    if given is not None:
+        return given
+    return 0.0 if any(found == [] for found in wanted) else float("inf")

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, spans
+from xformer import distributed, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
@@ -110,7 +110,8 @@ class Recipe(Settings):
     init: str | None = None
     """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
     head: HeadKind
-    """What to predict: masked tokens, a class, a score, or the span of an answer."""
+    """What to predict: masked tokens, a class, a score, the span of an answer, or the class of each
+    word."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of order, masks, dropout and fresh weights."""
     mapping: str = "none"
@@ -193,7 +194,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     pairs = recipe.masking.pair_weight > 0
     head = Head(
         recipe.head,
-        labels=tuple(store.labels) if recipe.head == "classify" or pairs else (),
+        labels=tuple(store.labels) if recipe.head in ("classify", "tag") or pairs else (),
         metric=store.metric,
         mapping=recipe.mapping,
         max_tokens=recipe.batch.max_tokens,
@@ -238,7 +239,7 @@ def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
     free = {}
     for name in wanted.model_fields_set:
         value, has = getattr(wanted, name), getattr(start.config, name)
-        if name in ("dropout", "attention_dropout", "head_dropout"):
+        if name in ("dropout", "attention_dropout", "head_dropout", "dropout_form"):
             free[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
@@ -268,6 +269,7 @@ def _metric(recipe: Recipe, store: Store) -> str:
         "mlm": ["loss", "accuracy", "perplexity", "pair_loss", "pair_accuracy"],
         "classify": ["loss", "accuracy", "f1", "mcc"],
         "regress": ["loss", "pearson", "spearman"],
+        "tag": ["loss", "accuracy", "f1", "entity_f1"],
         "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],
     }[recipe.head]
     metric = recipe.train.metric or ("loss" if recipe.head == "mlm" else store.metric or known[1])
@@ -623,6 +625,8 @@ def _has_labels(job: Job, split: str) -> bool:
         return True
     if job.recipe.head == "span":
         return any(found is not None for found in spans.wanted_answers(job.store.split(split)))
+    if job.recipe.head == "tag":
+        return tags.has_labels(job.store.split(split))
     labels = np.asarray(job.store.split(split).columns["label"])
     return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels != UNLABELLED).any())
 

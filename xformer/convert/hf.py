@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors, parts_of
-from xformer.convert.names import FAMILIES, Family, expand
+from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, file_checksum, read_json, write_json
@@ -25,7 +27,8 @@ from xformer.model.heads import HeadKind, Model
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
                "relu": "relu"}  # fmt: skip
-OTHER_HEADS = re.compile(r"For(MultipleChoice|TokenClassification|NextSentencePrediction)$")
+# classes whose `classifier` is neither of texts nor of words
+OTHER_HEADS = re.compile(r"For(MultipleChoice|NextSentencePrediction)$")
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,18 @@ def from_hf(directory: Path) -> Imported:
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
             f"the embeddings only {config.vocab_size}"
         )
-    types = {str(source[name].dtype).removeprefix("torch.") for name in used}
     record = {"op": "from-hf", "family": family.name, "file": file.name,
-              "sha256": file_checksum(file),
-              "dtype": types.pop() if len(types) == 1 else "mixed"}  # fmt: skip
+              "sha256": file_checksum(file), **_types(source, used)}  # fmt: skip
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
     return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
+
+
+def _types(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
+    """For the history: the type that most tensors have, and those of the others by name."""
+    types = {name: str(source[name].dtype).removeprefix("torch.") for name in sorted(used)}
+    common = Counter(types.values()).most_common(1)[0][0]
+    others = {name: dtype for name, dtype in types.items() if dtype != common}
+    return {"dtype": common} | ({"other_dtypes": others} if others else {})
 
 
 def _layer_names(family: Family) -> re.Pattern[str]:
@@ -124,13 +133,10 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
             values[ours] = meta[theirs]
         elif ours not in values:
             raise BadInput(f"{file} is not of the family {family.name}: no {theirs!r}")
-    activations = {
-        theirs: ours for theirs, ours in ACTIVATIONS.items() if ours in family.activations
-    }
-    if str(values["activation"]) not in activations:
+    if str(values["activation"]) not in ACTIVATIONS:
         name, found = family.config["activation"], values["activation"]
-        raise BadInput(f"{file}: {name} {found!r} is none of {', '.join(activations)}")
-    values["activation"] = activations[str(values["activation"])]
+        raise BadInput(f"{file}: {name} {found!r} is none of {', '.join(ACTIVATIONS)}")
+    values["activation"] = ACTIVATIONS[str(values["activation"])]
     try:
         if family.name == "roberta":  # rows of positions before the first are the padding's
             pad = meta.get("pad_token_id", 1)
@@ -140,7 +146,7 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
                 )
             values["first_position"] = first = pad + 1
             values["max_positions"] -= first
-        return family, ModelConfig(**values, **family.fixed), meta
+        return family, ModelConfig(**values, **family.fixed, dropout_form=kind), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
@@ -226,33 +232,83 @@ def _heads(
         # a part of a head is enough: what it lacks is an error then
         return any(name in source for names in expand(table, 1).values() for name in names)
 
-    architecture = str(meta.get("architectures") or "").strip("[]'")
-    if has(family.classify) and not OTHER_HEADS.search(architecture):
-        weight = source.get(family.classify["task_head.*"][0].replace("*", "weight"))
-        count = len(weight) if weight is not None and weight.ndim else 0
-        names = meta.get("id2label")
-        names = names if isinstance(names, dict) else {}
-        given = [str(name) for name in names.values()]
-        if names and (len(names) != count or len(set(given)) != count):
-            raise BadInput(
-                f"config.json names the classes {', '.join(given)}; the head has {count} outputs, "
-                "each of which needs a name of its own"
-            )
-        labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
-        regress = meta.get("problem_type") == "regression" or count == 1
-        head = Head("regress" if regress else "classify", () if regress else labels,
-                    max_tokens=config.max_positions)  # fmt: skip
+    longest = config.max_positions
+    kind = _classifier(source, meta, family)
+    if kind == "classify" or kind == "regress":
+        labels = _labels(source, meta, family.classify) if kind == "classify" else ()
+        head = Head(kind, labels, max_tokens=longest)
         return head, family.pooler | family.classify, ["MLM head"]
     table = dict(family.pooler) if has(family.pooler) else {}
-    lacking = [] if table else ["pooler"]
+    lacking = [] if table or kind == "tag" else ["pooler"]
+    if kind == "tag":
+        head = Head(kind, _labels(source, meta, family.tag), max_tokens=longest)
+        return head, table | family.tag, ["MLM head"]
     if has(family.pair):
         table |= family.pair
     if has(family.span):
-        lacking = [*lacking, "MLM head"]
-        return Head("span", max_tokens=config.max_positions), table | family.span, lacking
+        return Head("span", max_tokens=longest), table | family.span, [*lacking, "MLM head"]
     if has(family.mlm):
-        return Head("mlm", max_tokens=config.max_positions), table | family.mlm, lacking
+        if meta.get("tie_word_embeddings") is False:
+            raise BadInput("config.json says tie_word_embeddings: false; only decoders that are "
+                           "tied to the word embeddings are known")  # fmt: skip
+        _check_activation(config, family)
+        return Head("mlm", max_tokens=longest), table | family.mlm, lacking
     return None, table, [*lacking, "MLM head"]
+
+
+def _classifier(source: dict[str, Tensor], meta: dict[str, Any], family: Family) -> HeadKind | None:
+    """What the source's classifier is for, if it has one that is known.
+
+    The config's `architectures` says it. Where that is silent its tensors do: a classifier of texts
+    has a pooler, one of words none. Yet one output on a pooler may be that of multiple choice,
+    unless the config speaks of a single label.
+    """
+
+    def there(table: Table, part: str) -> bool:
+        return any(f"{name[:-1]}{kind}" in source
+                   for name in table.get(part, ()) for kind in ("weight", "bias"))  # fmt: skip
+
+    architecture = str(meta.get("architectures") or "").strip("[]'")
+    texts, words = (there(table, "task_head.*") for table in (family.classify, family.tag))
+    pooled = there(family.pooler | family.classify, "pooler.*")
+    if architecture.endswith("ForTokenClassification") and words:
+        return "tag"
+    if OTHER_HEADS.search(architecture) or not (texts or words):
+        return None
+    known = architecture.endswith("ForSequenceClassification")
+    if not known and not (texts and pooled):
+        return "tag" if words and not there(family.pooler, "pooler.*") else None
+    labels = meta.get("id2label")
+    named = len(labels) if isinstance(labels, dict) else meta.get("num_labels")
+    one = _outputs(source, family.classify) == 1
+    if meta.get("problem_type") == "regression" or (one and (known or named == 1)):
+        return "regress"
+    return None if one else "classify"
+
+
+def _outputs(source: dict[str, Tensor], table: Table) -> int:
+    weight = source.get(table["task_head.*"][0].replace("*", "weight"))
+    return len(weight) if weight is not None and weight.ndim else 0
+
+
+def _labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) -> tuple[str, ...]:
+    """The classes of a head, one an output. Raises BadInput where the config names others."""
+    count, names = _outputs(source, table), meta.get("id2label")
+    names = names if isinstance(names, dict) else {}
+    given = [str(name) for name in names.values()]
+    if names and (len(names) != count or len(set(given)) != count):
+        raise BadInput(
+            f"config.json names the classes {', '.join(given)}; the head has {count} outputs, "
+            "each of which needs a name of its own"
+        )
+    return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
+
+
+def _check_activation(config: ModelConfig, family: Family) -> None:
+    """Raise BadInput unless the family's MLM head has the activation of the layers, as ours has."""
+    if family.mlm_activation not in (None, config.activation):
+        raise BadInput(f"model.activation={config.activation} is not that of {family.name}'s MLM "
+                       f"head, which is always {family.mlm_activation}")  # fmt: skip
 
 
 def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
@@ -266,7 +322,9 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
             tensor = source[name]
             if not tensor.is_floating_point():
                 raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
-            tensor = tensor.detach().float()
+            tensor = tensor.detach()
+            if tensor.dtype != torch.float64:  # which float32 does not hold
+                tensor = tensor.float()
             if not torch.isfinite(tensor).all():
                 raise BadInput(f"{file}: {name} holds NaN or infinity")
             parts.append(tensor)
@@ -304,17 +362,15 @@ def account(imported: Imported) -> str:
 def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
 
-    Tensors have the type they were imported with where that loses nothing, else float32; tied ones
+    Tensors have the types they were imported with where that loses nothing, else float32; tied ones
     are written once. Raises BadInput where no family has the checkpoint's shape.
     """
     family = family_of(checkpoint)
-    names = _their_names(checkpoint, family)
-    dtype = _their_type(checkpoint)
-    tensors = {}
-    for ours, theirs in names.items():
+    tensors: dict[str, Tensor] = {}
+    for ours, theirs in _their_names(checkpoint, family).items():
         parts = checkpoint.weights[ours].chunk(len(theirs))
-        for name, part in zip(theirs, parts, strict=True):
-            tensors[name] = part.to(dtype).contiguous()
+        tensors |= dict(zip(theirs, parts, strict=True))
+    dtype, tensors = _in_their_types(checkpoint, family, tensors)
     config = checkpoint.config
     with atomic_directory(out, overwrite) as directory:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -333,7 +389,7 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]
     if "pooler.weight" in weights and not (pooled and "pooler.*" in family.classify):
         bare |= family.pooler
     tables = {"mlm": family.mlm, "classify": family.classify, "regress": family.classify,
-              "span": family.span, None: {}}  # fmt: skip
+              "span": family.span, "tag": family.tag, None: {}}  # fmt: skip
     heads = tables[kind] | (family.pair if "pair_head.weight" in weights else {})
     prefix = family.prefix if heads else ""
     layers = checkpoint.config.stored_layers
@@ -344,14 +400,24 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]
     return names
 
 
-def _their_type(checkpoint: Checkpoint) -> torch.dtype:
-    """The type of the tensors that were imported, if the weights still fit it."""
-    for record in checkpoint.history:
-        if record.get("dtype") in ("float16", "bfloat16"):
-            dtype: torch.dtype = getattr(torch, record["dtype"])
-            if all(torch.equal(w.to(dtype).float(), w) for w in checkpoint.weights.values()):
-                return dtype
-    return torch.float32
+def _in_their_types(
+    checkpoint: Checkpoint, family: Family, tensors: dict[str, Tensor]
+) -> tuple[str, dict[str, Tensor]]:
+    """The tensors in the types they were imported with, and the name of the commonest. Where one
+    would lose by it, as after training in float32, all are float32."""
+    plain: dict[str, Any] = {"dtype": "float32"}
+    record = next((r for r in checkpoint.history if "dtype" in r), plain)
+    others = record.get("other_dtypes", {})
+    found = {}
+    for name, tensor in tensors.items():
+        dtype = getattr(torch, others.get(name.removeprefix(family.prefix), record["dtype"]))
+        # imported float64 is still that; what is not is new
+        kept = tensor if dtype == torch.float64 else tensor.to(dtype)
+        if not torch.equal(kept.to(tensor.dtype), tensor):
+            return "float32", {n: t.float().contiguous() for n, t in tensors.items()}
+        found[name] = kept.contiguous()
+    (common, _), *_ = Counter(str(tensor.dtype) for tensor in found.values()).most_common(1)
+    return common.removeprefix("torch."), found
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -385,8 +451,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
         raise BadInput(f"model.embedding={config.embedding} is not {name}'s: it projects them")
     if config.token_types == 0 and name != "distilbert":
         raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
-    if config.activation not in family.activations:
-        raise BadInput(f"model.activation={config.activation} is not {name}'s")
+    if checkpoint.head is not None and checkpoint.head.kind == "mlm":
+        _check_activation(config, family)
     pad = checkpoint.tokenizer.special["pad"]
     if name == "roberta" and pad != config.first_position - 1:
         raise BadInput(f"model.first_position={config.first_position} is not roberta's: its "
@@ -394,7 +460,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return family
 
 
-def _their_config(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) -> dict[str, Any]:
+def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[str, Any]:
     config, head, special = checkpoint.config, checkpoint.head, checkpoint.tokenizer.special
     values = config.model_dump()
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
@@ -407,9 +473,9 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: torch.dtype) ->
     if kind in ("", "mlm") and "pair_head.weight" in checkpoint.weights:
         kind = "pair" if kind else "next"
     written |= {"model_type": family.name, "architectures": [family.classes[kind]]}
-    written |= {"dtype": str(dtype).removeprefix("torch."), "pad_token_id": special["pad"]}
+    written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
-    if head is not None and head.kind == "classify":
+    if head is not None and head.kind in ("classify", "tag"):
         written["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
         written["label2id"] = {label: i for i, label in enumerate(head.labels)}
     elif head is not None and head.kind == "regress":

@@ -18,7 +18,8 @@ class Family:
     """One architecture: its tensors by part, its config's names, the values it takes for granted.
 
     `tied` are copies of other tensors: (the copy, what it must equal); they are not stored.
-    `classes` are the names of its models by our kind of head ("" the bare one).
+    `classes` are the names of its models by our kind of head ("" the bare one); `mlm_activation` is
+    that of its MLM head, where it has one of its own whatever the config says.
     """
 
     name: str
@@ -32,7 +33,8 @@ class Family:
     classes: dict[str, str]
     pair: Table = field(default_factory=dict)
     span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
-    activations: tuple[str, ...] = ("gelu", "gelu_tanh", "relu")
+    tag: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
+    mlm_activation: str | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -41,7 +43,7 @@ def _classes(name: str, pre_training: bool = False) -> dict[str, str]:
     found = {
         "": f"{name}Model", "mlm": f"{name}ForMaskedLM", "span": f"{name}ForQuestionAnswering",
         "classify": f"{name}ForSequenceClassification",
-        "regress": f"{name}ForSequenceClassification",
+        "regress": f"{name}ForSequenceClassification", "tag": f"{name}ForTokenClassification",
     }  # fmt: skip
     pairs = {"pair": f"{name}ForPreTraining", "next": f"{name}ForNextSentencePrediction"}
     return found | (pairs if pre_training else {})
@@ -122,7 +124,7 @@ ROBERTA = Family(
     },
     config=_CONFIG,
     classes=_classes("Roberta"),
-    activations=("gelu",),  # that of its MLM head, whatever the config says
+    mlm_activation="gelu",
     defaults=_DEFAULTS,
 )
 ALBERT = Family(

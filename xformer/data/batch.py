@@ -23,7 +23,8 @@ CHUNK = 8192  # tokens of one forward pass without gradient
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed batch of numpy arrays; `places`, `targets` are set for MLM, `labels` for tasks."""
+    """A packed batch of numpy arrays; `places`, `targets` are set for MLM and tags, `labels` for
+    other tasks."""
 
     tokens: np.ndarray  # (T,) int32
     positions: np.ndarray  # (T,) int32, from 0 in each row
@@ -191,7 +192,8 @@ class Assembler:
             tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], source)
             segments[ragged_arange(second, b + 1)] = 1
         labels = self._labels(rows, second - starts, b) if "label" in columns else None
-        return Batch(tokens, positions, segments, cu_seqlens, rows, labels)
+        tags = self._tags(rows, starts, a) if "labels" in columns else (None, None)
+        return Batch(tokens, positions, segments, cu_seqlens, rows, labels, *tags)
 
     def _masked(self, batch: Batch, epochs: np.ndarray, masks: Masks) -> Batch:
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
@@ -215,6 +217,14 @@ class Assembler:
             return labels
         there = (labels[:, 0] >= 0) & (labels[:, 1] < b)
         return np.where(there[:, None], second[:, None] + labels, 0)
+
+    def _tags(self, rows: np.ndarray, starts: np.ndarray, a: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Where tokens have a class, and which: (M,) each. What truncation cut has none."""
+        column = self.split.columns["labels"]
+        labels = column.values[ragged_arange(column.offsets[rows], a)]
+        known = labels >= 0
+        return ragged_arange(starts + 1, a)[known], labels[known].astype(np.int64)
 
 
 def chunks(assembler: Assembler, rows: int) -> Iterator[np.ndarray]:

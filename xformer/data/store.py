@@ -5,6 +5,7 @@
     STORE/train/tokens.npy        every row's ids end to end (uint16 where the vocabulary allows)
     STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]]
     STORE/train/label.npy         a plain column: one value a row
+    STORE/train/labels.npy        with offsets of its own: one value a token
     STORE/train/context.text.npy  a column of the table `context`, which has rows of its own
 
 Any program reads it with `np.load(file, mmap_mode="r")`.
@@ -72,7 +73,8 @@ class Split:
 
 
 class Store:
-    """An opened store. `kind` is "text", "class", "score" or "span"; `labels` the class names."""
+    """An opened store. `kind` is "text", "class", "score", "span" or "tag"; `labels` the class
+    names."""
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path

@@ -76,6 +76,10 @@ class ModelConfig(Settings):
     """Dropout before a head of classes or scores; absent: `dropout`."""
     attention_dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on attention probabilities."""
+    dropout_form: Literal["bert", "roberta", "albert", "distilbert"] = "bert"
+    """Where dropout falls. Each family's is as BERT's, but RoBERTa drops before the pooler of a
+    head too, ALBERT not on the output of the feed-forward part (and before a head of pairs),
+    DistilBERT not on that of attention, and before heads of spans and words by `dropout`."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
 
@@ -272,16 +276,17 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.mlp_norm = layer_norm(config, config.hidden)
         self.pre_norm = config.norm == "pre"
-        self.dropout = config.dropout
+        self.dropout = 0.0 if config.dropout_form == "distilbert" else config.dropout
+        self.mlp_dropout = 0.0 if config.dropout_form == "albert" else config.dropout
 
     def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
         if self.pre_norm:
             y, maps = self.attention(self.attention_norm(x), layout, backend)
             x = x + drop(y, self.dropout, self.training)
-            return x + drop(self.mlp(self.mlp_norm(x)), self.dropout, self.training), maps
+            return x + drop(self.mlp(self.mlp_norm(x)), self.mlp_dropout, self.training), maps
         y, maps = self.attention(x, layout, backend)
         x = self.attention_norm(x + drop(y, self.dropout, self.training))
-        return self.mlp_norm(x + drop(self.mlp(x), self.dropout, self.training)), maps
+        return self.mlp_norm(x + drop(self.mlp(x), self.mlp_dropout, self.training)), maps
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from xformer.model.attention import drop
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
-HeadKind = Literal["mlm", "classify", "regress", "span"]
+HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
 LOGITS = 2**23 - 2**10  # at a time on the CPU: pieces of memory below 32 MiB are used again
 
 
@@ -100,7 +100,8 @@ class Model(nn.Module):
     """An encoder with the heads a checkpoint has; or a HilbertCNN, `cnn`, in place of the encoder.
 
     `kind` says which one trains and predicts: "mlm"; "classify" (`outputs` classes) and "regress"
-    (one score) on the pooled first token; "span" (start and end of an answer) on every token.
+    (one score) on the pooled first token; "span" (start and end of an answer) and "tag" (`outputs`
+    classes) on every token.
     `parts` are further ones kept beside it: "pooler", and "pair_head", which tells of two texts
     whether the second follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
     order; Min et al. 2019: whether they are of one family). With a `pair_scale` it trains with an
@@ -121,7 +122,14 @@ class Model(nn.Module):
         pools = (pooled or bool(parts)) and config.pooler != "none"
         self.pooler = nn.Linear(C, C) if pools else None
         self.pair_head = nn.Linear(C, 2) if "pair_head" in parts else None
-        self.task_head = nn.Linear(C, outputs) if task or kind == "span" else None
+        self.task_head = nn.Linear(C, outputs) if task or kind in ("span", "tag") else None
+        form, rate = config.dropout_form, config.before_head
+        # before the pooler, before the head, before the pair head
+        self.first_dropout = rate if form == "roberta" and pooled else 0.0
+        self.dropout = rate if kind != "span" else 0.0
+        if form == "distilbert" and kind in ("span", "tag"):
+            self.dropout = config.dropout
+        self.pair_dropout = rate if form == "albert" else 0.0
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
@@ -129,21 +137,23 @@ class Model(nn.Module):
             return x[batch.first]
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
-        y = self.pooler(x[batch.first])
+        y = self.pooler(drop(x[batch.first], self.first_dropout, self.training))
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
     def logits(self, batch: Packed) -> Tensor:
-        """(M, V) at the masked places for MLM, (T, 2) for spans, else (N, outputs)."""
+        """(M, V) at the masked places for MLM, (M, outputs) at the labelled ones for tags (without
+        places at all T), (T, 2) for spans, else (N, outputs)."""
         x = self.encoder(batch) if self.cnn is None else self.cnn(batch)
         if self.mlm_head is not None:
             assert batch.places is not None
             return self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight)
         if self.task_head is None:
             raise ValueError("this model has no head: give it one with Checkpoint.with_head")
-        if self.kind == "span":
-            return self.task_head(x)
-        pooled = self.pooled(x, batch) if self.cnn is None else x  # (N, C)
-        return self.task_head(drop(pooled, self.config.before_head, self.training))
+        if self.kind == "tag" and batch.places is not None:
+            x = x[batch.places]
+        elif self.kind not in ("span", "tag") and self.cnn is None:
+            x = self.pooled(x, batch)  # (N, C)
+        return self.task_head(drop(x, self.dropout, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
         """The summed loss and the logits: cross-entropy (of a span the mean of start and end), or
@@ -151,7 +161,7 @@ class Model(nn.Module):
         if self.kind == "mlm":
             return self._masked_loss(batch)
         logits = self.logits(batch).float()
-        targets = batch.labels
+        targets = batch.targets if self.kind == "tag" else batch.labels
         assert targets is not None
         if self.kind == "regress":
             total = F.mse_loss(logits.squeeze(1), targets, reduction="sum")
@@ -183,7 +193,7 @@ class Model(nn.Module):
         if self.pair_scale:
             assert self.pair_head is not None
             assert batch.labels is not None
-            pooled = drop(self.pooled(x, batch), self.config.before_head, self.training)
+            pooled = drop(self.pooled(x, batch), self.pair_dropout, self.training)
             pairs = self.pair_head(pooled).float()
             pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
             total = total + self.pair_scale * pair_loss

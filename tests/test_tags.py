@@ -1,0 +1,437 @@
+"""Labels of words: the two published forms, the token that carries a label, batches, metrics
+against slow loops, and a toy task learnt, predicted and exported from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import NO_DROPOUT, Forks, command, good, refused, training
+from toys import TOPICS, WORDS, Toys
+
+from preprocess import cli
+from xformer import metrics, tags
+from xformer.data import published, tokenizers
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput
+from xformer.data.store import UNLABELLED, UNSEEN, Ragged, Split, Store, open_store
+from xformer.data.tags import IGNORED, encode_words, is_bio
+from xformer.data.tokenizers import Tokenizer
+
+TAG = "recipes/finetune/tag.toml"
+Make = Callable[..., Store]
+
+
+@pytest.fixture(scope="module")
+def pieces() -> Tokenizer:
+    """A WordPiece whose words fall into several pieces."""
+    texts = ["EU rejects German call to boycott British lamb . Peter Blackburn"] * 3
+    letters = set("".join(texts).lower())
+    return tokenizers.train("wordpiece", texts, 48, True, letters)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pieces: Tokenizer) -> Make:
+    """Write raw files, run `preprocess.py task ARGUMENTS` beside them and open the store."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(files: dict[str, str], *arguments: str) -> Store:
+        raw = tmp_path / "raw"
+        raw.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (raw / name).write_text(text, encoding="utf-8")
+        monkeypatch.chdir(raw)
+        line = ["task", *arguments, "--output", str(tmp_path / "store")]
+        if arguments[0] == "conll":
+            (tmp_path / "tok").mkdir(exist_ok=True)
+            pieces.save(tmp_path / "tok")
+            line += ["--tokenizer", str(tmp_path / "tok")]
+        monkeypatch.setattr(sys, "argv", ["preprocess.py", *line])
+        cli.main()
+        return open_store(tmp_path / "store")
+
+    return run
+
+
+def words(store: Store, split: str) -> list[list[tuple[str, str]]]:
+    """Of every row its words, as their pieces, and their labels."""
+    tokenizer, columns = store.tokenizer(), store.split(split).columns
+    found = []
+    for row in range(store.split(split).rows):
+        ids, labels = columns["tokens"][row], columns["labels"][row]
+        assert len(ids) == len(labels)
+        starts = [*np.flatnonzero(labels != IGNORED), len(ids)]
+        names = [store.labels[i] if i >= 0 else {-1: "none", -2: "unseen"}[i] for i in labels
+                 if i != IGNORED]  # fmt: skip
+        spelt = [tokenizer.decode(ids[a:b]) for a, b in pairwise(starts)]
+        found.append(list(zip(spelt, names, strict=True)))
+    return found
+
+
+# ------------------------------------------------------------------------------ CoNLL's form
+
+CONLL = """-DOCSTART- -X- -X- O
+
+EU NNP B-NP B-ORG
+rejects VBZ B-VP O
+Zürich JJ B-NP B-LOC
+
+Peter NNP B-NP B-PER
+Blackburn NNP I-NP I-PER
+
+
+"""
+SENTENCES = [
+    [("eu", "B-ORG"), ("rejects", "O"), ("[UNK]", "B-LOC")],
+    [("peter", "B-PER"), ("blackburn", "I-PER")],
+]
+
+
+def test_conll_2003(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    valid = "Zürich NNP B-NP B-MISC\nEU NNP B-NP B-ORG"  # a class that training has not
+    hidden = "British\nlamb\n\nPeter"  # words alone
+    files = {"train.txt": CONLL, "dev.txt": valid, "test.txt": hidden}
+    store = make(files, "conll", "--input", ".")
+    assert (store.kind, store.metric) == ("tag", "entity_f1")
+    assert store.labels == ["B-LOC", "B-ORG", "B-PER", "I-PER", "O"]
+    assert words(store, "train") == SENTENCES
+    assert words(store, "valid") == [[("[UNK]", "unseen"), ("eu", "B-ORG")]]
+    assert words(store, "test") == [[("british", "none"), ("lamb", "none")], [("peter", "none")]]
+    assert "valid: words of classes that training has not count as wrong: 'B-MISC' 1" in (
+        capsys.readouterr().err
+    )
+    # pieces inside of a word carry nothing
+    assert store.split("train").tokens > sum(map(len, SENTENCES))
+    other = make({}, "conll", "--input", ".", "--label", "2", "--overwrite")
+    assert words(other, "train")[1] == [("peter", "NNP"), ("blackburn", "NNP")]
+    assert other.metric == "accuracy"
+
+
+def test_conll_u(make: Make) -> None:
+    text = (
+        "# text = du pain\n1-2\tdu\t_\t_\n1\tEU\t_\tADP\n2\tlamb\t_\t_\n2.1\tx\t_\tX\n"
+        "3\t#\t_\tSYM\n\n# next\n1\tcall\t_\tNOUN\n"
+    )
+    store = make({"fr-ud-train.conllu": text}, "conll", "--input", ".", "--word", "2", "--label",
+                 "4")  # fmt: skip
+    assert words(store, "train") == [
+        [("eu", "ADP"), ("lamb", "none"), ("[UNK]", "SYM")], [("call", "NOUN")]
+    ]  # fmt: skip
+    assert not is_bio(store.labels)
+    assert store.metric == "accuracy"
+
+
+TSV = "EU\tB-ORG\ncall\tO\n\nlamb\tO\n\n"
+REFUSED: list[tuple[dict[str, str], list[str], str, bool]] = [
+    ({"a.tsv": TSV + "x\n"}, ["--train", "a.tsv"], r"a\.tsv:6: 1 column instead of the 2", True),
+    ({"a.tsv": TSV + "a b\tO\n"}, ["--train", "a.tsv"], r"a\.tsv:6: the word 'a b' is em", True),
+    ({"a.tsv": TSV + "a\t\n"}, ["--train", "a.tsv"], r"a\.tsv:6: the label '' is empty", True),
+    ({"a.tsv": TSV + "a\t_\n"}, ["--train", "a.tsv"], r"a\.tsv:6: the label is empty", True),
+    ({"a.tsv": TSV}, ["--train", "a.tsv", "--label", "3"], "2 columns, by its .* column 3", False),
+    ({"a.tsv": TSV}, ["--train", "a.tsv", "--word", "3"], "2 columns, by its .* column 3", False),
+    ({"a.tsv": "a\nb\n"}, ["--train", "a.tsv"], "1 column, by its .* column 2", False),
+    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "there is one class only, O", False),
+    ({"a.tsv": TSV, "b.tsv": "a\n"}, ["--train", "a.tsv", "--valid", "b.tsv"], "b.tsv has 1 colu",
+     False),
+    ({"a.tsv": TSV}, ["--input", "a.tsv"], "too few to be split 90/5/5", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_is_wrong_is_named(
+    case: tuple[dict[str, str], list[str], str, bool], make: Make, tmp_path: Path
+) -> None:
+    files, arguments, phrase, skippable = case
+    with pytest.raises(BadInput, match=phrase) as caught:
+        make(files, "conll", *arguments)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "store").exists()
+    if skippable:
+        store = make(files, "conll", *arguments, "--skip-bad")
+        assert store.split("train").rows == 2
+        assert store.meta["origin"]["skipped_rows"] == 1
+
+
+# ------------------------------------------------------------------------------ FLIP's directories
+
+FLIP = {
+    "sequences.fasta": ">a-A\nMKV\nL\n>b-B\nACDE\n>c-C\nMM\n>d-D\nAC\n",
+    "sampled.fasta": ">a-A SET=train VALIDATION=False\nHHCC\n>b-B SET=train VALIDATION=True\nEEHC\n"
+                     ">d-D SET=train VALIDATION=False\nEE\n>c-C SET=test VALIDATION=False\nCH\n",
+    "mask.fasta": ">a-A\n1101\n>b-B\n1111\n>c-C\n00\n>d-D\n11\n",
+}  # fmt: skip
+
+
+def test_flip(make: Make, tmp_path: Path) -> None:
+    store = make(FLIP, "protein/secondary", "--input", ".")
+    assert store.labels == ["C", "E", "H"]
+    assert words(store, "train") == [
+        [("M", "H"), ("K", "H"), ("V", "none"), ("L", "C")], [("A", "E"), ("C", "E")]
+    ]  # fmt: skip
+    assert words(store, "valid") == [[("A", "E"), ("C", "E"), ("D", "H"), ("E", "C")]]
+    assert words(store, "test") == [[("M", "none"), ("M", "none")]]
+    assert store.split("train").columns["id"].text(1) == "d-D"
+    (tmp_path / "raw/mask.fasta").unlink()
+    bare = make({}, "protein/secondary", "--input", ".", "--overwrite")
+    assert words(bare, "test") == [[("M", "C"), ("M", "H")]]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "phrase"),
+    [
+        ("sequences", "MKV", "MK", r"sampled\.fasta:1: a-A has 3 amino acids, 4 labels and 4 m"),
+        ("mask", "1101", "11", "a-A has 4 amino acids, 4 labels and 2 marks"),
+        ("sequences", ">d-D", ">e", "d-D is not in sequences.fasta"),
+        ("sequences", "MKV", "MK1", "a-A: letters other than .*: '1'"),
+        ("sampled", "SET=test", "SET=best", "c-C: its header says neither SET=train nor SET=test"),
+        ("sampled", ">a-A", "a-A", "sampled.fasta:1: text before the first header"),
+        ("mask", "1101", "0000", "the label is empty"),
+    ],
+)
+def test_bad_files_of_flip(file: str, old: str, new: str, phrase: str, make: Make) -> None:
+    files = {**FLIP, f"{file}.fasta": FLIP[f"{file}.fasta"].replace(old, new)}
+    with pytest.raises(BadInput, match=phrase):
+        make(files, "protein/secondary", "--input", ".")
+
+
+def test_flip_takes_a_directory_alone(make: Make) -> None:
+    with pytest.raises(BadInput, match="--train has no meaning here"):
+        make(FLIP, "protein/secondary", "--train", "sampled.fasta")
+    with pytest.raises(BadInput, match="give --input DIR with FLIP's"):
+        make(FLIP, "protein/secondary", "--input", "sampled.fasta")
+
+
+def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(shared / "protein/flip/secondary_structure_splits.zip") as packed:
+        texts = {name: packed.read(f"splits/{name}.fasta").decode()
+                 for name in ("sequences", "sampled", "mask")}  # fmt: skip
+    # every tenth protein
+    few = {f"{name}.fasta": ">" + ">".join(text.split(">")[1::10]) for name, text in texts.items()}
+    store = make(few, "protein/secondary", "--input", ".")
+    wanted: dict[str, list[tuple[str, str, str]]] = {"train": [], "valid": [], "test": []}
+    records = [[part.split("\n") for part in text.split(">")[1:]] for text in few.values()]
+    for sequence, label, mask in zip(*records, strict=True):
+        assert sequence[0] == mask[0] == label[0].split()[0]
+        split = "test" if "SET=test" in label[0] else "valid" if "True" in label[0] else "train"
+        wanted[split].append((sequence[1], label[1], mask[1]))
+    for split, rows in wanted.items():
+        found = words(store, split)
+        assert ["".join(letter for letter, _ in row) for row in found] == [row[0] for row in rows]
+        assert [[label for _, label in row] for row in found] == [
+            ["none" if m == "0" else label for label, m in zip(*row[1:], strict=True)]
+            for row in rows
+        ]
+    assert sum(map(len, wanted.values())) == 1116
+
+
+# ------------------------------------------------------------------------------ words and tokens
+
+
+def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = published.read(shared / "vocabs/bert-base-uncased.vocab.txt")
+    published.write(ours, tmp_path, 512)
+    theirs = transformers.BertTokenizer.from_pretrained(tmp_path)
+    lines = (shared / "english_wikipedia/valid.txt").read_text(encoding="utf-8").splitlines()
+    texts = [line for line in lines if line.strip()][:200]
+    encoded = encode_words(ours, texts)
+    for text, (ids, first) in zip(texts, encoded, strict=True):
+        given = theirs(text.split(), is_split_into_words=True, add_special_tokens=False)
+        places = given.word_ids()
+        starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
+        if len(starts) == len(text.split()):  # else a word has no piece there
+            assert ids.tolist() == given["input_ids"]
+            assert first.tolist() == starts
+    assert np.mean([len(first) for _, first in encoded]) > 10
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "symbols", "separated"])
+def test_every_word_has_a_token(kind: str) -> None:
+    corpus = ["it's a test of the words été and naïve things"] * 9
+    tokenizer = (
+        tokenizers.symbols(corpus[0].split(), separated=True) if kind == "separated"
+        else tokenizers.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
+    )  # fmt: skip
+    texts = ["it's a \u200d été ", "", "  words\tof \u200b\u200b\n", "\u00ad", "ftx ﬁne 中文 a"]
+    plain = tokenizer.encode_batch(texts)
+    for text, (ids, first), bare in zip(texts, encode_words(tokenizer, texts), plain, strict=True):
+        assert len(first) == len(text.split())
+        assert (np.diff(first) > 0).all()
+        unknown = tokenizer.special["unk"]
+        assert [i for i in ids if i != unknown] == [i for i in bare if i != unknown]
+        for word, start, end in zip(text.split(), first, [*first, len(ids)][1:], strict=True):
+            alone = tokenizer.encode_batch([word])[0].tolist() or [unknown]
+            if kind not in ("bpe", "unigram"):  # whose pieces know the space before a word
+                assert ids[start:end].tolist() == alone
+
+
+def test_batches_hold_labelled_tokens_alone(pieces: Tokenizer) -> None:
+    draw = np.random.default_rng(3)
+    lengths = draw.integers(0, 12, 30)
+    offsets = np.cumsum([0, *lengths])
+    labels = draw.choice([IGNORED, UNLABELLED, UNSEEN, 0, 1, 2], offsets[-1]).astype(np.int16)
+    tokens = draw.integers(5, 40, offsets[-1]).astype(np.uint16)
+    columns = {"tokens": Ragged(tokens, offsets), "labels": Ragged(labels, offsets)}
+    assembler = Assembler(Split("x", 30, len(tokens), columns), pieces, 9)
+    batch = assembler.batch(draw.permutation(30))
+    assert batch.places is not None
+    assert batch.targets is not None
+    found = dict(zip(batch.places.tolist(), batch.targets.tolist(), strict=True))
+    expected = {}
+    for row, start in zip(batch.rows, batch.cu_seqlens, strict=False):
+        for i, label in enumerate(labels[offsets[row] : offsets[row + 1]][:7]):
+            if label >= 0:
+                expected[int(start) + 1 + i] = int(label)
+    assert found == expected
+    assert len(found) > 40
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
+    """Entities by the rules of the shared task's script, written out: where one ends and begins."""
+    padded = ["O", *labels, "O"]
+    start = 0
+    for i, (before, label) in enumerate(pairwise(padded)):
+        (old, _, kind), (new, _, its) = before.partition("-"), label.partition("-")
+        begins = new == "B" or (new == "I" and (old == "O" or kind != its))
+        ends = old != "O" and (new in "BO" or kind != its)
+        if ends:
+            yield start, i - 1, kind
+        if begins:
+            start = i
+
+
+def test_entities() -> None:
+    found = metrics.entities(["B-A", "I-A", "I-B", "O", "I-A", "B-A", "B-B", "I-B"])
+    assert found == {(0, 1, "A"), (2, 2, "B"), (4, 4, "A"), (5, 5, "A"), (6, 7, "B")}
+    assert metrics.entities(["O", "O"]) == metrics.entities([]) == set()
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        labels = [str(x) for x in draw.choice(["O", "B-A", "I-A", "B-B", "I-B"], 9)]
+        assert metrics.entities(labels) == set(chunks_of(labels))
+
+
+def test_scores_equal_slow_loops() -> None:
+    draw = np.random.default_rng(5)
+    names = ("B-A", "B-B", "I-A", "I-B", "O")
+    lengths = draw.integers(0, 9, 40)
+    offsets = np.cumsum([0, *lengths])
+    gold = draw.choice([IGNORED, UNLABELLED, UNSEEN, *range(5)], offsets[-1]).astype(np.int16)
+    said = draw.integers(-1, 5, offsets[-1])  # -1: it was cut
+    losses = draw.random(offsets[-1]).astype(np.float32)
+    split = Split("x", 40, len(gold), {"labels": Ragged(gold, offsets)})
+    outputs = np.column_stack([said + 1, losses]).astype(np.float32)
+    found = tags.score(outputs, split, names)
+    scored = [i for i in range(len(gold)) if gold[i] not in (IGNORED, UNLABELLED) and said[i] >= 0]
+    assert found["accuracy"] == np.mean([gold[i] == said[i] for i in scored])
+    assert found["loss"] == pytest.approx(np.mean([losses[i] for i in scored if gold[i] >= 0]))
+    each = []
+    for k in range(5):
+        both = sum(gold[i] == said[i] == k for i in scored)
+        each.append(2 * both / sum(int(gold[i] == k) + int(said[i] == k) for i in scored))
+    assert found["f1"] == pytest.approx(np.mean(each))
+    right = total = 0
+    for a, b in pairwise(offsets):
+        row = [i for i in range(a, b) if i in scored]
+        ours = set(chunks_of([names[said[i]] for i in row]))
+        wanted = set(chunks_of([names[gold[i]] if gold[i] >= 0 else "O" for i in row]))
+        right, total = right + len(ours & wanted), total + len(ours) + len(wanted)
+    assert 0 < found["entity_f1"] == pytest.approx(2 * right / total)
+    assert "entity_f1" not in tags.score(outputs, split, ("a", "b", "c", "d", "e"))
+    with pytest.raises(BadInput, match="the split 'x' has no labels to score against"):
+        tags.score(outputs * 0, split, names)
+
+
+# ---------------------------------------------------------------------------------- end to end
+
+
+def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
+    """Words of one topic are names, those of another places."""
+    named = {word: label for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
+             for word in words}  # fmt: skip
+    rows_of_words = (draw.choice(WORDS, draw.integers(3, 25)) for _ in range(rows))
+    return [[(str(w), named.get(str(w), "O")) for w in words] for words in rows_of_words]
+
+
+@pytest.fixture(scope="module")
+def store(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tags")
+    draw = np.random.default_rng(0)
+    for split, rows in (("train", 300), ("valid", 40), ("test", 50)):
+        blocks = ["\n".join("\t".join(pair) for pair in row) for row in toy(draw, rows)]
+        (directory / f"{split}.conll").write_text("\n\n".join(blocks) + "\n")
+    good(command("preprocess.py", "task", "conll", "--input", directory, "--tokenizer",
+                 data.tokenizer, "--output", directory / "store"))  # fmt: skip
+    return directory / "store"
+
+
+def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", tmp_path / "labels.txt"
+    lively = ["batch.rows=16", "optim.lr=3e-3", "train.epochs=3"]
+    good(forks.run(*training(TAG, store, run, *NO_DROPOUT, *lively)))
+    result = json.loads((run / "result.json").read_text())["metrics"]
+    assert result["test"].keys() == {"loss", "accuracy", "f1", "entity_f1"}
+    assert result["test"]["entity_f1"] > 0.97
+    blocks = (store.parent / "test.conll").read_text().strip().split("\n\n")
+    rows = [[line.split("\t") for line in block.split("\n")] for block in blocks]
+    done = good(forks.run("evaluate.py", run, f"data={store}", f"predictions={said}"))
+    assert f"test accuracy {result['test']['accuracy']:.4f}" in done.out
+    lines = [line.split() for line in said.read_text().splitlines()]
+    assert [len(line) for line in lines] == [len(row) for row in rows]
+    pairs = [(label, pair[1]) for line, row in zip(lines, rows, strict=True)
+             for label, pair in zip(line, row, strict=True) if label != "_"]  # fmt: skip
+    assert np.mean([a == b for a, b in pairs]) == pytest.approx(result["test"]["accuracy"])
+    # what batch.max_tokens cuts has no label
+    assert [label == "_" for line in lines for label in line] == [
+        i >= 18 for row in rows for i in range(len(row))
+    ]
+    ranks = good(forks.run("evaluate.py", run, f"data={store}", ranks=2))
+    assert ranks.out == done.out
+    # raw texts, and one that is empty
+    raw = tmp_path / "raw.txt"
+    raw.write_text("\n".join([*(" ".join(word for word, _ in row) for row in rows), "", "dan"]))
+    done = good(forks.run("evaluate.py", run, f"input={raw}"))
+    assert done.out.splitlines() == [*said.read_text().splitlines(), "", "B-PLACE"]
+    labelled_there(run, rows, lines, tmp_path)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    refused(forks.run("evaluate.py", run, f"input={empty}"), "empty.txt is empty")
+
+
+def labelled_there(run: Path, rows: list[list[list[str]]], lines: list[list[str]], place: Path
+                   ) -> None:  # fmt: skip
+    """The exported model says the same, by the means of transformers alone."""
+    transformers = pytest.importorskip("transformers")
+    good(command("-m", "xformer.convert", "to-hf", run, place / "theirs"))
+    auto = transformers.AutoModelForTokenClassification
+    model = auto.from_pretrained(place / "theirs").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "theirs")
+    for row, line in zip(rows, lines, strict=True):
+        given = tokenizer([word for word, _ in row], is_split_into_words=True, truncation=True,
+                          max_length=20, return_tensors="pt")  # fmt: skip
+        with torch.inference_mode():
+            best = model(**given).logits[0].argmax(1)
+        places = given.word_ids()
+        found = [model.config.id2label[int(best[places.index(i)])] for i in range(len(row))
+                 if i in places]  # fmt: skip
+        assert found == [label for label in line if label != "_"]
+
+
+def test_other_stores_are_refused(forks: Forks, data: Toys, store: Path, tmp_path: Path) -> None:
+    refused(forks.run(*training(TAG, data.classes, tmp_path / "run")), "store of kind tag")
+    classify = "recipes/finetune/classify.toml"
+    refused(forks.run(*training(classify, store, tmp_path / "run")), "is tag")
+    refused(forks.run(*training(TAG, store, tmp_path / "run", "train.metric=mcc")),
+            "train.metric='mcc' is none of loss, accuracy, f1, entity_f1")  # fmt: skip
+    assert not os.path.exists(tmp_path / "run")

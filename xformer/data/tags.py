@@ -1,0 +1,50 @@
+"""Labels of tokens: words of a text, the token that stands for each, and the column of labels.
+
+A word is what stands between white space; its first token carries its label, its other tokens none
+(Devlin et al. 2019, section 5.3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from xformer.data.tokenizers import Tokenizer
+
+# in the column `labels`, beside class numbers: no word begins here; UNLABELLED and UNSEEN are words
+IGNORED = -100
+NO_LABEL = "_"  # in a row of labels as text: this word has none
+_WORD = re.compile(r"\S+")
+_BIO = re.compile(r"O|[BI]-.+")
+
+
+def encode_words(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, the number of each word's first token) of each text, int32 and int64.
+
+    The ids are those of `encode_batch`, but that a word which the tokenizer deletes becomes the
+    unknown token: every word has a place.
+    """
+    return [
+        _places(text, ids, starts, tokenizer.special["unk"])
+        for text, (ids, starts, _) in zip(texts, tokenizer.encode_with_offsets(texts), strict=True)
+    ]
+
+
+def _places(text: str, ids: np.ndarray, starts: np.ndarray, unknown: int
+            ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    spans = [word.span() for word in _WORD.finditer(text)]
+    begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
+    first = np.searchsorted(starts, begins)
+    deleted = np.append(starts, len(text))[first] >= ends
+    return (
+        np.insert(ids, first[deleted], unknown).astype(np.int32),
+        first + np.cumsum(deleted) - deleted,
+    )
+
+
+def is_bio(labels: Collection[str]) -> bool:
+    """Whether these classes mark entities: B-X begins one of type X, I-X goes on, O is outside
+    (Ramshaw & Marcus 1995)."""
+    return all(map(_BIO.fullmatch, labels)) and any(label != "O" for label in labels)
