@@ -26,6 +26,7 @@ FLOORS = (
     ("xformer.model.encoder",),
     ("xformer.model.hilbert",),
     ("xformer.model.heads",),
+    ("xformer.cost",),
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
      "xformer.monitor", "xformer.run"),
