@@ -29,7 +29,7 @@ FLOORS = (
     ("xformer.cost",),
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
-     "xformer.monitor", "xformer.run"),
+     "xformer.monitor", "xformer.run", "xformer.profile", "xformer.shard"),
     ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans"),
     ("xformer.study",),
 )  # fmt: skip

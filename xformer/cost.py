@@ -1,4 +1,4 @@
-"""What a model costs: parameters, floating-point operations, memory, seconds. Values in, values out.
+"""What a model costs: parameters, operations, memory, seconds. Values in, values out.
 
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
@@ -91,7 +91,7 @@ def forward_flops(config: ModelConfig, kind: HeadKind | None, work: Work, output
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, outputs)) * work.rows
     C, E, F, V = config.hidden, config.width, config.intermediate, config.vocab_size
-    # qkv 3CC, out CC, up CF, down CF; then for each token as many scores and sums as its row is long
+    # qkv 3CC, out CC, up CF, down CF; for each token as many scores and sums as its row is long
     flops = config.layers * ((8 * C * C + 4 * C * F) * work.tokens + 4 * C * work.squares)
     if config.embedding:
         flops += 2 * E * C * work.tokens
