@@ -35,6 +35,7 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
+from xformer.cost import Work
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.distributed import Ranks
@@ -330,21 +331,21 @@ def test_ranks_share_one_batch(overrides: list[str], data: Toys, tmp_path: Path)
 
 def everything(
     line: list[str], ranks: int, accumulate: int
-) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, int]]]:
-    """(row -> its tokens and targets, tokens of each rank, (position, tokens) by rank) of the
+) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, Work]]]:
+    """(row -> its tokens and targets, tokens of each rank, (position, work) by rank) of the
     second step."""
     recipe = load(Recipe, [*line, f"batch.accumulate={accumulate}"])
     rows: dict[int, tuple[list[int], ...]] = {}
     sizes, ends = [], []
     for rank in range(ranks):
         feed = Feed(prepare(recipe, Ranks(rank, ranks, torch.device("cpu"))))
-        position, batches, tokens = feed.take(feed.take(0)[0])
+        position, batches, work = feed.take(feed.take(0)[0])
         for batch in batches:
             found = by_row(batch)
             assert not set(found) & set(rows)
             rows |= found
         sizes.append(sum(len(batch.tokens) for batch in batches))
-        ends.append((position, tokens))
+        ends.append((position, work))
     return rows, sizes, ends
 
 

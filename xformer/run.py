@@ -100,7 +100,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     except OSError:
         raise BadInput(f"run={path} is in use by another process") from None
     if overwrite:  # the checkpoints first, and last what makes it a run, lest this is cut short
-        for name in ("checkpoints", "tensorboard"):
+        for name in ("checkpoints", "tensorboard", "profile"):
             shutil.rmtree(path / name, ignore_errors=True)
         for name in ("result.json", "log.jsonl", "config.json"):
             (path / name).unlink(missing_ok=True)

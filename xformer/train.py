@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, spans, tags
+from xformer import cost, distributed, shard, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
@@ -31,20 +31,22 @@ from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
-from xformer.distributed import Ranks, SystemConfig
+from xformer.distributed import Ranks, TrainingSystem
 from xformer.evaluate import check_task, score
 from xformer.model.encoder import ModelConfig, to_device
 from xformer.model.heads import HeadKind, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
+from xformer.profile import Profiler
 from xformer.run import Run, open_run
+from xformer.shard import ShardedOptimizer
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 FED = 2**16  # tokens of batches made at once, so that small steps cost no more than large ones
 DROPOUT = 4  # what a key is for
 # summed since the last line of the log: over all ranks, but for this rank's "real" of "fed" tokens
-SINCE_LOG = ("loss", "count", "correct", "tokens", "seconds", "real", "fed")
+SINCE_LOG = ("loss", "count", "correct", "tokens", "squares", "rows", "seconds", "real", "fed")
 
 
 class DataConfig(Settings):
@@ -126,7 +128,7 @@ class Recipe(Settings):
     masking: MaskingConfig = MaskingConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
-    system: SystemConfig = SystemConfig()
+    system: TrainingSystem = TrainingSystem()
 
 
 def main() -> None:
@@ -189,6 +191,8 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     if recipe.batch.max_tokens > start.config.max_positions:
         longest = start.config.max_positions
         raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
+    if recipe.system.shard == "model" and start.config.architecture == "hilbert_cnn":
+        raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer)
     pairs = recipe.masking.pair_weight > 0
@@ -287,20 +291,22 @@ class Feed:
     def __init__(self, job: Job):
         self.job, batch = job, job.recipe.batch
         self.stream = Stream(job.samples, job.end, job.train.sizes, batch.rows, batch.tokens)
-        self.steps: dict[int, tuple[int, list[Batch], int]] = {}  # by position
+        self.steps: dict[int, tuple[int, list[Batch], cost.Work]] = {}  # by position
 
-    def take(self, position: int) -> tuple[int, list[Batch], int]:
-        """(position after the step, this rank's micro-batches, tokens of the step on all ranks)."""
+    def take(self, position: int) -> tuple[int, list[Batch], cost.Work]:
+        """(position after the step, this rank's micro-batches, the step's size on all ranks)."""
         if position not in self.steps:
             self.steps = self._make(position)
         return self.steps[position]
 
-    def _make(self, position: int) -> dict[int, tuple[int, list[Batch], int]]:
+    def _make(self, position: int) -> dict[int, tuple[int, list[Batch], cost.Work]]:
         """The step at `position` and as many more as FED tokens allow."""
         recipe, ranks = self.job.recipe, self.job.ranks
         accumulate = recipe.batch.accumulate
         pieces = ranks.world_size * accumulate
-        steps, parts, made = [], [], 0
+        steps: list[tuple[int, int, int, cost.Work]] = []
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        made = 0
         while made < FED and (not steps or position < self.job.end):
             rows, epochs, sizes = self.stream.take(position)
             ends = np.cumsum(sizes)
@@ -308,14 +314,18 @@ class Feed:
             bounds = [0, *cuts, len(rows)][ranks.rank * accumulate :][: accumulate + 1]
             mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
             parts += mine
-            steps.append((position, len(rows), len(mine), int(ends[-1])))
+            work = cost.Work(int(ends[-1]), int((sizes.astype(np.int64) ** 2).sum()), len(rows))
+            steps.append((position, len(rows), len(mine), work))
             position += len(rows)
-            made += int(ends[-1]) // ranks.world_size
+            made += work.tokens // ranks.world_size
         batches = iter(self._batches(parts))
         return {
-            at: (at + rows, list(islice(batches, micro)), tokens)
-            for at, rows, micro, tokens in steps
+            at: (at + rows, list(islice(batches, micro)), work) for at, rows, micro, work in steps
         }
+
+    def spare(self) -> Batch:
+        """The first row, for a rank that has none left and must pass with the others."""
+        return self._batches([(np.zeros(1, np.int64), np.zeros(1, np.int64))])[0]
 
     def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> list[Batch]:
         if not parts:
@@ -337,14 +347,15 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
     run, config = _open(job)
     found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     state = State(**read_json(Path(found) / "state.json")) if found else State()
+    state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
     if _done(job, state) and (run.path / "result.json").is_file():
         if ranks.rank == 0:
             print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
         return
     ranks.on_rank_zero(lambda: run.begin(config))
     start = checkpoints.load(found) if found else job.start
-    model = start.model().to(ranks.device).train()
-    optimizer = FlatOptimizer(model, recipe.optim)
+    model = start.model()
+    optimizer = shard.place(model, recipe.optim, ranks, recipe.system.shard)
     if found:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
     if ranks.rank == 0:
@@ -363,19 +374,25 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
         _finish(job, run, model, state, monitor)
 
 
-def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: State,
-         monitor: Monitor, signals: list[int]) -> None:  # fmt: skip
+def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
+         state: State, monitor: Monitor, signals: list[int]) -> None:  # fmt: skip
     """Step until the end: rate, micro-batches, reduce, clip, step, log, validate, checkpoint."""
     recipe, ranks, feed = job.recipe, job.ranks, Feed(job)
     warmup = _warmup_share(job)
     carried = [state.since_log[name] for name in SINCE_LOG[:3]]
     sums = torch.tensor(carried, dtype=torch.float64, device=ranks.device)
+    tracing = recipe.system.profile and ranks.rank == 0
+    profiler = Profiler(run.path, tracing, ranks.device, monitor.say)
     mark = time.perf_counter()
-    with _store_checked(job) as damage, ThreadPoolExecutor(1) as pool:
+    with _store_checked(job) as damage, ThreadPoolExecutor(1) as pool, profiler:
         if not _done(job, state):
             ahead: Future[Any] = pool.submit(feed.take, state.position)
         while not _done(job, state):
-            position, micro_batches, tokens = ahead.result()
+            with profiler.part("waiting for data"):
+                position, micro_batches, work = ahead.result()
+            own = len(micro_batches)
+            if isinstance(optimizer, ShardedOptimizer):  # all ranks pass equally often
+                micro_batches += [feed.spare()] * (recipe.batch.accumulate - own)
             if not _ends(job, state.step + 1, position):
                 ahead = pool.submit(feed.take, position)
             before, after = _share(job, state.step, state.position, position)
@@ -386,6 +403,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Stat
                 torch.manual_seed(int(key(recipe.seed, DROPOUT, state.step, i, ranks.rank) >> 1))
                 with ranks.autocast(recipe.system.precision):
                     loss, _ = model.loss(to_device(batch, ranks.device))
+                loss = loss if i < own else loss.nothing()
                 loss.total.backward()
                 optimizer.counts[0] += loss.total.detach()
                 optimizer.counts[1] += loss.count
@@ -393,18 +411,21 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Stat
                 state.since_log["real"] += int(batch.cu_seqlens[-1])
                 state.since_log["fed"] += len(batch.tokens)
             optimizer.counts[3] += float(bool(signals))
-            optimizer.reduce(ranks.world_size)
-            norm = optimizer.step(optimizer.counts[1], lr)
+            with profiler.part("optimizer"):
+                optimizer.reduce(ranks.world_size)
+                norm = optimizer.step(optimizer.counts[1], lr)
             sums += optimizer.counts[:3]
 
             crossed = position // job.samples.per_epoch > state.position // job.samples.per_epoch
             state.step, state.position = state.step + 1, position
-            state.real_tokens += tokens
-            state.since_log["tokens"] += tokens
+            state.real_tokens += work.tokens
+            for name in ("tokens", "squares", "rows"):
+                state.since_log[name] += getattr(work, name)
             monitor.advance(state.step if recipe.train.steps else position)
             done = _done(job, state)
             if state.step % recipe.train.log_every == 0 or done:
                 mark = _log(job, state, sums, norm, lr, monitor, mark)
+            mark += profiler.step(state.step)
             if damage:
                 raise Failure(damage[0])
             every = recipe.train.validate_every
@@ -420,7 +441,8 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Stat
             if best or done or stopped or (every and state.step % every == 0):
                 mark = _pause(state, mark)
                 state.since_log |= dict(zip(SINCE_LOG, sums.tolist(), strict=False))
-                ranks.on_rank_zero(lambda: _save(job, run, model, optimizer, state))
+                whole = shard.snapshot(model, optimizer, ranks)
+                ranks.on_rank_zero(lambda: _save(job, run, *whole, state))  # noqa: B023
                 mark = time.perf_counter()
             if stopped and not done:
                 number = signals[0] if signals else signal.SIGTERM
@@ -553,10 +575,26 @@ def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: flo
         "padding": 1.0 - since["real"] / max(since["fed"], 1),
         "memory_gib": round(peak_memory(job.ranks.device), 3),
     }
+    if (share := _utilisation(job, since, count)) is not None:
+        values["mfu"] = share
     monitor.event("train", state.step, **values)
     sums.zero_()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0)
     return mark
+
+
+def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float | None:
+    """Share of the devices' peak since the last line of the log; None where no peak is known."""
+    system, device, head = job.recipe.system, job.ranks.device, job.start.head
+    peak = 1e12 * system.peak_tflops or cost.peak_flops(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "", system.precision
+    )
+    if peak is None or head is None:
+        return None
+    tokens, squares, rows = (int(since[name]) for name in ("tokens", "squares", "rows"))
+    work, pairs = cost.Work(tokens, squares, rows, int(predicted)), head.pair_scale > 0
+    flops = cost.training_flops(job.start.config, head.kind, work, head.outputs, pairs)
+    return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
 
 
 def _validate(job: Job, model: Model, state: State, monitor: Monitor) -> bool:
@@ -581,14 +619,14 @@ def _score(job: Job, model: Model, split: str) -> dict[str, float]:
     return score(model, job.assembler(split), head, job.ranks, precision).metrics
 
 
-def _save(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: State) -> None:
-    weights = dict(model.state_dict())
+def _save(job: Job, run: Run, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor],
+          state: State) -> None:  # fmt: skip
     record = {"op": "train", "head": job.recipe.head, "data": job.store.key, "steps": state.step,
               "seed": job.recipe.seed, "mapping": job.recipe.mapping}  # fmt: skip
     made = replace(job.start, weights=weights, history=(*job.start.history, record))
     path = run.checkpoint_path(state.step)
     try:
-        checkpoints.save(made, path, True, optimizer.state(), asdict(state))
+        checkpoints.save(made, path, True, moments, asdict(state))
     except (OSError, Failure) as error:
         raise Failure(f"{error}; no checkpoint of step {state.step}, older ones are kept") from None
     run.prune(state.best_step)
@@ -599,7 +637,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
     best = job.recipe.train.select == "best" and state.best_step > 0
     chosen = run.checkpoint_path(state.best_step if best else state.step)
     if best and state.best_step != state.step:
-        model.load_state_dict(checkpoints.load(chosen).weights)
+        shard.load_weights(model, checkpoints.load(chosen).weights)
     metrics = {"valid": state.best_scores if best else state.last_scores}
     if not metrics["valid"]:
         del metrics["valid"]
