@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from tqdm import tqdm
@@ -40,7 +40,7 @@ class Arguments(Settings):
     """Where to run: processes of this machine, or jobs of a Slurm cluster."""
     output: str = "runs/studies"
     """Directory of all studies: their reports, and the runs they share."""
-    needs: dict[str, str] = {}
+    needs: dict[str, str] = Field({})
     """Where a thing is that the study needs: needs.NAME=PATH."""
     jobs: int = Field(0, ge=0)
     """Runs at once; 0: one a GPU, or one a core."""
@@ -48,7 +48,7 @@ class Arguments(Settings):
     """Runs that share a GPU."""
     dry_run: bool = False
     """Only list the runs, what they would cost, and what is missing (also written --dry-run)."""
-    slurm: dict[str, str | int] = {}
+    slurm: dict[str, str | int] = Field({})
     """What sbatch is told: slurm.partition=gpu, slurm.timeout_min=600."""
 
 
@@ -88,10 +88,9 @@ def main() -> None:
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
-        why = first.why.splitlines()[-1] if first.why else ""
-        raise Failure(
-            f"{len(bad)} of {len(outcomes)} works did not succeed; {first.work.name}: {why}"
-        )
+        why = first.why.splitlines()[-1] if first.why else "no word"
+        count = f"{len(bad)} of {len(outcomes)} works did not succeed"
+        raise Failure(f"{count}; {first.work.name}: {why}")
 
 
 def check_version(root: Path) -> None:
@@ -129,7 +128,7 @@ def work_off(plan: Plan, executor: pool.Executor, costs: Costs) -> dict[str, poo
                 for key, outcome in outcomes.items():
                     if key not in said:
                         said.add(key)
-                        bar.update(min(round(costs.seconds(outcome.work)), bar.total - bar.n))
+                        bar.update(min(round(costs.seconds(outcome.work)), round(total) - bar.n))
                         if outcome.state != "there":
                             bar.write(_said(outcome, len(said), len(works)), file=sys.stderr)
                 bar.set_description_str(f"{len(said)} of {len(works)} works")

@@ -31,7 +31,8 @@ class Job(Protocol):
 class Executor(Protocol):
     """Where works run: how many at once, and how one is started."""
 
-    slots: int
+    @property
+    def slots(self) -> int: ...
 
     def start(self, work: Work, slot: int) -> Job: ...
 
@@ -108,7 +109,9 @@ class Submitted:
 class Slurm:
     """Jobs of a Slurm cluster, through submitit; `options` are sbatch's, such as partition."""
 
-    def __init__(self, directory: Path, options: dict[str, str], cluster: str = "slurm"):
+    slots = 1000  # Slurm has a queue of its own
+
+    def __init__(self, directory: Path, options: dict[str, str | int], cluster: str = "slurm"):
         try:
             import submitit
         except ImportError:
@@ -117,7 +120,6 @@ class Slurm:
 
         if cluster == "slurm" and which("sbatch") is None:
             raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
-        self.slots = 1000
         self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
         self.executor.update_parameters(name="xformer", **options)
 

@@ -18,6 +18,9 @@ from xformer.study.spec import Claim, Levels, Study, Table
 from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
 
 
+Replicate = tuple[tuple[str, str], ...]  # a level of each factor that is averaged over
+
+
 @dataclass(frozen=True)
 class Cell:
     """One row and column of a table: our runs, and what the paper prints there."""
@@ -69,8 +72,8 @@ class Results:
         if metric not in splits.get(table.split, {}):
             known = ", ".join(f"{s}.{m}" for s, scores in splits.items() for m in scores)
             raise BadInput(
-                f"{self.study.path}: table {table.name}: {work.name} has no {table.split}.{metric}; "
-                f"it has {known}"
+                f"{self.study.path}: table {table.name}: {work.name} has no "
+                f"{table.split}.{metric}; it has {known}"
             )
         return splits[table.split][metric] * (100 if table.percent else 1)
 
@@ -136,13 +139,11 @@ class Results:
             state = "holds"
         return Verdict(claim, state, parts)
 
-    def _by_replicate(
-        self, table: Table, wanted: Levels
-    ) -> dict[tuple[tuple[str, str], ...], float]:
+    def _by_replicate(self, table: Table, wanted: Levels) -> dict[Replicate, float]:
         """Scores of the runs at these levels by seed (or mapping), averaged over the rest of the
         table: one that lacks a part of it is left out, lest unlike averages be compared."""
         inside = {table.rows, table.columns} | set(wanted)
-        groups: dict[tuple[tuple[str, str], ...], list[float | None]] = {}
+        groups: dict[Replicate, list[float | None]] = {}
         for work in self.plan.runs(table.stage):
             if wanted.items() <= work.levels.items():
                 key = tuple((f, v) for f, v in work.levels.items() if f not in inside)
@@ -171,6 +172,7 @@ def rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, A
         metrics = results.metrics.get(work.key, {})
         if metrics:
             common["seconds"] = read_json(work.proof).get("seconds", "")
+        scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:
             yield {**common, "split": split, "metric": metric, "value": value}

@@ -71,7 +71,7 @@ def _head(table: Table, column: str) -> str:
 
 
 def _shown(cell: Cell) -> str:
-    text = "–" if cell.summary is None else spread(cell.summary)
+    text = "-" if cell.summary is None else spread(cell.summary)
     if cell.published is not None:
         text += f"<br>{cell.published:g}"
         if cell.difference is not None:
@@ -94,7 +94,7 @@ def _scores(cells: list[list[Cell]]) -> str:
         if cell.summary is not None:
             scores = ", ".join(f"{score:.1f}" for score in cell.summary.scores)
             interval = cell.summary.interval
-            low = "–" if interval is None else f"{interval[0]:.1f} to {interval[1]:.1f}"
+            low = "-" if interval is None else f"{interval[0]:.1f} to {interval[1]:.1f}"
             lines.append(f"| {_cell(cell.row)}, {_cell(cell.column)} | {scores} "
                          f"| {cell.summary.median:.1f} | {low} |")  # fmt: skip
     return "\n".join(lines)
