@@ -17,7 +17,6 @@ from xformer.study.pool import Outcome
 from xformer.study.spec import Claim, Levels, Study, Table
 from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
 
-
 Replicate = tuple[tuple[str, str], ...]  # a level of each factor that is averaged over
 
 

@@ -171,7 +171,7 @@ def _check(study: Study) -> None:
             found = {str(v) for n in places for v in study.stages[n].vary[factor]}
             _known(study, f"levels.{factor}", level, found)
     for kind, name in _places(study):
-        known = {"need": study.needs, "made": study.made, "stage": study.stages}[kind]
+        known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
         _known(study, f"{{{kind}.{name}}}", name, set(known))
     tables = {table.name: table for table in study.tables}
     for table in study.tables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 
 from xformer.study.pool import Outcome
 from xformer.study.results import Cell, Results, Verdict
@@ -21,12 +22,20 @@ def markdown(results: Results, outcomes: dict[str, Outcome]) -> str:
         cells = results.cells(table)
         parts += [f"## {table.title}", _legend(table), _table(results, table, cells)]
         parts += ["Every score:", _scores(cells)]
-    bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
-    if bad:
-        parts += ["## Not done", "\n".join(f"- {o.work.name}: {o.state}\n\n{_quoted(o.why)}\n"
-                                           for o in bad)]  # fmt: skip
+    parts += _not_done(outcomes)
     parts += ["## How it was made", _commands(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _not_done(outcomes: dict[str, Outcome]) -> list[str]:
+    """What failed, with the end of its log, and how many works wait for what."""
+    bad = [o for o in outcomes.values() if o.state == "failed"]
+    waiting = Counter(o.why for o in outcomes.values() if o.state == "not run")
+    if not bad and not waiting:
+        return []
+    lines = [f"- {o.work.name} failed:\n\n{_quoted(o.why)}\n" for o in bad]
+    lines += [f"- {number} not run: {why}" for why, number in waiting.items()]
+    return ["## Not done", "\n".join(lines)]
 
 
 def _claims(verdicts: list[Verdict]) -> str:
