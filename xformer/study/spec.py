@@ -156,13 +156,6 @@ def read_study(path: Path, scale: str) -> Study:
 
 def _check(study: Study) -> None:
     """Refuse a study whose parts do not fit together."""
-    for name, stage in study.stages.items():
-        if bool(stage.recipe) == bool(stage.command):
-            raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
-        for factor, levels in study.factors(name).items():
-            if not levels:
-                raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
-        _same_key_twice(study, name)
     every = {factor for name in study.stages for factor in study.stages[name].vary}
     for factor, kept in study.levels.items():
         _known(study, f"levels.{factor}", factor, every)
@@ -170,6 +163,13 @@ def _check(study: Study) -> None:
             places = [n for n, s in study.stages.items() if factor in s.vary]
             found = {str(v) for n in places for v in study.stages[n].vary[factor]}
             _known(study, f"levels.{factor}", level, found)
+    for name, stage in study.stages.items():
+        if bool(stage.recipe) == bool(stage.command):
+            raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
+        for factor, levels in study.factors(name).items():
+            if not levels:
+                raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
+        _same_key_twice(study, name)
     for kind, name in _places(study):
         known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
         _known(study, f"{{{kind}.{name}}}", name, set(known))
