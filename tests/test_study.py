@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from scipy import stats
 
 from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
-from xformer.study import pool
+from xformer.study import page, pool
 from xformer.study.cost import Costs
 from xformer.study.plan import Plan, Work
 from xformer.study.results import Results, write_csv
@@ -384,12 +386,77 @@ def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: P
         results.cells(plan.study.tables[0])
 
 
+HOSTILE = "<script>document.title = 'taken'</script>\" onload=\"x"
+
+
+def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
+    """report.html of the study with scores that rise with the seed and the rate."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + 0.01 * len(start) + 0.1 * (rate == "high"))
+    works = list(plan.works.values())
+    outcomes = {works[2].key: pool.Outcome(works[2], "failed", why=HOSTILE)}
+    directory = plan.root / "letters-mini"
+    directory.mkdir()
+    path = directory / "report.html"
+    path.write_text(page.html(Results(plan.study, plan), outcomes, directory))
+    return plan, path
+
+
+def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path: Path) -> None:
+    title = HOSTILE.replace('"', '\\"')
+    changed(file, ('title = "Letters"', f'title = "{title}"'),
+            ('title = "Accuracy"', f'title = "{title}"'))  # fmt: skip
+    _, path = a_page(file, data, tmp_path)
+    text = path.read_text()
+    assert text.count("<script>") == 1  # its own
+    assert "&lt;script&gt;document.title" in text
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
+    assert "@import" not in text
+
+
+def in_chromium(path: Path, script: str, fragment: str = "") -> str:
+    """The page as Chromium has it after `script`."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    copy = path.with_name("copy.html")
+    copy.write_text(path.read_text() + f"<script>{script}</script>")
+    quiet = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+             "--disable-background-networking --disable-component-update --disable-sync")  # fmt: skip
+    ended = subprocess.run(
+        [chromium, *quiet.split(), f"--user-data-dir={path.parent / 'chromium'}", "--dump-dom",
+         f"file://{copy}{fragment}"], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return ended.stdout
+
+
+def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
+    plan, path = a_page(file, data, tmp_path)
+    run = plan.runs("finetune")[0]
+    click = "document.querySelectorAll('table')[1].querySelectorAll('th')[2].click();"
+    wide = "document.body.append('width ' + (document.documentElement.scrollWidth <= innerWidth))"
+    found = in_chromium(path, click + wide, f"#run-{run.key}")
+    assert re.search(rf'<details id="run-{run.key}" open="">', found)  # a link opens its run
+    assert "width true" in found
+    rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", found)
+    assert rows == ["pretrained", "scratch"]  # falling: pretrained has the higher score
+    found = in_chromium(path, click + click)
+    assert re.findall(r"<tr><td>(pretrained|scratch)</td>", found) == ["scratch", "pretrained"]
+
+
 # --------------------------------------------------------------------------------- the command
 
 
 def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
     root = tmp_path / "studies"
-    arguments = ["-m", "xformer.study", file, "scale=mini", f"output={root}", "jobs=2"]
+    arguments: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        f"output={root}",
+        "jobs=2",
+    ]
     listed = good(command(*arguments, "--dry-run"))
     assert "missing: data: a directory of DNA; write it; then needs.data=PATH" in listed.out
     assert not root.exists()

@@ -25,6 +25,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted, run
 from xformer.data.files import read_json, write_json
 from xformer.study import pool
 from xformer.study.cost import Costs, hours
+from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
 from xformer.study.results import Results, write_csv
 from xformer.study.spec import read_study
@@ -83,8 +84,11 @@ def main() -> None:
     write_csv(directory / "results.csv", results, outcomes)
     text = markdown(results, outcomes)
     (directory / "report.md").write_text(text, encoding="utf-8")
+    page = html(results, outcomes, directory)
+    (directory / "report.html").write_text(page, encoding="utf-8")
     print(text)
-    print(f"report   {directory / 'report.md'}   {directory / 'results.csv'}")
+    names = ("report.html", "report.md", "results.csv")
+    print("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])

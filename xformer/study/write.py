@@ -20,7 +20,7 @@ def markdown(results: Results, outcomes: dict[str, Outcome]) -> str:
         parts += ["## What the paper claims, and what holds here", _claims(verdicts)]
     for table in study.tables:
         cells = results.cells(table)
-        parts += [f"## {table.title}", _legend(table), _table(results, table, cells)]
+        parts += [f"## {table.title}", legend(table), _table(results, table, cells)]
         parts += ["Every score:", _scores(cells)]
     parts += _not_done(outcomes)
     parts += ["## How it was made", _commands(results)]
@@ -57,7 +57,8 @@ def ground(verdict: Verdict) -> str:
     return "; ".join(said) or "no runs to compare"
 
 
-def _legend(table: Table) -> str:
+def legend(table: Table) -> str:
+    """What the numbers of a table are, in words."""
     unit = "100 times the " if table.percent else ""
     metric = table.metric if isinstance(table.metric, str) else "metric named in each column"
     text = f"{unit}{metric} on the split `{table.split}`: mean ± standard deviation (runs)"
@@ -67,14 +68,15 @@ def _legend(table: Table) -> str:
 
 
 def _table(results: Results, table: Table, cells: list[list[Cell]]) -> str:
-    heads = [_head(table, cell.column) for cell in cells[0]]
+    heads = [head(table, cell.column) for cell in cells[0]]
     lines = [f"| {table.rows} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for row in cells:
         lines.append(f"| {_cell(row[0].row)} | " + " | ".join(map(_shown, row)) + " |")
     return "\n".join(lines)
 
 
-def _head(table: Table, column: str) -> str:
+def head(table: Table, column: str) -> str:
+    """The name of a column, with its metric where each has its own."""
     named = isinstance(table.metric, dict)
     return f"{column} ({table.metric[column]})" if named else column  # type: ignore[index]
 
