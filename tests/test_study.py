@@ -421,8 +421,10 @@ def in_chromium(path: Path, script: str, fragment: str = "") -> str:
         pytest.skip("Chromium is not installed")
     copy = path.with_name("copy.html")
     copy.write_text(path.read_text() + f"<script>{script}</script>")
-    quiet = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-             "--disable-background-networking --disable-component-update --disable-sync")  # fmt: skip
+    quiet = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-component-update --disable-sync"
+    )
     ended = subprocess.run(
         [chromium, *quiet.split(), f"--user-data-dir={path.parent / 'chromium'}", "--dump-dom",
          f"file://{copy}{fragment}"], capture_output=True, text=True, timeout=120,
