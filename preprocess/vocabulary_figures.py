@@ -1,16 +1,13 @@
 """How English a vocabulary is, and how English a store (Zhang et al. 2021, section 4.1).
 
-A WordPiece is English-like when it matches ^(##)?[A-Za-z]+$. The other kinds mark the beginning of
-a word instead of its inside: ^Ġ?[A-Za-z]+$ in byte-level BPE, ^▁?[A-Za-z]+$ in unigram; a symbol is
-English-like when it is letters alone. Two vocabularies share a piece when its letters are the same
-and it stands in both at the beginning of a word, or in both elsewhere: within one kind, when it is
-the same piece.
+What an English-like piece is, is in xformer/data/english.py. Two vocabularies share a piece when
+its letters are the same and it stands in both at the beginning of a word, or in both elsewhere:
+within one kind, when it is the same piece.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,26 +17,15 @@ import numpy as np
 from preprocess.arguments import add_json, check_file
 from preprocess.progress import Progress, progress
 from xformer.data import published, tokenizers
+from xformer.data.english import english
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 
-MARKS = {"wordpiece": "##", "bpe": "Ġ", "unigram": "▁", "symbols": ""}
 WINDOW = 10  # pieces in a context
 MOST = 5  # a context with more English-like pieces than these is English-like
 BLOCK = 2**20  # ids, or rows, looked at at once
-
-
-def english(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
-    """The English-like pieces by id: their letters, and whether they begin a word."""
-    mark = MARKS[tokenizer.kind]
-    like = re.compile(f"({mark})?([A-Za-z]+)")
-    found = {i: like.fullmatch(piece) for i, piece in enumerate(tokenizer.pieces)}
-    marked = tokenizer.kind != "wordpiece"  # does the mark stand at the beginning of a word?
-    if not mark:
-        return {i: (match[2], True) for i, match in found.items() if match}
-    return {i: (match[2], bool(match[1]) == marked) for i, match in found.items() if match}
 
 
 def overlap(one: Tokenizer, other: Tokenizer) -> dict[str, Any]:

@@ -71,11 +71,11 @@ def test_no_context_crosses_a_row(tmp_path):
 
 
 def test_english_like_pieces_of_every_kind():
-    words = figures.english(TOKENIZER)
+    words = english(TOKENIZER)
     assert words == {5: ("a", True), 6: ("b", False), 7: ("Cd", True)}
     letters = [*tokenizers.ROBERTA_SPECIAL.values(), "a", "Ġa", "b", "ĠCd", "Ġ1", "é", "Ġ"]
     pairs = tokenizers.byte_bpe({piece: i for i, piece in enumerate(letters)}, [])
-    assert figures.english(pairs) == {
+    assert english(pairs) == {
         5: ("a", False), 6: ("a", True), 7: ("b", False), 8: ("Cd", True)
     }  # fmt: skip
     assert figures.overlap(TOKENIZER, pairs) == {
@@ -83,9 +83,9 @@ def test_english_like_pieces_of_every_kind():
     }  # fmt: skip
     scores = [(p, -1.0) for p in [*tokenizers.ALBERT_SPECIAL.values(), "▁a", "b", "▁", "a▁"]]
     unigram = tokenizers.albert(scores, None, [], [])
-    assert figures.english(unigram) == {5: ("a", True), 6: ("b", False)}
+    assert english(unigram) == {5: ("a", True), 6: ("b", False)}
     assert figures.overlap(TOKENIZER, unigram)["shared"] == 2
-    assert figures.english(tokenizers.symbols("aé1")) == {5: ("a", True)}
+    assert english(tokenizers.symbols("aé1")) == {5: ("a", True)}
 
 
 def test_the_overlap_of_published_vocabularies(shared, tmp_path):

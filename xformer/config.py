@@ -194,15 +194,15 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
     for name, field in schema.model_fields.items():
         if _is_group(field.annotation):
             title = f"{prefix}{name}.*: {getdoc(field.annotation) or ''}"
-            groups += ["", *_wrapped(title, 0)]
+            groups += ["", *wrapped(title, 0)]
             groups += _help_lines(field.annotation, f"{prefix}{name}.")
             continue
         default = " (required)"
         if not field.is_required():
             value = field.get_default(call_default_factory=True)
-            default = " (optional)" if value is None else f" = {_show(value)}"
-        lines.append(f"  {prefix}{name}: {_type_name(field.annotation)}{default}")
-        lines += _wrapped(field.description, 6)
+            default = " (optional)" if value is None else f" = {show(value)}"
+        lines.append(f"  {prefix}{name}: {type_name(field.annotation)}{default}")
+        lines += wrapped(field.description, 6)
         for operation in _operations(field.annotation):
             lines += _operation_help(operation)
     return lines + groups
@@ -210,14 +210,14 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
 
 def _operation_help(operation: type[BaseModel]) -> list[str]:
     fields = dict(operation.model_fields)
-    inside = [f"op = {_show(fields.pop('op').default)}"]
-    inside += [f"{name} = {_type_name(field.annotation)}" for name, field in fields.items()]
+    inside = [f"op = {show(fields.pop('op').default)}"]
+    inside += [f"{name} = {type_name(field.annotation)}" for name, field in fields.items()]
     sentences = [getdoc(operation) or ""]
     sentences += [f"{name}: {field.description}" for name, field in fields.items()]
-    return _wrapped(f"{{{', '.join(inside)}}}", 8) + _wrapped(" ".join(sentences), 12)
+    return wrapped(f"{{{', '.join(inside)}}}", 8) + wrapped(" ".join(sentences), 12)
 
 
-def _wrapped(text: str | None, indent: int) -> list[str]:
+def wrapped(text: str | None, indent: int) -> list[str]:
     margin = " " * indent
     words = " ".join((text or "").split())
     return textwrap.wrap(words, WIDTH, initial_indent=margin, subsequent_indent=margin)
@@ -232,36 +232,36 @@ def _operations(annotation: Any) -> list[type[BaseModel]]:
 
 def toml_text(values: dict[str, Any]) -> str:
     """A recipe as a file that `read_recipe` reads: a line a key, groups as inline tables."""
-    return "".join(f"{_name(key)} = {_show(value)}\n" for key, value in values.items())
+    return "".join(f"{_name(key)} = {show(value)}\n" for key, value in values.items())
 
 
 def _name(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A value as TOML."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_show, value))}]"
     if isinstance(value, dict):
-        pairs = ", ".join(f"{_name(key)} = {_show(v)}" for key, v in value.items())
+        pairs = ", ".join(f"{_name(key)} = {show(v)}" for key, v in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """ "int", "[float, float]", "list of operations", '"a" | "b"' as help shows them."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type_name(arguments[0])
+        return type_name(arguments[0])
     if origin is Literal:
-        return " | ".join(map(_show, arguments))
+        return " | ".join(map(show, arguments))
     if origin is tuple:
         one_type = arguments[-1] is Ellipsis
-        of = "operations" if _operations(annotation) else _type_name(arguments[0])
-        return f"list of {of}" if one_type else f"[{', '.join(map(_type_name, arguments))}]"
+        of = "operations" if _operations(annotation) else type_name(arguments[0])
+        return f"list of {of}" if one_type else f"[{', '.join(map(type_name, arguments))}]"
     if origin in (Union, UnionType):
-        return " | ".join(_type_name(a) for a in arguments if a is not NoneType)
+        return " | ".join(type_name(a) for a in arguments if a is not NoneType)
     return "true | false" if annotation is bool else annotation.__name__

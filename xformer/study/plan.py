@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xformer.config import merge, read_recipe, validate
+from xformer.config import merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.study.spec import PLACE, Levels, Need, Stage, Study, flat
@@ -60,7 +60,7 @@ class Plan:
                 raise BadInput(f"needs.{name}: {study.path} has no such need; its needs: {known}")
         self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
         self.works: dict[str, Work] = {}
-        self._open: list[str] = []  # stages on the way, to see circles
+        self._open: list[str] = []  # what is being made, to see circles
         self._digests = Digests(root / "digests.json")
         depended = {name for kind, name in self._all_places() if kind == "stage"}
         for stage in study.stages:
@@ -131,18 +131,32 @@ class Plan:
         return self._add(Work(label, key, path, path / stage.result, command, _keys(waits),
                               tuple(dict.fromkeys(missing)), name, levels))  # fmt: skip
 
-    def _make(self, name: str) -> Work:
-        """The work that makes {made.NAME}."""
-        parts = self.study.made[name].command
-        if "{out}" not in parts:
-            raise BadInput(f"{self.study.path}: made.{name}: its command has no {{out}}")
+    def _make(self, name: str, levels: Levels, label: str) -> Work:
+        """The work that makes {made.NAME} for a run at these levels."""
+        if name not in self.study.made:
+            near = nearest(name, list(self.study.made))
+            raise BadInput(f"{self.study.path}: {label}: there is no made.{name}{near}")
+        made = self.study.made[name]
+        if name in self._open:
+            raise BadInput(f"{self.study.path}: made.{name} is made from itself")
+        if bool(made.same) == bool(made.command) or made.command and "{out}" not in made.command:
+            raise BadInput(
+                f"{self.study.path}: made.{name} needs `same`, or a command with {{out}}"
+            )
+        self._open.append(name)
+        if made.same:
+            work = self._make(made.same, levels, label)
+            self._open.remove(name)
+            return work
+        parts = made.command
         waits: list[Work] = []
         missing: list[str] = []
         label = f"made.{name}"
-        by_key = [self._put(part, {}, label, True, waits, missing) for part in parts]
+        by_key = [self._put(part, levels, label, True, waits, missing) for part in parts]
         key = content_key(by_key)
         path = self.root / "made" / f"{name}-{key}"
-        filled = [self._put(part, {}, label, False, waits, missing) for part in parts]
+        filled = [self._put(part, levels, label, False, waits, missing) for part in parts]
+        self._open.remove(name)
         command = tuple(part.replace("{out}", str(path)) for part in filled)
         return self._add(Work(label, key, path, path, command, _keys(waits),
                               tuple(dict.fromkeys(missing))))  # fmt: skip
@@ -168,7 +182,7 @@ class Plan:
                 return self._digests.of(path) if there else f"missing {text}"
             return str(path) if self.paths[name] else text
         if kind == "made":
-            work = self._make(name)
+            work = self._make(name, levels, label)
         else:
             wanted = self.study.factors(name)
             lacking = [factor for factor in wanted if factor not in levels]

@@ -6,7 +6,8 @@
     [[tables]] [[claims]]    what to show, and the paper's statements, checked
     [scales.NAME]            laid over all of the above: scale=mini, scale=paper
 
-In any string {need.X}, {made.X} and {stage.X} stand for a path, {FACTOR} for the name of a level.
+In any string {need.X}, {made.X} and {stage.X} stand for a path, {FACTOR} for the name of a level,
+also in what is made: {made.{model}} is made for each model that some run needs.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Need(Settings):
 class Made(Settings):
     """Something made from the needs before any run."""
 
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     """The arguments of `python`; `{out}` is where the result goes."""
+    same: str = ""
+    """Instead of a command: it is the same as another."""
 
 
 class Stage(Settings):

@@ -1,66 +1,249 @@
-"""Operations on weights: each a plain function from a checkpoint to a checkpoint."""
+"""The operations as settings: what a recipe's `surgery` list, the command line and Python name.
+
+Each stands for the plain function of its name, whose arguments are its fields.
+"""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from xformer.checkpoint import Checkpoint, initialise
-from xformer.config import Settings
+from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Checkpoint, Distribution
+from xformer.config import Settings, nearest, validate
 from xformer.data.errors import BadInput
+from xformer.data.files import file_checksum
+from xformer.data.store import open_store
+from xformer.surgery import everything, layers, words
 
 
-class Clean(Settings):
+class Seeded(Settings):
+    """An operation that draws: its numbers depend on its seed, not on what went before."""
+
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Seed of what is drawn; absent: the run's, or --seed."""
+
+
+class Clean(Seeded):
     """Re-initialise every weight: the from-scratch twin (Zhang et al. 2021, 4)."""
 
     op: Literal["clean"] = "clean"
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    """Seed of the fresh values; absent: the run's."""
+    distribution: Distribution = "normal"
+    """Normal (Kao & Lee 2021), or truncated at two standard deviations (Devlin et al. 2019)."""
 
 
-class CleanEmbeddings(Settings):
-    """Re-initialise the word embeddings alone (Kao & Lee 2021, 3.2: re-emb)."""
+class CleanEmbeddings(Seeded):
+    """Re-initialise the word embeddings alone (Zhang et al. 2021, 4; Kao & Lee 2021, 3.2:
+    re-emb)."""
 
     op: Literal["clean_embeddings"] = "clean_embeddings"
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    """Seed of the fresh values; absent: the run's."""
+    distribution: Distribution = "normal"
+    """As in clean."""
 
 
-Operation = Annotated[Clean | CleanEmbeddings, Field(discriminator="op")]
+class ShuffleEmbeddings(Seeded):
+    """Deal the word embeddings out anew among the pieces (Zhang et al. 2021, 4.2)."""
+
+    op: Literal["shuffle_embeddings"] = "shuffle_embeddings"
+    keep_special: bool = True
+    """Special tokens keep theirs."""
+    english_only: bool = True
+    """English-like pieces exchange theirs among themselves, and all others keep theirs."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ShuffleEmbeddings:
+        words.check_shuffle(self.keep_special, self.english_only)
+        return self
 
 
-def clean(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """Every weight as `initialise` gives it (Zhang et al. 2021, section 4; Kao & Lee 2021,
-    section 3.2)."""
-    weights = {
-        name: initialise(name, weight.shape, checkpoint.config, seed)
-        for name, weight in checkpoint.weights.items()
-    }
-    return replace(checkpoint, weights=weights)
+class Transplant(Settings):
+    """Take over another checkpoint's tokenizer and word embeddings (Zhang et al. 2021, 4.3)."""
+
+    op: Literal["transplant"] = "transplant"
+    source: str
+    """The other checkpoint, as of an English model."""
 
 
-def clean_embeddings(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """The word embeddings as `initialise` gives them, all else untouched (Kao & Lee 2021, section
-    3.2)."""
-    name = "encoder.embeddings.word.weight"
-    if name not in checkpoint.weights:
-        raise BadInput("surgery=clean_embeddings: this model has no word embeddings")
-    word = initialise(name, checkpoint.weights[name].shape, checkpoint.config, seed)
-    return replace(checkpoint, weights={**checkpoint.weights, name: word})
+class ReverseLayers(Settings):
+    """Put the layers in the opposite order (Zhang et al. 2021, 3)."""
+
+    op: Literal["reverse_layers"] = "reverse_layers"
 
 
-def apply(checkpoint: Checkpoint, operations: tuple[Operation, ...] | list[Operation],
-          seed: int = 0) -> Checkpoint:  # fmt: skip
+class ReinitScaled(Seeded):
+    """Re-initialise every weight, and scale each matrix to the size it had (Zhang et al. 2021,
+    5.1)."""
+
+    op: Literal["reinit_scaled"] = "reinit_scaled"
+    match: everything.Scale
+    """What a matrix keeps: the root of its sum of squares, or its variance."""
+    distribution: Distribution = "normal"
+    """As in clean."""
+
+
+class OracleShuffle(Seeded):
+    """Shuffle the elements within each weight (Zhang et al. 2021, 5.2)."""
+
+    op: Literal["oracle_shuffle"] = "oracle_shuffle"
+
+
+class KeepLayers(Settings):
+    """Leave out all layers but some; they are numbered from 1 (Zhang et al. 2021, 6)."""
+
+    op: Literal["keep_layers"] = "keep_layers"
+    first: int | None = None
+    """Keep so many at the beginning."""
+    every: int | None = None
+    """Keep the first of every so many: 2 keeps the 1st, 3rd and so on."""
+    layers: tuple[int, ...] | None = None
+    """Keep those with these numbers."""
+
+    @model_validator(mode="after")
+    def _one(self) -> KeepLayers:
+        layers.check_choice(self.first, self.every, self.layers)
+        return self
+
+
+class ReinitLastLayers(Seeded):
+    """Re-initialise the layers from one to the last (Huang et al. 2021, 4.2)."""
+
+    op: Literal["reinit_last_layers"] = "reinit_last_layers"
+    from_layer: int
+    """The first of them, from 1; one more than there are layers re-initialises none."""
+    distribution: Distribution = "truncated"
+    """As in clean."""
+
+
+class ReinitHead(Seeded):
+    """Re-initialise one attention head (Huang et al. 2021, 4.3)."""
+
+    op: Literal["reinit_head"] = "reinit_head"
+    layer: int
+    """Its layer, from 1."""
+    head: int
+    """Its number within the layer, from 1."""
+    distribution: Distribution = "truncated"
+    """As in clean."""
+
+
+class SubstituteUnused(Seeded):
+    """Replace embeddings that pre-training never used by copies of used ones (Chiang & Lee 2020,
+    4.3)."""
+
+    op: Literal["substitute_unused"] = "substitute_unused"
+    store: str
+    """What the model was pre-trained on."""
+    split: str = "train"
+    """The part of it that was used."""
+
+
+Operation = Annotated[
+    Clean | CleanEmbeddings | ShuffleEmbeddings | Transplant | ReverseLayers | ReinitScaled
+    | OracleShuffle | KeepLayers | ReinitLastLayers | ReinitHead | SubstituteUnused,
+    Field(discriminator="op"),
+]  # fmt: skip
+
+CLASSES: dict[str, Any] = {
+    kind.model_fields["op"].default: kind for kind in get_args(get_args(Operation)[0])
+}
+FUNCTIONS: dict[str, Callable[..., Checkpoint]] = {
+    "clean": everything.clean,
+    "clean_embeddings": words.clean_embeddings,
+    "shuffle_embeddings": words.shuffle_embeddings,
+    "transplant": words.transplant,
+    "reverse_layers": layers.reverse_layers,
+    "reinit_scaled": everything.reinit_scaled,
+    "oracle_shuffle": everything.oracle_shuffle,
+    "keep_layers": layers.keep_layers,
+    "reinit_last_layers": layers.reinit_last_layers,
+    "reinit_head": layers.reinit_head,
+    "substitute_unused": words.substitute_unused,
+}
+
+
+def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0) -> Checkpoint:
     """The operations in order, each recorded in the checkpoint's history.
 
-    `seed` serves the operations that name none.
+    `seed` serves the operations that name none. Weights that no operation touches are the very
+    tensors of the checkpoint, which stays as it is. Raises BadInput naming the operation that the
+    checkpoint cannot bear.
     """
-    functions = {"clean": clean, "clean_embeddings": clean_embeddings}
     for operation in operations:
-        own_seed = seed if operation.seed is None else operation.seed
-        checkpoint = functions[operation.op](checkpoint, own_seed)
-        record = {**operation.model_dump(), "seed": own_seed}
+        arguments = operation.model_dump(mode="json", exclude={"op"})
+        if "seed" in arguments and arguments["seed"] is None:
+            arguments["seed"] = seed
+        try:
+            checkpoint = FUNCTIONS[operation.op](checkpoint, **arguments)
+        except BadInput as error:
+            raise _named(operation.op, error) from None
+        given = {name: value for name, value in arguments.items() if value is not None}
+        record = {"op": operation.op, **given, **content(operation)}
         checkpoint = replace(checkpoint, history=(*checkpoint.history, record))
     return checkpoint
+
+
+def content(operation: Operation) -> dict[str, str]:
+    """The content key of what an operation reads beside the checkpoint, as `sha256`."""
+    if isinstance(operation, Transplant):
+        manifest = checkpoints.resolve(operation.source) / "manifest.json"
+        return {"sha256": file_checksum(manifest)}
+    if isinstance(operation, SubstituteUnused):
+        return {"sha256": open_store(operation.store).key}
+    return {}
+
+
+def parse(text: str) -> Operation:
+    """The operation that "shuffle_embeddings(seed=1, english_only=true)" spells.
+
+    Values are TOML, else bare strings. Raises BadInput naming the operation, the argument, and the
+    nearest there is.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\)\s*)?", text, re.DOTALL)
+    if match is None:
+        raise BadInput(f"{text!r} is not of the form name or name(argument=value, ...)")
+    name, inside = match[1], match[2] or ""
+    if name not in CLASSES:
+        hint = nearest(name, list(CLASSES)) or f"; there are {', '.join(CLASSES)}"
+        raise BadInput(f"unknown operation {name!r}{hint}")
+    fields = CLASSES[name].model_fields
+    values: dict[str, Any] = {}
+    for argument in _split(inside):
+        key, equals, value = (part.strip() for part in argument.partition("="))
+        if not equals or not key:
+            names = ", ".join(f"{field}=..." for field in fields if field != "op")
+            raise BadInput(f"{name}: {argument.strip()!r} is not argument=value; it takes "
+                           f"{names or 'no arguments'}")  # fmt: skip
+        if key in values:
+            raise BadInput(f"{name}: {key} is given twice")
+        values[key] = _value(value, key in fields and fields[key].annotation is str)
+    try:
+        operation: Operation = validate(CLASSES[name], values)
+    except BadInput as error:
+        raise _named(name, error) from None
+    return operation
+
+
+def _split(inside: str) -> list[str]:
+    """ "a=1, b=[2, 3]" at the commas that are in no bracket and no quotes."""
+    parts = re.findall(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|[^,])+""", inside)
+    return [part for part in parts if part.strip()]
+
+
+def _value(text: str, is_text: bool) -> Any:
+    """A value as TOML, else as the bare string it is; where a string is wanted, 2026 is one too."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+    return text if is_text and not isinstance(value, str) else value
+
+
+def _named(name: str, error: BadInput) -> BadInput:
+    """The complaint with the operation's name before it."""
+    text = str(error)
+    return BadInput(text if text.startswith(name) else f"{name}: {text}")

@@ -1,0 +1,66 @@
+"""What the operations have in common: fresh values, and work on many weights at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xformer.checkpoint import Checkpoint, Distribution, initialise, number
+from xformer.data.errors import BadInput
+
+
+def changed(checkpoint: Checkpoint, names: Iterable[str],
+            change: Callable[[str, Tensor], Tensor]) -> Checkpoint:  # fmt: skip
+    """The checkpoint with `change(name, weight)` in place of the named weights, all else as it is.
+
+    The weights are made on all cores, the largest first: drawing leaves the interpreter free.
+    """
+    weights = dict(checkpoint.weights)
+    order = sorted(names, key=lambda name: -weights[name].numel())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = pool.map(lambda name: change(name, checkpoint.weights[name]), order)
+        weights |= dict(zip(order, made, strict=True))
+    return replace(checkpoint, weights=weights)
+
+
+def redrawn(checkpoint: Checkpoint, names: Iterable[str], seed: int, distribution: Distribution,
+            purpose: str) -> Checkpoint:  # fmt: skip
+    """The checkpoint with fresh values in the named weights (see `initialise`).
+
+    With a `purpose` they differ from those that a training with the same seed began with: else
+    re-initialising would undo the training instead.
+    """
+
+    def fresh(name: str, weight: Tensor) -> Tensor:
+        return initialise(name, weight.shape, checkpoint.config, seed, distribution, purpose)
+
+    return changed(checkpoint, names, fresh)
+
+
+def matrices(name: str, weight: Tensor) -> tuple[Tensor, ...]:
+    """The matrices that a weight holds: query, key and value are stored as one."""
+    return weight.chunk(3) if ".attention.qkv." in name else (weight,)
+
+
+def generator(*key: object) -> np.random.Generator:
+    """A generator of its own for what the key spells."""
+    return np.random.default_rng(number(*key))
+
+
+def shuffled(values: Tensor, *key: object) -> Tensor:
+    """The same elements, every order equally likely."""
+    array = values.flatten().numpy().copy()
+    generator(*key).shuffle(array)
+    return torch.from_numpy(array).view(values.shape)
+
+
+def refuse_cnn(checkpoint: Checkpoint, what: str) -> None:
+    """Raise BadInput where the model is no transformer."""
+    if checkpoint.config.architecture != "transformer":
+        raise BadInput(f"this model is a Hilbert-CNN, {what}")
