@@ -242,7 +242,7 @@ def _name(key: str) -> str:
 def show(value: Any) -> str:
     """A value as TOML."""
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_show, value))}]"
+        return f"[{', '.join(map(show, value))}]"
     if isinstance(value, dict):
         pairs = ", ".join(f"{_name(key)} = {show(v)}" for key, v in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"

@@ -139,7 +139,7 @@ class Plan:
         made = self.study.made[name]
         if name in self._open:
             raise BadInput(f"{self.study.path}: made.{name} is made from itself")
-        if bool(made.same) == bool(made.command) or made.command and "{out}" not in made.command:
+        if bool(made.same) == bool(made.command) or (made.command and "{out}" not in made.command):
             raise BadInput(
                 f"{self.study.path}: made.{name} needs `same`, or a command with {{out}}"
             )
