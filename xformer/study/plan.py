@@ -62,7 +62,7 @@ class Plan:
         self.works: dict[str, Work] = {}
         self._open: list[str] = []  # what is being made, to see circles
         self._digests = Digests(root / "digests.json")
-        depended = {name for kind, name in self._all_places() if kind == "stage"}
+        depended = {name for kind, name, *_ in self._all_places() if kind == "stage"}
         for stage in study.stages:
             self._refuse_circle(stage)
         for stage in study.stages:
@@ -71,14 +71,14 @@ class Plan:
                     self._run(stage, levels)
         self._digests.save()
 
-    def _all_places(self) -> list[tuple[str, str]]:
+    def _all_places(self) -> list[tuple[str, str, str, str]]:
         return PLACE.findall(json.dumps([s.model_dump() for s in self.study.stages.values()]))
 
     def _refuse_circle(self, stage: str, way: tuple[str, ...] = ()) -> None:
         if stage in way:
             circle = " -> ".join((*way[way.index(stage) :], stage))
             raise BadInput(f"{self.study.path}: its stages wait for one another: {circle}")
-        for kind, name in PLACE.findall(self.study.stages[stage].model_dump_json()):
+        for kind, name, *_ in PLACE.findall(self.study.stages[stage].model_dump_json()):
             if kind == "stage":
                 self._refuse_circle(name, (*way, stage))
 
@@ -172,7 +172,9 @@ class Plan:
         found = PLACE.search(text)
         if found is None:
             return text
-        kind, name = found.groups()
+        kind, name, factor, level = found.groups()
+        if factor:
+            levels = {**levels, factor: level}
         if kind == "need":
             path = Path(text.replace(found.group(), self.paths[name]))
             there = bool(self.paths[name]) and path.exists()

@@ -7,7 +7,8 @@
     [scales.NAME]            laid over all of the above: scale=mini, scale=paper
 
 In any string {need.X}, {made.X} and {stage.X} stand for a path, {FACTOR} for the name of a level,
-also in what is made: {made.{model}} is made for each model that some run needs.
+also in what is made: {made.{model}} is made for each model that some run needs. A run finds in
+{stage.X} the run of that stage at its own levels; {stage.X(corpus=english)} says another level.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xformer.config import Settings, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 
 Levels = dict[str, str]  # {factor: level}
-PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)\}")
+PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}")
 
 
 class Need(Settings):
@@ -173,7 +174,7 @@ def _check(study: Study) -> None:
             if not levels:
                 raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
         _same_key_twice(study, name)
-    for kind, name in _places(study):
+    for kind, name, *_ in _places(study):
         known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
         _known(study, f"{{{kind}.{name}}}", name, set(known))
     tables = {table.name: table for table in study.tables}
@@ -227,8 +228,8 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _places(study: Study) -> Iterator[tuple[str, str]]:
-    """Every {kind.name} in the study."""
+def _places(study: Study) -> Iterator[tuple[str, str, str, str]]:
+    """Every {kind.name(factor=level)} in the study."""
     yield from PLACE.findall(study.model_dump_json())
 
 
