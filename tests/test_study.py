@@ -204,6 +204,52 @@ def test_the_key_is_the_content(file: Path, data: Path, tmp_path: Path) -> None:
     assert not set(keys(data=str(moved)).values()) & set(first.values())
 
 
+def test_what_is_made_may_depend_on_levels(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ('settings.data = "{made.task}"', 'settings.data = "{made.{start}}"'),
+        ("[stages.pretrain]", '''[made.pretrained]
+command = ["preprocess.py", "{rate}", "{out}"]
+[made.scratch]
+same = "task"
+[stages.pretrain]'''),
+    )  # fmt: skip
+    plan = plan_of(file, tmp_path, data=str(data))
+    made = [work for work in plan.works.values() if not work.stage]
+    assert [work.command[1] for work in made if work.name == "made.pretrained"] == ["low", "high"]
+    scratch = next(r for r in plan.runs("finetune") if r.levels["start"] == "scratch")
+    assert scratch.recipe is not None
+    task = next(work for work in made if work.name == "made.task")
+    assert scratch.recipe["data"] == str(task.path)
+    assert task.key in scratch.waits
+    changed(file, ('same = "task"', 'same = "scratch"'))
+    with pytest.raises(BadInput, match=r"made\.scratch is made from itself"):
+        plan_of(file, tmp_path, data=str(data))
+    changed(file, ('same = "scratch"', 'same = "tusk"'))
+    with pytest.raises(BadInput, match=r"there is no made\.tusk; did you mean task"):
+        plan_of(file, tmp_path, data=str(data))
+
+
+def test_a_stage_at_another_level(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ("settings.train = { steps = 4 }",
+         "settings.train = { steps = 4 }\nvary.start.pretrained = {}\nvary.seed = [0, 1]"),
+        ('settings.init = "{stage.pretrain}"\n', ""),
+        ("vary.start.pretrained = {}\nvary.start.scratch = {",
+         'vary.start.pretrained = { init = "{stage.pretrain}" }\nvary.start.scratch = '
+         '{ init = "{stage.pretrain(start=pretrained)}",'),
+    )  # fmt: skip
+    plan = plan_of(file, tmp_path, data=str(data))
+    by_key = {work.key: work for work in plan.works.values()}
+    for run in plan.runs("finetune"):
+        start = next(by_key[key] for key in run.waits if by_key[key].stage == "pretrain")
+        assert start.levels == {"start": "pretrained", "seed": run.levels["seed"]}
+    changed(file, ("(start=pretrained)", "(start=scratch)"))
+    with pytest.raises(BadInput, match=r"pretrain\.vary\.start has no level 'scratch'"):
+        plan_of(file, tmp_path, data=str(data))
+
+
 def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
     new = 'vary.seed = [0, 1]\nwithout = [{ start = "scratch", rate = "low" }]'
     changed(file, ("vary.seed = [0, 1]", new))
