@@ -220,7 +220,7 @@ same = "task"
     scratch = next(r for r in plan.runs("finetune") if r.levels["start"] == "scratch")
     assert scratch.recipe is not None
     task = next(work for work in made if work.name == "made.task")
-    assert scratch.recipe["data"] == str(task.path)
+    assert scratch.recipe["data"]["store"] == str(task.path)
     assert task.key in scratch.waits
     changed(file, ('same = "task"', 'same = "scratch"'))
     with pytest.raises(BadInput, match=r"made\.scratch is made from itself"):
