@@ -7,6 +7,8 @@ keys it does not know; each stands beside the code that owns it.
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import sys
 import textwrap
 import tomllib
@@ -228,13 +230,25 @@ def _operations(annotation: Any) -> list[type[BaseModel]]:
     return [found for argument in get_args(annotation) for found in _operations(argument)]
 
 
+def toml_text(values: dict[str, Any]) -> str:
+    """A recipe as a file that `read_recipe` reads: a line a key, groups as inline tables."""
+    return "".join(f"{_name(key)} = {show(value)}\n" for key, value in values.items())
+
+
+def _name(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
 def show(value: Any) -> str:
     """A value as TOML."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{_name(key)} = {show(v)}" for key, v in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def type_name(annotation: Any) -> str:

@@ -1,0 +1,550 @@
+"""Studies: what a file says, which runs it means, how they are run, and what their scores say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import ROOT, command, good, refused
+from scipy import stats
+
+from xformer.config import read_recipe, toml_text
+from xformer.data.errors import BadInput
+from xformer.study import page, pool
+from xformer.study.cost import Costs
+from xformer.study.plan import Plan, Work
+from xformer.study.results import Results, write_csv
+from xformer.study.spec import read_study
+from xformer.study.statistics import compare, holm, summarise
+from xformer.study.write import markdown
+
+STUDY = f"""
+title = "Letters"
+question = "Does pre-training on letters help to find TTT?"
+paper = "Nobody 2026"
+
+[needs.data]
+about = "a directory of DNA"
+get = "write it"
+
+[made.letters]
+command = ["preprocess.py", "text", "--lines", "--input", "{{need.data}}/train.txt", "--valid",
+           "{{need.data}}/valid.txt", "--tokenizer", "{{made.task}}", "--output", "{{out}}"]
+
+[made.task]
+command = ["preprocess.py", "task", "dna", "--input", "{{need.data}}/x.tsv", "--output", "{{out}}"]
+
+[stages.pretrain]
+recipe = "{ROOT}/recipes/pretrain/smoke.toml"
+settings.data = "{{made.letters}}"
+settings.model = {{ hidden = 16, intermediate = 16, layers = 1 }}
+settings.train = {{ steps = 4 }}
+
+[stages.finetune]
+recipe = "{ROOT}/recipes/finetune/classify.toml"
+settings.data = "{{made.task}}"
+settings.init = "{{stage.pretrain}}"
+settings.train.epochs = 1
+vary.seed = [0, 1]
+vary.start.pretrained = {{}}
+vary.start.scratch = {{ surgery = [{{ op = "clean" }}] }}
+vary.rate.low = {{ optim.lr = 1e-5 }}
+vary.rate.high = {{ optim.lr = 1e-3 }}
+
+[[tables]]
+name = "main"
+title = "Accuracy"
+stage = "finetune"
+rows = "start"
+columns = "rate"
+[tables.published]
+source = "Nobody 2026, table 1"
+columns = ["low", "high"]
+rows.pretrained = [50.0, 99.0]
+rows.none = [50.0, ""]
+
+[[claims]]
+text = "pre-training helps at every rate"
+table = "main"
+better.start = "pretrained"
+than.start = "scratch"
+each = "rate"
+
+[scales.mini]
+like.scratch = "none"
+[scales.paper]
+stages.pretrain.settings.train.steps = 2000
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "letters.toml"
+    path.write_text(STUDY)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(80):
+        letters = rng.choice(list("ACGT"), 12)
+        if i % 2:
+            letters[3:6] = "T"
+        rows.append("".join(letters))
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "train.txt").write_text("\n".join(rows[:60]))
+    (directory / "valid.txt").write_text("\n".join(rows[60:]))
+    labelled = [f"{row}\t{['no', 'yes'][i % 2]}\n" for i, row in enumerate(rows)]
+    (directory / "x.tsv").write_text("sequence\tlabel\n" + "".join(labelled))
+    return directory
+
+
+def changed(file: Path, *pairs: tuple[str, str]) -> Path:
+    text = file.read_text()
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    file.write_text(text)
+    return file
+
+
+def plan_of(file: Path, tmp_path: Path, scale: str = "mini", **needs: str) -> Plan:
+    return Plan(read_study(file, scale), tmp_path / "studies", needs)
+
+
+# ------------------------------------------------------------------------------------ the file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[stages.pretrain]", "[stages.pretrained]", "there is no 'pretrain'"),
+        ('stage = "finetune"', 'stage = "finetun"', "did you mean finetune?"),
+        ('rows = "start"', 'rows = "begin"', "there is no 'begin'"),
+        ("[50.0, 99.0]", "[50.0]", "'pretrained' has 1 numbers, its columns are 2"),
+        ('than.start = "scratch"', 'than.start = "clean"', "there is no 'clean'"),
+        ("vary.seed = [0, 1]", "vary.seed = [0]\nvary.speed.one = { optim.lr = 1.0 }",
+         "speed and rate both set optim.lr"),
+        ('table = "main"', 'table = "other"', "there is no 'other'"),
+        ('settings.init = "{stage.pretrain}"', 'settings.init = "{stage.finetune}"',
+         "wait for one another: finetune -> finetune"),
+        ("settings.train.epochs = 1", "settings.train.epoch = 1", "unknown key train.epoch"),
+        ('"{need.data}/x.tsv"', '"{need.dat}/x.tsv"', "there is no 'dat'"),
+        ("settings.train = { steps = 4 }", "settings.train = { steps = 4 }\nvary.depth.two = {}",
+         "{stage.pretrain} varies by depth"),
+        ("[scales.mini]", "[scales.mini]\nlevels.start = ['clear']", "there is no 'clear'"),
+        ('recipe = "' + str(ROOT) + '/recipes/pretrain/smoke.toml"', "", "a recipe or a command"),
+        ('op = "clean"', 'op = "cleam"', "its op must be one of"),
+    ],
+)  # fmt: skip
+def test_a_study_that_makes_no_sense_is_refused(
+    file: Path, tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    with pytest.raises(BadInput, match=re.escape(words)) as error:
+        plan_of(changed(file, (old, new)), tmp_path)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "studies").exists()
+
+
+def test_an_unknown_scale_names_those_there_are(file: Path) -> None:
+    with pytest.raises(BadInput, match="no scale 'tiny'; it has mini, paper"):
+        read_study(file, "tiny")
+
+
+def test_a_recipe_is_written_as_it_was_read(tmp_path: Path) -> None:
+    values = {"run": 'a "b" \\ é\n', "surgery": [{"op": "clean"}], "x": {"a.b": 1e-4, "c": True}}
+    (tmp_path / "x.toml").write_text(toml_text(values))
+    assert read_recipe(tmp_path / "x.toml") == values
+
+
+# ------------------------------------------------------------------------------------ the runs
+
+
+def test_each_run_once_in_an_order_that_works(file: Path, data: Path, tmp_path: Path) -> None:
+    plan = plan_of(file, tmp_path, data=str(data))
+    works = list(plan.works.values())
+    names = [work.name for work in works]
+    assert names[:3] == ["made.task", "made.letters", "pretrain"]
+    assert len(works) == 3 + 2 * 2 * 2
+    before: set[str] = set()
+    for work in works:
+        assert set(work.waits) <= before, work.name
+        before.add(work.key)
+    run = next(w for w in works if w.levels == {"seed": "1", "start": "scratch", "rate": "high"})
+    assert run.recipe is not None
+    assert (run.recipe["seed"], run.recipe["optim"]["lr"]) == (1, 1e-3)
+    assert run.recipe["surgery"] == [{"op": "clean"}]
+    assert run.recipe["init"] == str(works[2].path)
+
+
+def test_the_key_is_the_content(file: Path, data: Path, tmp_path: Path) -> None:
+    def keys(**needs: str) -> dict[str, str]:
+        return {w.name: w.key for w in plan_of(file, tmp_path, **needs).works.values()}
+
+    first = keys(data=str(data))
+    moved = data.rename(tmp_path / "moved")
+    assert keys(data=str(moved)) == first  # where it lies is no content
+    changed(file, ("settings.train.epochs = 1", "settings.train.epochs = 1\n"
+                   "settings.train.log_every = 3\nsettings.system.threads = 1"))  # fmt: skip
+    assert keys(data=str(moved)) == first
+    changed(file, ("vary.seed = [0, 1]", "vary.seed = [1, 2]"))
+    other = keys(data=str(moved))
+    assert {n: k for n, k in other.items() if "seed=2" not in n}.items() <= first.items()
+    (moved / "x.tsv").write_text((moved / "x.tsv").read_text() + "ACGTACGTACGT\tno\n")
+    assert not set(keys(data=str(moved)).values()) & set(first.values())
+
+
+def test_what_is_made_may_depend_on_levels(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ('settings.data = "{made.task}"', 'settings.data = "{made.{start}}"'),
+        ("[stages.pretrain]", '''[made.pretrained]
+command = ["preprocess.py", "{rate}", "{out}"]
+[made.scratch]
+same = "task"
+[stages.pretrain]'''),
+    )  # fmt: skip
+    plan = plan_of(file, tmp_path, data=str(data))
+    made = [work for work in plan.works.values() if not work.stage]
+    assert [work.command[1] for work in made if work.name == "made.pretrained"] == ["low", "high"]
+    scratch = next(r for r in plan.runs("finetune") if r.levels["start"] == "scratch")
+    assert scratch.recipe is not None
+    task = next(work for work in made if work.name == "made.task")
+    assert scratch.recipe["data"]["store"] == str(task.path)
+    assert task.key in scratch.waits
+    changed(file, ('same = "task"', 'same = "scratch"'))
+    with pytest.raises(BadInput, match=r"made\.scratch is made from itself"):
+        plan_of(file, tmp_path, data=str(data))
+    changed(file, ('same = "scratch"', 'same = "tusk"'))
+    with pytest.raises(BadInput, match=r"there is no made\.tusk; did you mean task"):
+        plan_of(file, tmp_path, data=str(data))
+
+
+def test_a_stage_at_another_level(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ("settings.train = { steps = 4 }",
+         "settings.train = { steps = 4 }\nvary.start.pretrained = {}\nvary.seed = [0, 1]"),
+        ('settings.init = "{stage.pretrain}"\n', ""),
+        ("vary.start.pretrained = {}\nvary.start.scratch = {",
+         'vary.start.pretrained = { init = "{stage.pretrain}" }\nvary.start.scratch = '
+         '{ init = "{stage.pretrain(start=pretrained)}",'),
+    )  # fmt: skip
+    plan = plan_of(file, tmp_path, data=str(data))
+    by_key = {work.key: work for work in plan.works.values()}
+    for run in plan.runs("finetune"):
+        start = next(by_key[key] for key in run.waits if by_key[key].stage == "pretrain")
+        assert start.levels == {"start": "pretrained", "seed": run.levels["seed"]}
+    changed(file, ("(start=pretrained)", "(start=scratch)"))
+    with pytest.raises(BadInput, match=r"pretrain\.vary\.start has no level 'scratch'"):
+        plan_of(file, tmp_path, data=str(data))
+
+
+def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
+    new = 'vary.seed = [0, 1]\nwithout = [{ start = "scratch", rate = "low" }]'
+    changed(file, ("vary.seed = [0, 1]", new))
+    runs = plan_of(file, tmp_path).runs("finetune")
+    assert len(runs) == 6
+    assert all(run.missing == ("data",) for run in runs)
+
+
+# ----------------------------------------------------------------------------------- the queue
+
+
+def work(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Work:
+    """A work that runs a line of Python in which P is its proof."""
+    path = tmp_path / name
+    code = f"from pathlib import Path; P = Path({str(path)!r}); {code}"
+    return Work(name, name, path, path, ("-c", code), waits, **more)
+
+
+def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
+    there = work(tmp_path, "there", "1/0")
+    there.proof.touch()
+    works = [
+        there,
+        work(tmp_path, "good", "P.touch()", "there"),
+        work(tmp_path, "bad", "print('first'); raise ValueError('no luck')"),
+        work(tmp_path, "after", "P.touch()", "bad"),
+        work(tmp_path, "last", "P.touch()", "after"),
+        work(tmp_path, "empty", "pass"),
+        work(tmp_path, "poor", "P.touch()", missing=("bert",)),
+        work(tmp_path, "other", "P.touch()", "good"),
+    ]
+    prepared: list[str] = []
+    local = pool.Local(2, 1, 1, False)
+    outcomes = pool.execute(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
+    states = {key: outcome.state for key, outcome in outcomes.items()}
+    assert states == {
+        "there": "there", "good": "done", "bad": "failed", "after": "not run", "last": "not run",
+        "empty": "failed", "poor": "not run", "other": "done",
+    }  # fmt: skip
+    assert sorted(prepared) == ["bad", "empty", "good", "other"]
+    assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
+    assert "left no" in outcomes["empty"].why
+    assert (outcomes["after"].why, outcomes["poor"].why) == (
+        "waits for bad",
+        "needs.bert is missing",
+    )
+
+
+def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
+    code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
+    code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"
+    works = [work(tmp_path, f"w{i}", code) for i in range(6)]
+    pool.execute(works, pool.Local(2, 1, 1, False), lambda _: None, lambda _: None, 0.01)
+    counts = [int(w.proof.read_text()) for w in works]
+    assert max(counts) == 2
+
+
+def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
+    code = "import signal, sys, time; signal.signal(15, lambda *_: (P.touch(), sys.exit(0)));"
+    slow = work(tmp_path, "slow", f"{code} P.with_suffix('.on').touch(); time.sleep(60)")
+
+    def stop(_: dict[str, pool.Outcome]) -> None:
+        if slow.path.with_suffix(".on").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.execute([slow], pool.Local(1, 1, 1, False), stop, lambda _: None, 0.01)
+    assert slow.proof.exists()  # it was asked, and could save
+
+
+# ------------------------------------------------------------------------------- the statistics
+
+
+def test_paired_differences_are_scipys() -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(1, 1, 7), rng.normal(0, 1, 7)
+    found = compare(list(a), list(b), 0.25)
+    theirs = stats.ttest_1samp(a - b, 0.25)
+    assert found.mean == pytest.approx((a - b).mean())
+    assert found.p == pytest.approx(theirs.pvalue)
+    low, high = stats.ttest_1samp(a - b, 0).confidence_interval(0.95)
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))  # type: ignore[operator]
+    assert compare([2.0], [1.0]).p is None
+    assert compare([2.0, 3.0], [1.0, 2.0]).p == 0.0
+    assert compare([2.0, 3.0], [1.0, 2.0], 1.0).p == 1.0
+
+
+def test_holm_steps_down() -> None:
+    # written out by Holm's rule: 3 * .01, then 2 * .03, then max of that and 1 * .04
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_summary_shows_all_there_is() -> None:
+    found = summarise([0.5, 0.7, 0.9, 0.6])
+    assert (found.mean, found.median) == pytest.approx((0.675, 0.65))
+    assert found.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
+    assert found.interval is not None
+    assert 0.5 < found.interval[0] < 0.675 < found.interval[1] < 0.9
+    assert summarise([0.5, 0.7, 0.9, 0.6]).interval == found.interval
+    assert summarise([0.5]).deviation is None
+    assert summarise([0.5, 0.5, 0.5]).interval is None
+
+
+# ----------------------------------------------------------------------------------- the report
+
+
+def finish(plan: Plan, accuracy: Any) -> None:
+    """Results of all runs of the stage finetune, as training would write them."""
+    for run in plan.runs("finetune"):
+        score = accuracy(**run.levels)
+        if score is not None:
+            run.path.mkdir(parents=True)
+            metrics = {"test": {"accuracy": score, "f1": 0.0}}
+            run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 2.0}))
+
+
+def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]"))
+
+    def accuracy(seed: str, start: str, rate: str) -> float:
+        noise = 0.001 * int(seed) * (2 if rate == "low" else 1)
+        return 0.5 + noise + (0.1 + noise if start == "pretrained" else 0.0)
+
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, accuracy)
+    results = Results(plan.study, plan)
+    cells = results.cells(plan.study.tables[0])
+    assert [[cell.column for cell in row] for row in cells] == [["low", "high"]] * 2
+    low = cells[0][0]
+    assert low.summary is not None
+    assert low.summary.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
+    assert (low.published, low.difference) == pytest.approx((50.0, 10.6))
+    assert [cell.published for cell in cells[1]] == [50.0, None]  # scratch beside "none"
+    verdict = results.verdicts()[0]
+    assert verdict.state == "holds"
+    assert [part[0] for part in verdict.parts] == ["low", "high"]
+    ps = [compare(*pair).p for pair in (
+        ([60.0, 60.4, 60.8, 61.2], [50.0, 50.2, 50.4, 50.6]),
+        ([60.0, 60.2, 60.4, 60.6], [50.0, 50.1, 50.2, 50.3]))]  # fmt: skip
+    assert [part[2] for part in verdict.parts] == pytest.approx(holm([p for p in ps if p]))
+
+    text = markdown(results, {})
+    assert "| pretrained | 60.6 ± 0.5 (4)<br>50 (+10.6) | 60.3 ± 0.3 (4)<br>99 (-38.7) |" in text
+    assert "| pre-training helps at every rate | **holds** | low +10.3 ± 0.4" in text
+    write_csv(tmp_path / "x.csv", results, {})
+    with (tmp_path / "x.csv").open(newline="") as lines:
+        rows = [r for r in csv.DictReader(lines) if r["stage"] == "finetune"]
+    assert len(rows) == 2 * 16
+    assert {"seed", "start", "rate", "key", "split", "metric", "value"} < set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("lead", "state"), [(0.0, "undecided"), (-0.2, "fails"), (None, "undecided")]
+)
+def test_a_claim_may_fail_or_stay_open(
+    file: Path, data: Path, tmp_path: Path, lead: float | None, state: str
+) -> None:
+    changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]"))
+    plan = plan_of(file, tmp_path, data=str(data))
+
+    def accuracy(seed: str, start: str, rate: str) -> float | None:
+        if lead is None and rate == "high":
+            return None  # one rate is not there yet
+        gain = 0.2 if lead is None else lead if rate == "high" else 0.2
+        wobble = 0.01 * (-1) ** int(seed)
+        return 0.5 + (gain + wobble if start == "pretrained" else 0.0)
+
+    finish(plan, accuracy)
+    assert Results(plan.study, plan).verdicts()[0].state == state
+
+
+def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "mcc"'))
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda **_: 0.5)
+    results = Results(plan.study, plan)
+    with pytest.raises(BadInput, match=r"no test\.mcc; it has test\.accuracy, test\.f1"):
+        results.cells(plan.study.tables[0])
+
+
+HOSTILE = "<script>document.title = 'taken'</script>\" onload=\"x"
+
+
+def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
+    """report.html of the study with scores that rise with the seed and the rate."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + 0.01 * len(start) + 0.1 * (rate == "high"))
+    works = list(plan.works.values())
+    outcomes = {works[2].key: pool.Outcome(works[2], "failed", why=HOSTILE)}
+    directory = plan.root / "letters-mini"
+    directory.mkdir()
+    path = directory / "report.html"
+    path.write_text(page.html(Results(plan.study, plan), outcomes, directory))
+    return plan, path
+
+
+def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path: Path) -> None:
+    title = HOSTILE.replace('"', '\\"')
+    changed(file, ('title = "Letters"', f'title = "{title}"'),
+            ('title = "Accuracy"', f'title = "{title}"'))  # fmt: skip
+    _, path = a_page(file, data, tmp_path)
+    text = path.read_text()
+    assert text.count("<script>") == 1  # its own
+    assert "&lt;script&gt;document.title" in text
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
+    assert "@import" not in text
+
+
+def in_chromium(path: Path, script: str, fragment: str = "") -> str:
+    """The page as Chromium has it after `script`."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    copy = path.with_name("copy.html")
+    copy.write_text(path.read_text() + f"<script>{script}</script>")
+    quiet = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-component-update --disable-sync"
+    )
+    ended = subprocess.run(
+        [chromium, *quiet.split(), f"--user-data-dir={path.parent / 'chromium'}", "--dump-dom",
+         f"file://{copy}{fragment}"], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return ended.stdout
+
+
+def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
+    plan, path = a_page(file, data, tmp_path)
+    run = plan.runs("finetune")[0]
+    click = "document.querySelectorAll('table')[1].querySelectorAll('th')[2].click();"
+    wide = "document.body.append('width ' + (document.documentElement.scrollWidth <= innerWidth))"
+    found = in_chromium(path, click + wide, f"#run-{run.key}")
+    assert re.search(rf'<details id="run-{run.key}" open="">', found)  # a link opens its run
+    assert "width true" in found
+    rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", found)
+    assert rows == ["pretrained", "scratch"]  # falling: pretrained has the higher score
+    found = in_chromium(path, click + click)
+    assert re.findall(r"<tr><td>(pretrained|scratch)</td>", found) == ["scratch", "pretrained"]
+
+
+# --------------------------------------------------------------------------------- the command
+
+
+def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
+    root = tmp_path / "studies"
+    arguments: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        f"output={root}",
+        "jobs=2",
+    ]
+    listed = good(command(*arguments, "--dry-run"))
+    assert "missing: data: a directory of DNA; write it; then needs.data=PATH" in listed.out
+    assert not root.exists()
+    refused(command(*arguments), "nothing can run", "needs.data=PATH")
+    refused(command(*arguments, "needs.dat=x"), "has no such need")
+    changed(file, ("vary.seed = [0, 1]", "vary.seed = [0]"))
+    done = good(command(*arguments, f"needs.data={data}"))
+    assert "7 of 7" in done.err or "[7/7]" in done.err
+    report = (root / "letters-mini/report.md").read_text()
+    assert report in done.out
+    assert "**undecided**" in report
+
+    # what is there is not run again; another seed adds its own runs
+    changed(file, ("vary.seed = [0]", "vary.seed = [0, 1]"))
+    logs = {p: p.stat().st_mtime_ns for p in root.glob("runs/*/log.jsonl")}
+    again = good(command(*arguments, f"needs.data={data}"))
+    assert len([line for line in again.err.splitlines() if ": done, " in line]) == 4
+    assert logs == {p: p.stat().st_mtime_ns for p in logs}
+    assert len(list(root.glob("runs/*/log.jsonl"))) == len(logs) + 4
+    plan = Plan(read_study(file, "mini"), root, {"data": str(data)})
+    costs = Costs(plan)
+    assert all(costs.known(run) and costs.seconds(run) > 5 for run in plan.runs("finetune"))
+
+    (root / "version.json").write_text('{"results": 0}')
+    refused(command(*arguments), "holds results of version 0", "another output=")
+
+
+def test_slurm_is_missed_by_name(file: Path, data: Path, tmp_path: Path) -> None:
+    found = command("-m", "xformer.study", file, "scale=mini", "executor=slurm",
+                    f"output={tmp_path / 's'}", f"needs.data={data}")  # fmt: skip
+    refused(found, "executor=")
+
+
+STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_every_study_resolves(path: Path, scale: str, tmp_path: Path) -> None:
+    plan = plan_of(path, tmp_path, scale)
+    assert plan.works
+    if scale == "mini":
+        assert sum(bool(work.stage) for work in plan.works.values()) <= 60

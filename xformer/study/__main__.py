@@ -1,0 +1,181 @@
+"""Run a whole study, and report it beside the published numbers.
+
+    python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini
+    python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
+    python -m xformer.study recipes/studies/kao2021-figure2.toml scale=paper executor=slurm \\
+        needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
+
+The same command again runs only what is not done: a run that was killed goes on, one that failed
+is tried again, another seed adds its own runs, and studies share the runs that they have in common.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from pydantic import Field
+from tqdm import tqdm
+
+from xformer.config import Settings, load, toml_text
+from xformer.data.errors import BadInput, Failure, Interrupted, run
+from xformer.data.files import read_json, write_json
+from xformer.study import pool
+from xformer.study.cost import Costs, hours
+from xformer.study.page import html
+from xformer.study.plan import RESULTS, Plan, Work
+from xformer.study.results import Results, write_csv
+from xformer.study.spec import read_study
+from xformer.study.write import markdown
+
+
+class Arguments(Settings):
+    """How to run a study."""
+
+    scale: str
+    """A scale of the study file: mini, for two CPU cores, or paper, exactly as published."""
+    executor: Literal["local", "slurm"] = "local"
+    """Where to run: processes of this machine, or jobs of a Slurm cluster."""
+    output: str = "runs/studies"
+    """Directory of all studies: their reports, and the runs they share."""
+    needs: dict[str, str] = Field({})
+    """Where a thing is that the study needs: needs.NAME=PATH."""
+    jobs: int = Field(0, ge=0)
+    """Runs at once; 0: one a GPU, or one a core."""
+    per_device: int = Field(1, ge=1)
+    """Runs that share a GPU."""
+    dry_run: bool = False
+    """Only list the runs, what they would cost, and what is missing (also written --dry-run)."""
+    slurm: dict[str, str | int] = Field({})
+    """What sbatch is told: slurm.partition=gpu, slurm.timeout_min=600."""
+
+
+def main() -> None:
+    """`python -m xformer.study STUDY key=value ...`"""
+    arguments = ["dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
+    files = [a for a in arguments if a.endswith(".toml") and "=" not in a]
+    settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
+    if len(files) != 1:
+        raise BadInput("give one study, such as recipes/studies/kao2021-figure2.toml")
+    study = read_study(Path(files[0]), settings.scale)
+    root = Path(settings.output)
+    check_version(root)
+    plan = Plan(study, root, settings.needs)
+    costs = Costs(plan)
+    if settings.dry_run:
+        print(listing(plan, costs))
+        return
+    if plan.missing() and not any(not w.missing and w.stage for w in plan.works.values()):
+        raise BadInput(f"{study.path}: nothing can run: {_lacking(plan)}")
+    directory = root / f"{study.path.stem}-{settings.scale}"
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(root / "version.json", {"results": RESULTS})
+    if settings.executor == "slurm":
+        executor: pool.Executor = pool.Slurm(root, settings.slurm)
+    else:
+        executor = pool.local(settings.jobs, settings.per_device)
+    for line in _lacking(plan).splitlines():
+        print(f"missing: {line}", file=sys.stderr)
+    outcomes = work_off(plan, executor, costs)
+    results = Results(study, plan)
+    write_csv(directory / "results.csv", results, outcomes)
+    text = markdown(results, outcomes)
+    (directory / "report.md").write_text(text, encoding="utf-8")
+    page = html(results, outcomes, directory)
+    (directory / "report.html").write_text(page, encoding="utf-8")
+    print(text)
+    names = ("report.html", "report.md", "results.csv")
+    print("report   " + "   ".join(str(directory / name) for name in names))
+    bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
+    if bad:
+        first = next((o for o in bad if o.state == "failed"), bad[0])
+        why = first.why.splitlines()[-1] if first.why else "no word"
+        count = f"{len(bad)} of {len(outcomes)} works did not succeed"
+        raise Failure(f"{count}; {first.work.name}: {why}")
+
+
+def check_version(root: Path) -> None:
+    """Refuse a directory whose runs another version of the code made."""
+    file = root / "version.json"
+    if file.exists():
+        found = read_json(file).get("results")
+        if found != RESULTS:
+            raise BadInput(
+                f"{root} holds results of version {found}, this code makes version {RESULTS}; "
+                "give another output="
+            )
+
+
+def prepare(work: Work) -> None:
+    """Write the recipe that a run is started with."""
+    if work.recipe is not None:
+        work.path.parent.mkdir(parents=True, exist_ok=True)
+        text = f"# {work.name}\n{toml_text(work.recipe)}"
+        work.path.with_suffix(".toml").write_text(text, encoding="utf-8")
+
+
+def work_off(plan: Plan, executor: pool.Executor, costs: Costs) -> dict[str, pool.Outcome]:
+    """Run all works of a plan, showing how far they are and when they will be done."""
+    works = list(plan.works.values())
+    terminal = sys.stderr.isatty()
+    said: set[str] = set()
+    form = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} s of work {elapsed} < {remaining} {desc}"
+    total = sum(costs.seconds(work) for work in works if not work.done)
+    old = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with tqdm(total=round(total), bar_format=form, disable=not terminal) as bar:
+
+            def changed(outcomes: dict[str, pool.Outcome]) -> None:
+                for key, outcome in outcomes.items():
+                    if key not in said:
+                        said.add(key)
+                        bar.update(min(round(costs.seconds(outcome.work)), round(total) - bar.n))
+                        if outcome.state != "there":
+                            bar.write(_said(outcome, len(said), len(works)), file=sys.stderr)
+                bar.set_description_str(f"{len(said)} of {len(works)} works")
+
+            return pool.execute(works, executor, changed, prepare)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number, "stopped; the same command goes on")
+
+
+def _said(outcome: pool.Outcome, number: int, of: int) -> str:
+    line = f"[{number}/{of}] {outcome.work.name}: {outcome.state}"
+    if outcome.state == "done":
+        return f"{line}, {outcome.seconds:.0f} s"
+    return f"{line}\n    " + "\n    ".join(outcome.why.splitlines())
+
+
+def _lacking(plan: Plan) -> str:
+    return "\n".join(
+        f"{name}: {need.about}; {need.get}; then needs.{name}=PATH"
+        for name, need in plan.missing().items()
+    )
+
+
+def listing(plan: Plan, costs: Costs) -> str:
+    """What --dry-run prints: every work, its state and cost; what is missing; the sum."""
+    lines = []
+    for work in plan.works.values():
+        state = "done" if work.done else "missing" if work.missing else "to do"
+        cost = "" if work.done else hours(costs.seconds(work)) if costs.known(work) else "?"
+        lines.append(f"{work.key}  {state:<8} {cost:>9}  {work.name}")
+    todo = [w for w in plan.works.values() if not w.done]
+    known = [w for w in todo if costs.known(w)]
+    lines.append(
+        f"{len(plan.works)} works, {len(todo)} to do, about "
+        f"{hours(sum(costs.seconds(w) for w in known))} of work for {len(known)} of them"
+    )
+    lines += [f"missing: {line}" for line in _lacking(plan).splitlines()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)

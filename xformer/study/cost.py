@@ -1,0 +1,94 @@
+"""What the runs of a study will cost, before they run: products of matrices over a measured rate.
+
+A step costs 6 floating-point operations for each weight and token (Kaplan et al. 2020, section
+2.1); the decoder's weights count for the masked tokens alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from xformer.config import validate
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.model.encoder import ModelConfig
+from xformer.study.plan import Plan, Work
+from xformer.train import Recipe
+
+RATE = 40e9  # operations a second of one CPU core, where no run has been measured yet
+OTHER = 20.0  # seconds that any other work is taken for
+START = 5.0  # seconds that a run needs before and after its steps
+
+
+class Costs:
+    """Expected seconds of a plan's works, at the rate of its finished runs."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.operations = {w.key: self._operations(w) for w in plan.works.values() if w.recipe}
+        rates = []
+        for work in plan.works.values():
+            operations = self.operations.get(work.key)
+            if operations and work.done:
+                rates.append(operations / max(read_json(work.proof)["seconds"], 1e-3))
+        self.rate = median(rates) if rates else RATE
+
+    def known(self, work: Work) -> bool:
+        """Whether the seconds are more than a guess."""
+        return work.recipe is None or self.operations[work.key] is not None
+
+    def seconds(self, work: Work) -> float:
+        """Expected seconds of a work; a guess where its store is not made yet."""
+        operations = self.operations.get(work.key)
+        return OTHER if operations is None else START + operations / self.rate
+
+    def _operations(self, work: Work) -> float | None:
+        assert work.recipe is not None
+        recipe = validate(Recipe, work.recipe)
+        model = self._model(recipe)
+        size = _store_size(Path(recipe.data.store))
+        if model is None or size is None:
+            return None
+        rows, tokens = size
+        length = min(tokens / rows + 2, recipe.batch.max_tokens)
+        if recipe.train.steps:
+            total = recipe.train.steps * (recipe.batch.tokens or recipe.batch.rows * length)
+        else:
+            total = recipe.train.epochs * rows * recipe.data.fraction * length
+        C = model.hidden
+        weights: float = model.layers * (4 * C * C + 2 * C * model.intermediate)
+        if recipe.head == "mlm":
+            weights += recipe.masking.probability * C * model.vocab_size
+        return 6.0 * weights * total
+
+    def _model(self, recipe: Recipe) -> ModelConfig | None:
+        """The shape of the model that a recipe trains; None where its start is not made yet."""
+        if recipe.init is None:
+            return recipe.model
+        for work in self.plan.works.values():
+            if str(work.path) == recipe.init and work.recipe is not None:
+                return self._model(validate(Recipe, work.recipe))
+        path = Path(recipe.init)
+        try:
+            content: Any = read_json(path / "config.json")
+            return validate(ModelConfig, content["model"])
+        except (BadInput, KeyError, TypeError, OSError):
+            return None
+
+
+def _store_size(path: Path) -> tuple[int, int] | None:
+    """Rows and tokens of a store's training split; None where there is no store yet."""
+    try:
+        split = read_json(path / "store.json")["splits"]["train"]
+        return max(1, split["rows"]), split["tokens"]
+    except (BadInput, KeyError, TypeError, OSError):
+        return None
+
+
+def hours(seconds: float) -> str:
+    """1:02 h, 3.5 min, 12 s."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600):,}:{int(seconds % 3600 // 60):02} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"

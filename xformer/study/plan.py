@@ -1,0 +1,270 @@
+"""From a study to its runs: what each does, on what it waits, and the key of its content.
+
+A key is a hash of all that decides a result: the resolved recipe without `run`, `system.*` and the
+intervals of logs and checkpoints, the keys of the store and of the initial checkpoint, and
+RESULTS. Two studies that ask for the same run share it, and a changed one is another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xformer.config import merge, nearest, read_recipe, validate
+from xformer.data.errors import BadInput
+from xformer.data.files import file_checksum, read_json, write_json
+from xformer.study.spec import PLACE, Levels, Need, Stage, Study, flat
+from xformer.train import Recipe
+
+RESULTS = 1  # raised by hand when a change of the code changes results
+# they change no result: `validate_every` is none of them, it decides which checkpoint is the best
+INTERVALS = ("log_every", "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One command of a study; done when `proof` exists."""
+
+    name: str
+    key: str
+    path: Path
+    proof: Path
+    command: tuple[str, ...]
+    waits: tuple[str, ...] = ()  # keys of the works it needs
+    missing: tuple[str, ...] = ()  # names of the needs that are not there
+    stage: str = ""  # empty for what is made before any run
+    levels: Levels = field(default_factory=dict)
+    recipe: dict[str, Any] | None = None  # with the paths filled in; None for other commands
+
+    @property
+    def done(self) -> bool:
+        return self.proof.exists()
+
+
+class Plan:
+    """The works of a study in an order in which they can run, `works`, by key.
+
+    `root` is the directory of all studies; `paths` {need: path} comes from the command line.
+    Raises BadInput where a recipe, a setting or a level is wrong.
+    """
+
+    def __init__(self, study: Study, root: Path, paths: dict[str, str]):
+        self.study, self.root = study, root
+        for name in paths:
+            if name not in study.needs:
+                known = ", ".join(study.needs) or "none"
+                raise BadInput(f"needs.{name}: {study.path} has no such need; its needs: {known}")
+        self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
+        self.works: dict[str, Work] = {}
+        self._open: list[str] = []  # what is being made, to see circles
+        self._digests = Digests(root / "digests.json")
+        depended = {name for kind, name, *_ in self._all_places() if kind == "stage"}
+        for stage in study.stages:
+            self._refuse_circle(stage)
+        for stage in study.stages:
+            if stage not in depended or any(table.stage == stage for table in study.tables):
+                for levels in study.combinations(stage):
+                    self._run(stage, levels)
+        self._digests.save()
+
+    def _all_places(self) -> list[tuple[str, str, str, str]]:
+        return PLACE.findall(json.dumps([s.model_dump() for s in self.study.stages.values()]))
+
+    def _refuse_circle(self, stage: str, way: tuple[str, ...] = ()) -> None:
+        if stage in way:
+            circle = " -> ".join((*way[way.index(stage) :], stage))
+            raise BadInput(f"{self.study.path}: its stages wait for one another: {circle}")
+        for kind, name, *_ in PLACE.findall(self.study.stages[stage].model_dump_json()):
+            if kind == "stage":
+                self._refuse_circle(name, (*way, stage))
+
+    def missing(self) -> dict[str, Need]:
+        """The needs that some work waits for and that are not there."""
+        names = {name for work in self.works.values() for name in work.missing}
+        return {name: need for name, need in self.study.needs.items() if name in names}
+
+    def runs(self, stage: str) -> list[Work]:
+        """The runs of a stage, in order."""
+        return [work for work in self.works.values() if work.stage == stage]
+
+    # ------------------------------------------------------------------------------- its works
+
+    def _run(self, name: str, levels: Levels) -> Work:
+        """The run of a stage at these levels, planned with all that it waits for."""
+        stage = self.study.stages[name]
+        factors = self.study.factors(name)
+        levels = {factor: levels[factor] for factor in factors}
+        label = " ".join([name, *(f"{factor}={level}" for factor, level in levels.items())])
+        waits: list[Work] = []
+        missing: list[str] = []
+
+        def put(text: str, by_key: bool) -> str:
+            return self._put(text, levels, label, by_key, waits, missing)
+
+        if stage.command:
+            return self._command(label, stage, name, levels, put, waits, missing)
+        settings: dict[str, Any] = dict(stage.settings)
+        for factor, level in levels.items():
+            settings = merge(settings, nested(factors[factor][level]))
+        raw = merge(read_recipe(self.study.path.parent / stage.recipe), settings)
+        by_key = validate(Recipe, {**_each_string(raw, lambda t: put(t, True)), "run": "-"})
+        key = content_key(identity(by_key))
+        path = self.root / "runs" / key
+        filled = _each_string(raw, lambda t: put(t, False))
+        recipe = {**filled, "run": str(path)}
+        command = ("train.py", str(path.with_suffix(".toml")))
+        return self._add(Work(label, key, path, path / "result.json", command,
+                              _keys(waits), tuple(dict.fromkeys(missing)), name, levels,
+                              recipe))  # fmt: skip
+
+    def _command(self, label: str, stage: Stage, name: str, levels: Levels,
+                 put: Callable[[str, bool], str], waits: list[Work],
+                 missing: list[str]) -> Work:  # fmt: skip
+        by_key = [put(part, True) for part in stage.command]
+        key = content_key(by_key)
+        path = self.root / "runs" / key
+        command = tuple(put(p, False).replace("{out}", str(path)) for p in stage.command)
+        return self._add(Work(label, key, path, path / stage.result, command, _keys(waits),
+                              tuple(dict.fromkeys(missing)), name, levels))  # fmt: skip
+
+    def _make(self, name: str, levels: Levels, label: str) -> Work:
+        """The work that makes {made.NAME} for a run at these levels."""
+        if name not in self.study.made:
+            near = nearest(name, list(self.study.made))
+            raise BadInput(f"{self.study.path}: {label}: there is no made.{name}{near}")
+        made = self.study.made[name]
+        if name in self._open:
+            raise BadInput(f"{self.study.path}: made.{name} is made from itself")
+        if bool(made.same) == bool(made.command) or (made.command and "{out}" not in made.command):
+            raise BadInput(
+                f"{self.study.path}: made.{name} needs `same`, or a command with {{out}}"
+            )
+        self._open.append(name)
+        if made.same:
+            work = self._make(made.same, levels, label)
+            self._open.remove(name)
+            return work
+        parts = made.command
+        waits: list[Work] = []
+        missing: list[str] = []
+        label = f"made.{name}"
+        by_key = [self._put(part, levels, label, True, waits, missing) for part in parts]
+        key = content_key(by_key)
+        path = self.root / "made" / f"{name}-{key}"
+        filled = [self._put(part, levels, label, False, waits, missing) for part in parts]
+        self._open.remove(name)
+        command = tuple(part.replace("{out}", str(path)) for part in filled)
+        return self._add(Work(label, key, path, path, command, _keys(waits),
+                              tuple(dict.fromkeys(missing))))  # fmt: skip
+
+    def _add(self, work: Work) -> Work:
+        return self.works.setdefault(work.key, work)
+
+    def _put(self, text: str, levels: Levels, label: str, by_key: bool, waits: list[Work],
+             missing: list[str]) -> str:  # fmt: skip
+        """The text with its {places} filled in: by paths, or by the keys of what lies there."""
+        for factor, level in levels.items():
+            text = text.replace(f"{{{factor}}}", level)
+        found = PLACE.search(text)
+        if found is None:
+            return text
+        kind, name, factor, level = found.groups()
+        if factor:
+            levels = {**levels, factor: level}
+        if kind == "need":
+            path = Path(text.replace(found.group(), self.paths[name]))
+            there = bool(self.paths[name]) and path.exists()
+            if not there:
+                missing.append(name)
+            if by_key:
+                return self._digests.of(path) if there else f"missing {text}"
+            return str(path) if self.paths[name] else text
+        if kind == "made":
+            work = self._make(name, levels, label)
+        else:
+            wanted = self.study.factors(name)
+            lacking = [factor for factor in wanted if factor not in levels]
+            if lacking:
+                raise BadInput(
+                    f"{self.study.path}: {label}: {{stage.{name}}} varies by {lacking[0]}, which "
+                    "this stage does not"
+                )
+            for factor, known in wanted.items():
+                if levels[factor] not in known:
+                    raise BadInput(
+                        f"{self.study.path}: {label}: stages.{name}.vary.{factor} has no level "
+                        f"{levels[factor]!r}"
+                    )
+            work = self._run(name, levels)
+        waits.append(work)
+        missing.extend(work.missing)
+        return text.replace(found.group(), work.key if by_key else str(work.path))
+
+
+class Digests:
+    """SHA-256 of files and directories, remembered by path, size and time of change."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.known: dict[str, list[Any]] = read_json(path) if path.exists() else {}
+
+    def of(self, path: Path) -> str:
+        """Of a file's content, or of the names and contents of all files in a directory."""
+        if path.is_file():
+            return self._file(path)
+        names = sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
+        hashes = [f"{name}:{self._file(path / name)}" for name in names]
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def _file(self, path: Path) -> str:
+        status, name = path.stat(), str(path.resolve())
+        mark = [status.st_size, status.st_mtime_ns]
+        if self.known.get(name, [])[:2] != mark:
+            self.known[name] = [*mark, file_checksum(path)]
+        return str(self.known[name][2])
+
+    def save(self) -> None:
+        if self.path.parent.is_dir():
+            write_json(self.path, self.known)
+
+
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe decides its result."""
+    content = recipe.model_dump(mode="json")
+    for name in ("run", "overwrite", "system"):
+        del content[name]
+    for name in INTERVALS:
+        del content["train"][name]
+    return content
+
+
+def content_key(content: Any) -> str:
+    """16 hexadecimal digits of the SHA-256 of a JSON value and RESULTS."""
+    text = json.dumps([RESULTS, content], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """{"optim": {"lr": 1e-4}} of {"optim.lr": 1e-4}; whole groups stay as they are."""
+    found: dict[str, Any] = {}
+    for key, value in flat(settings).items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        found = merge(found, value)
+    return found
+
+
+def _each_string(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each_string(v, change) for key, v in value.items()}
+    return [_each_string(v, change) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _keys(works: list[Work]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(work.key for work in works))
