@@ -181,10 +181,10 @@ def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
 # ---------------------------------------------------------------------------------- --help
 
 
-def help_text(schema: type[BaseModel]) -> str:
-    """The command's docstring, then for each key its type, default, and sentence."""
-    title = (sys.modules["__main__"].__doc__ or "").strip()
-    return "\n".join([title, "", "Keys:", *_help_lines(schema, "")])
+def help_text(schema: type[BaseModel], title: str | None = None) -> str:
+    """The command's docstring (or `title`), then for each key its type, default, and sentence."""
+    title = sys.modules["__main__"].__doc__ if title is None else title
+    return "\n".join([(title or "").strip(), "", "Keys:", *_help_lines(schema, "")])
 
 
 def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:

@@ -1,0 +1,307 @@
+"""PWCCA, SVCCA, CCA and linear CKA against an independent derivation and closed forms.
+
+n samples, d neurons of a network.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from xformer.analysis import pwcca as analysis
+from xformer.analysis.factor import FOLD, Factor, basis
+from xformer.analysis.pwcca import chance, compare, grid, pwcca, similarity
+
+Array = np.ndarray
+
+
+def networks(n: int, d: int, e: int, seed: int = 0, shared: int = 3) -> tuple[Array, Array]:
+    """Two networks' neurons (n, d), (n, e) that have `shared` signals in common, not centred."""
+    draw = np.random.default_rng(seed)
+    signal = draw.standard_normal((n, shared))
+    x = signal @ draw.standard_normal((shared, d)) + draw.standard_normal((n, d)) + 5
+    y = signal @ draw.standard_normal((shared, e)) + draw.standard_normal((n, e)) - 3
+    return x * draw.uniform(0.1, 4, d), y * draw.uniform(0.1, 4, e)
+
+
+def by_eigenvalues(x: Array, y: Array) -> dict[str, float]:
+    """Every measure from covariances and a generalised eigenvalue problem, weights in loops."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    d, e = x.shape[1], y.shape[1]
+    zero = np.zeros
+    left = np.block([[zero((d, d)), x.T @ y], [y.T @ x, zero((e, e))]])
+    right = np.block([[x.T @ x, zero((d, e))], [zero((e, d)), y.T @ y]])
+    values, vectors = scipy.linalg.eigh(left, right)
+    found = {}
+    correlations = values[::-1][: min(d, e)]
+    for name, neurons, part in (("pwcca", x, slice(0, d)), ("pwcca_reversed", y, slice(d, d + e))):
+        top = bottom = 0.0
+        for i, rho in enumerate(correlations):
+            h = neurons @ vectors[part, -1 - i]
+            h = h / np.sqrt(h @ h)
+            alpha = sum(abs(float(h @ neuron)) for neuron in neurons.T)
+            top, bottom = top + alpha * rho, bottom + alpha
+        found[name] = top / bottom
+    cross = np.linalg.norm(x.T @ y) ** 2
+    cka = cross / np.linalg.norm(x.T @ x) / np.linalg.norm(y.T @ y)
+    return {**found, "cca": float(correlations.mean()), "cka": float(cka)}
+
+
+@pytest.mark.parametrize(("n", "d", "e"), [(211, 13, 7), (211, 7, 13), (99, 13, 13), (999, 1, 7)])
+def test_equals_an_independent_derivation(n: int, d: int, e: int) -> None:
+    x, y = networks(n, d, e)
+    found, expected = compare(x, y), by_eigenvalues(x, y)
+    for name, value in expected.items():
+        assert abs(getattr(found, name) - value) < 1e-8, name
+    assert found.ranks == found.widths == (d, e)
+    assert pwcca(x, y) == found.pwcca
+    assert abs(pwcca(y, x) - found.pwcca_reversed) < 1e-12
+    assert abs(found.weights.sum() - 1) < 1e-12
+
+
+def test_a_worked_example() -> None:
+    """Two neurons each, made so that every number is known: the first neuron of y is that of x,
+    the second is half the second of x, so correlations are 1 and sqrt(1/2)."""
+    n = 4
+    waves = scipy.linalg.hadamard(n)[:, 1:]  # orthogonal, of mean 0 and norm 2
+    a, b, c = waves.T.astype(float)
+    x, y = np.stack([3 * a, b], 1), np.stack([a, b + c], 1)
+    with pytest.warns(UserWarning, match="too few"):
+        found = compare(x, y)
+    root = math.sqrt(0.5)
+    assert np.allclose(found.correlations, [1, root])
+    # alpha_1 = |<a, 3a>| / |a| = 6, alpha_2 = 2; from y: 2 and |<(b + c) / |b + c|, b + c>|
+    assert found.pwcca == pytest.approx((6 + 2 * root) / 8)
+    assert found.pwcca_reversed == pytest.approx((2 + math.sqrt(8) * root) / (2 + math.sqrt(8)))
+    assert found.cca == pytest.approx((1 + root) / 2)
+    # sum of squares of X^T Y: 12^2 + 4^2; |X^T X| = |(36, 4)|, |Y^T Y| = |(4, 8)|
+    assert found.cka == pytest.approx(160 / math.hypot(36, 4) / math.hypot(4, 8))
+
+
+def test_svcca_keeps_99_percent_of_the_variance() -> None:
+    """Large directions that differ, small ones that are equal: SVCCA does not see the latter."""
+    draw = np.random.default_rng(1)
+    small = draw.standard_normal((20_000, 2)) * 0.05
+    x = np.concatenate([draw.standard_normal((20_000, 2)), small], 1)
+    y = np.concatenate([draw.standard_normal((20_000, 2)), small], 1)
+    found = compare(x, y)
+    assert found.svcca < 0.02
+    assert found.correlations[:2] == pytest.approx([1, 1], abs=1e-12)
+    assert found.cca == pytest.approx(0.5, abs=0.01)
+
+
+def test_invertible_maps_of_the_second_network_change_nothing() -> None:
+    x, y = networks(301, 13, 7)
+    draw = np.random.default_rng(2)
+    moved = y @ draw.standard_normal((7, 7)) + 11
+    assert pwcca(x, moved) == pytest.approx(pwcca(x, y), abs=1e-10)
+    turned = scipy.linalg.qr(draw.standard_normal((7, 7)))[0]
+    assert compare(x, 3 * y @ turned).cka == pytest.approx(compare(x, y).cka, abs=1e-12)
+    # of the first network only the correlations stay: the weights are its neurons'
+    assert abs(pwcca(x @ draw.standard_normal((13, 13)), y) - pwcca(x, y)) > 1e-4
+
+
+def test_identical_networks_are_1() -> None:
+    x, _ = networks(301, 13, 7)
+    found = compare(x, x - 2)
+    for name in analysis.MEASURES:
+        assert getattr(found, name) == pytest.approx(1, abs=1e-12), name
+    assert found.correlations == pytest.approx(1, abs=1e-12)
+
+
+def test_independent_gaussians_give_the_analytic_expectation() -> None:
+    """With one neuron against q, rho^2 follows Beta(q / 2, (n - 1 - q) / 2), and PWCCA is rho."""
+    n, q, times = 40, 5, 400
+    draw = np.random.default_rng(3)
+    found = [pwcca(draw.standard_normal((n, 1)), draw.standard_normal((n, q)))
+             for _ in range(times)]  # fmt: skip
+    gamma, half = math.lgamma, (n - 1) / 2
+    expected = math.exp(gamma((q + 1) / 2) + gamma(half) - gamma(q / 2) - gamma(half + 0.5))
+    beta = scipy.stats.beta(q / 2, (n - 1 - q) / 2)
+    error = math.sqrt((beta.mean() - expected**2) / times)
+    assert abs(np.mean(found) - expected) < 4 * error
+    assert error < 0.01
+
+
+@pytest.mark.parametrize(("n", "d", "e"), [(1001, 60, 90), (501, 200, 100), (201, 120, 120)])
+def test_many_independent_neurons_give_wachters_mean(n: int, d: int, e: int) -> None:
+    draw = np.random.default_rng(4)
+    x, y = draw.standard_normal((n, d)), draw.standard_normal((n, e))
+    found = similarity(*_bases(x, y))
+    assert found.cca == pytest.approx(chance(n, d, e), abs=0.004)
+    assert found.pwcca == pytest.approx(chance(n, d, e), abs=0.01)
+    squares = (found.correlations**2).sum()
+    assert squares == pytest.approx(d * e / (n - 1), rel=0.03)  # its exact expectation
+
+
+def _bases(x: Array, y: Array):  # type: ignore[no-untyped-def]
+    pair = analysis._joint(iter([(torch.from_numpy(x), torch.from_numpy(y))]))
+    return pair.x, pair.y, pair.inner
+
+
+def test_constant_duplicated_and_dependent_neurons_do_not_count() -> None:
+    x, y = networks(301, 6, 7)
+    ones = np.ones((301, 1))
+    wide = np.concatenate([x, 7 * ones, x[:, :2], x @ np.ones((6, 1)), 0 * ones], 1)  # 11 columns
+    found = compare(wide, np.concatenate([y, -ones], 1))
+    assert found.ranks == (6, 7)
+    assert found.widths == (11, 8)
+    # the correlations are those of the independent neurons, the weights count every neuron
+    assert found.correlations == pytest.approx(compare(x, y).correlations, abs=1e-10)
+    assert np.isfinite([found.pwcca, found.svcca, found.cka]).all()
+    # duplicated neurons weigh twice: done in loops
+    centred = wide - wide.mean(0)
+    u, v = scipy.linalg.orth(x - x.mean(0)), scipy.linalg.orth(y - y.mean(0))
+    p, rho, _ = scipy.linalg.svd(u.T @ v)
+    alpha = np.array([sum(abs(float(h @ neuron)) for neuron in centred.T) for h in (u @ p).T])
+    assert found.pwcca == pytest.approx(float(alpha @ rho / alpha.sum()), abs=1e-8)
+
+
+def test_a_layer_norm_output_lacks_one_direction() -> None:
+    x, y = networks(301, 13, 7)
+    normed = torch.nn.functional.layer_norm(torch.from_numpy(x), (13,)).numpy()
+    assert compare(normed, y).ranks == (12, 7)
+    single = torch.nn.functional.layer_norm(torch.from_numpy(x).float(), (13,)).numpy()
+    assert compare(single, y).ranks == (12, 7)
+    assert compare(single, y).pwcca == pytest.approx(compare(normed, y).pwcca, abs=1e-5)
+
+
+def test_fewer_samples_than_neurons_warn_with_the_number_needed() -> None:
+    x, y = networks(9, 13, 7)
+    with pytest.warns(UserWarning, match=r"9 tokens are too few.* more than 15, better 80"):
+        found = compare(x, y)
+    assert found.ranks == (8, 7)
+    assert found.correlations == pytest.approx(1)
+    assert found.chance == 1
+
+
+def test_what_is_no_pair_of_networks_is_refused() -> None:
+    x, y = networks(31, 3, 2)
+    with pytest.raises(ValueError, match="31 samples and y 30"):
+        pwcca(x, y[:30])
+    with pytest.raises(ValueError, match="all neurons are constant"):
+        pwcca(np.full((31, 3), 0.1), y)
+    with pytest.raises(ValueError, match="not finite"):
+        pwcca(np.where(x > 8, np.nan, x), y)
+    with pytest.raises(ValueError, match="samples, neurons"):
+        pwcca(x[:, 0], y)
+
+
+# ------------------------------------------------------------------------------- variants
+
+
+def test_the_variant_svcca_is_what_that_program_computes() -> None:
+    """Covariances, symmetric roots, directions not whitened, means added, QR, not centred."""
+    for d, e in ((5, 8), (8, 5)):
+        x, y = networks(211, d, e)
+        a, b = (x, y) if d <= e else (y, x)
+        n = len(a)
+        within = np.cov(a, rowvar=False)
+        root = np.linalg.inv(scipy.linalg.sqrtm(within))
+        other = np.linalg.inv(scipy.linalg.sqrtm(np.cov(b, rowvar=False)))
+        between = (a - a.mean(0)).T @ (b - b.mean(0)) / (n - 1)
+        u, rho, _ = scipy.linalg.svd(root @ between @ other)
+        u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))  # left to chance there
+        directions = u.T @ (a - a.mean(0)).T + a.mean(0)[:, None]
+        orthonormal, _ = scipy.linalg.qr(directions.T, mode="economic")
+        weights = np.abs(orthonormal.T @ a).sum(1)
+        expected = float((weights * rho).sum() / weights.sum())
+        assert pwcca(x, y, "svcca") == pytest.approx(expected, abs=1e-8)
+        assert abs(pwcca(x, y, "svcca") - pwcca(x, y)) > 1e-3
+
+
+def test_the_variant_anatome_is_what_that_program_computes() -> None:
+    for d, e in ((5, 8), (8, 5)):
+        x, y = networks(211, d, e)
+        a, b = x - x.mean(0), y - y.mean(0)
+        u, s, vt = scipy.linalg.svd(a, full_matrices=False)
+        left, rho, _ = scipy.linalg.svd(u.T @ scipy.linalg.svd(b, full_matrices=False)[0],
+                                        full_matrices=False)  # fmt: skip
+        coefficients, _ = scipy.linalg.qr(vt.T @ (left / s[:, None]), mode="economic")
+        weights = np.abs(a @ coefficients).sum(0)
+        expected = float((weights * rho).sum() / weights.sum())
+        assert pwcca(x, y, "anatome") == pytest.approx(expected, abs=1e-8)
+        assert abs(pwcca(x, y, "anatome") - pwcca(x, y)) > 1e-3
+
+
+# ------------------------------------------------------------------------------- streams
+
+
+def ill(n: int, d: int, condition: float, seed: int) -> Array:
+    """(n, d) of a condition number, far from centred."""
+    draw = np.random.default_rng(seed)
+    u, _ = scipy.linalg.qr(draw.standard_normal((n, d)), mode="economic")
+    v, _ = scipy.linalg.qr(draw.standard_normal((d, d)))
+    spread = np.geomspace(1, 1 / condition, d)
+    return math.sqrt(n) * (u * spread) @ v + draw.standard_normal(d) * 3
+
+
+def in_memory(x: Array, y: Array) -> float:
+    """PWCCA from the whole matrices' singular value decompositions."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    u = scipy.linalg.svd(x, full_matrices=False)[0]
+    v = scipy.linalg.svd(y, full_matrices=False)[0]
+    p, rho, _ = scipy.linalg.svd(u.T @ v, full_matrices=False)
+    alpha = np.abs((u @ p).T @ x).sum(1)
+    return float(alpha @ rho / alpha.sum())
+
+
+def test_a_stream_equals_the_matrix_in_memory() -> None:
+    """Conditions of 9,000; chunks of uneven sizes, far more rows than one fold holds."""
+    n, d, e = 4001, 33, 21
+    x, y = ill(n, d, 9e3, 5), ill(n, e, 9e3, 6)
+    y[:, :5] = x[:, :5] + 0.3 * y[:, :5]
+    cuts = [0, 1, 13, 700, 701, 1999, 3999, 4001]
+    assert n > 5 * FOLD * (d + e)
+    pieces = [(torch.from_numpy(x[a:b]), torch.from_numpy(y[a:b])) for a, b in pairwise(cuts)]
+    pair = analysis._joint(iter(pieces))
+    expected = in_memory(x, y)
+    assert similarity(pair.x, pair.y, pair.inner).pwcca == pytest.approx(expected, abs=1e-10)
+    assert pair.x.rank == d
+    assert pair.y.rank == e
+
+    def stream():  # type: ignore[no-untyped-def]
+        for a, b in pieces:
+            yield [a, b], [b]
+
+    cells = grid(stream)
+    assert cells[0][0].pwcca == pytest.approx(expected, abs=1e-10)
+    assert cells[1][0].pwcca == pytest.approx(1, abs=1e-10)
+    assert cells[0][0].cka == pytest.approx(compare(x, y).cka, abs=1e-10)
+
+
+def test_the_factor_of_chunks_is_that_of_the_centred_matrix() -> None:
+    """Also where the means of the chunks lie far apart, which is what centring must account for."""
+    draw = np.random.default_rng(7)
+    x = draw.standard_normal((997, 7)) + 1e3 * (np.arange(997)[:, None] // 100)
+    factor = Factor(7)
+    for start in range(0, 997, 31):
+        factor.add(torch.from_numpy(x[start : start + 31]))
+    r, mean = factor.result()
+    centred = x - x.mean(0)
+    assert np.allclose(mean.numpy(), x.mean(0), rtol=1e-13)
+    assert np.allclose((r.T @ r).numpy(), centred.T @ centred, rtol=1e-11)
+    found, _ = basis(r, mean, factor.rows)
+    rows = found.coordinates(torch.from_numpy(x))
+    assert np.allclose((rows.T @ rows).numpy(), np.eye(7), atol=1e-9)
+
+
+def test_memory_of_a_stream_does_not_grow() -> None:
+    """What a factor keeps is bounded, however many rows went in."""
+    factor = Factor(5)
+    for _ in range(200):
+        factor.add(torch.randn(17, 5, generator=torch.Generator().manual_seed(1)))
+        kept = sum(len(chunk) for chunk in factor._waiting)
+        assert kept < FOLD * 5 + 17
+    assert factor.rows + kept == 200 * 17
+
+
+def test_a_constant_layer_is_named() -> None:
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(2))
+    with pytest.raises(ValueError, match="layer 1 of the second network: all neurons are constant"):
+        grid(lambda: iter([([x], [x, torch.ones(50, 4)])]))

@@ -1,0 +1,68 @@
+"""Look inside checkpoints: similarity of representations, attention, Jacobians, gradients.
+
+    python -m xformer.analysis pwcca CHECKPOINT CHECKPOINT data=STORE out=DIR
+    python -m xformer.analysis capture CHECKPOINT data=STORE what=hidden,attention out=F.h5
+    python -m xformer.analysis draw DIR/pwcca.json
+
+{commands}
+
+Each writes its result as JSON and the figures drawn from it, as SVG and PNG, light and dark, and
+prints one line. `python -m xformer.analysis NAME --help` shows every key with its default. A
+CHECKPOINT may be a run: then the checkpoint that train.select chose.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from xformer.config import nearest
+from xformer.data.errors import BadInput, run
+
+# by name: the module, and what it shows
+MODULES = {
+    "pwcca": "how alike the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
+    "capture": "hidden states and attention maps as HDF5",
+}
+
+
+def main() -> None:
+    """`python -m xformer.analysis NAME ...`"""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        listed = "\n".join(f"    {name:<14}{text}" for name, text in MODULES.items())
+        print((__doc__ or "").strip().format(commands=listed))
+        return
+    name, *rest = arguments
+    if name == "draw":
+        _draw(rest)
+        return
+    if name not in MODULES:
+        near = nearest(name, list(MODULES)) or f"; there are {', '.join(MODULES)} and draw"
+        raise BadInput(f"unknown analysis {name!r}{near}")
+    from xformer.analysis.command import parse
+
+    module = import_module(f"xformer.analysis.{name}")
+    module.run(*parse(module.COMMAND, rest))
+
+
+def _draw(paths: list[str]) -> None:
+    """Draw the figures of results anew, beside them."""
+    from xformer.analysis import figure
+    from xformer.data.files import read_json
+
+    if not paths or paths[0] in ("-h", "--help"):
+        print("python -m xformer.analysis draw FILE.json ...\n\nDraw results anew, beside them.")
+        return
+    for path in map(Path, paths):
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("analysis") not in MODULES:
+            raise BadInput(f"{path} is no result of an analysis")
+        module = import_module(f"xformer.analysis.{found['analysis']}")
+        for picture in figure.save(found, module.draw, path.parent, path.stem):
+            print(picture)
+
+
+if __name__ == "__main__":
+    run(main)

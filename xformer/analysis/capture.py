@@ -1,0 +1,356 @@
+"""Representations on disk: every hidden state and attention map as HDF5.
+
+    python -m xformer.analysis capture CHECKPOINT data=STORE out=F.h5
+    python -m xformer.analysis capture ckpt/bert data=stores/rte layers=0,6,12 \\
+      what=hidden,attention examples=1000 dtype=float32 out=bert.h5
+
+F.h5 joins the files of F.h5.parts/, which are written one after the other and renamed when they
+are whole: the same command again goes on after a kill. Memory does not grow with the examples.
+
+T tokens of all examples, N examples, C hidden size, H heads, L length of an example.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xformer.analysis.command import Command, progress
+from xformer.analysis.examples import (
+    Examples,
+    ExamplesConfig,
+    look_inside,
+    names_of,
+    open_examples,
+    parse_layers,
+)
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json, sync, write_json
+
+FORMAT = 1
+PART = 16384  # tokens of one file of F.h5.parts
+READ = 4096  # tokens read at once
+ROWS = 256  # of a compressed chunk
+
+
+class CaptureConfig(ExamplesConfig):
+    """What is written."""
+
+    out: str
+    """The HDF5 file to write, F.h5; its parts lie in F.h5.parts beside it."""
+    layers: str = "all"
+    """all, last, or numbers such as 0,6,12: 0 is the embeddings' output, i that of layer i."""
+    what: str = "hidden"
+    """hidden, attention, or hidden,attention."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Type of the numbers."""
+    examples: int = Field(256, ge=1)
+    """How many rows, drawn by `seed`; all of them if the split has no more."""
+
+
+COMMAND = Command("capture", CaptureConfig, __doc__ or "", directory=False)
+
+
+def run(paths: list[str], config: CaptureConfig) -> None:
+    """`python -m xformer.analysis capture CHECKPOINT key=value ...`"""
+    out, parts = Path(config.out), Path(f"{config.out}.parts")
+    if out.suffix != ".h5" or out.is_dir() or not out.absolute().parent.is_dir():
+        raise BadInput(f"out={out}: give a file F.h5 in a directory that exists")
+    kinds = [kind.strip() for kind in config.what.split(",")]
+    if not kinds or not set(kinds) <= {"hidden", "attention"}:
+        raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
+    examples = open_examples(config, paths)
+    layers = parse_layers(config.layers, examples.readers[0].layers)
+    identity = _identity(examples, config, kinds, layers)
+    if config.overwrite:
+        out.unlink(missing_ok=True)
+        shutil.rmtree(parts, ignore_errors=True)
+    if out.exists():
+        _refuse_other(open_capture(out).attributes, identity, out)
+        print(f"{out} is whole already")
+        return
+    with _locked(parts, identity, out):
+        files = _write_parts(examples, parts, kinds, layers, config.dtype)
+        _join(out, files, examples, identity)
+    size = sum(file.stat().st_size for file in files) / 2**20
+    print(
+        f"{out}: {len(examples.rows):,} examples, {examples.tokens:,} tokens, "
+        f"layers {', '.join(map(str, layers))}, {size:,.1f} MiB in {len(files)} parts"
+    )
+
+
+def _identity(examples: Examples, config: CaptureConfig, kinds: list[str],
+              layers: list[int]) -> dict[str, Any]:  # fmt: skip
+    """What two captures must agree on to be one; the attributes of the file."""
+    reader = examples.readers[0]
+    return {
+        "format": FORMAT, "checkpoint": reader.path, "weights": reader.key,
+        "tokenizer": reader.checkpoint.tokenizer.fingerprint,
+        "store": str(examples.store.path), "store_key": examples.store.key,
+        "split": examples.split, "examples": len(examples.rows), "seed": config.seed,
+        "max_tokens": examples.max_tokens, "mapping": config.mapping or "as trained",
+        "what": ",".join(kinds), "layers": layers, "model_layers": reader.layers,
+        "dtype": config.dtype,
+    }  # fmt: skip
+
+
+def _refuse_other(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
+    """Raise BadInput naming the settings in which a capture on disk is another one."""
+    paths = ("checkpoint", "store")  # told apart by what is in them
+    other = [f"{key}={found.get(key)} is now {value}" for key, value in wanted.items()
+             if found.get(key) != value and key not in paths]  # fmt: skip
+    if other:
+        raise BadInput(
+            f"{where} holds another capture ({'; '.join(other[:3])}); give another out=, or "
+            "overwrite=true to replace it"
+        )
+
+
+class _locked:
+    """The directory of parts, made for this capture or left by a killed one, for this process."""
+
+    def __init__(self, parts: Path, identity: dict[str, Any], out: Path):
+        self.parts, self.identity, self.out = parts, identity, out
+
+    def __enter__(self) -> None:
+        fresh = not self.parts.exists()
+        self.parts.mkdir(exist_ok=True)
+        self.lock = (self.parts / ".lock").open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"out={self.out}: another process is writing it") from None
+        note = self.parts / "capture.json"
+        if not fresh and note.exists():
+            _refuse_other(read_json(note), self.identity, self.parts)
+        for leftover in self.parts.glob(".*.h5.*"):
+            leftover.unlink()
+        write_json(note, self.identity)
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.close()
+
+
+def _write_parts(examples: Examples, parts: Path, kinds: list[str], layers: list[int],
+                 dtype: str) -> list[Path]:  # fmt: skip
+    """Every part that is not there yet; the files of all."""
+    files = []
+    size = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
+    pieces = list(examples.parts(PART))
+    shown = progress(pieces, examples.tokens, "tokens", lambda rows: sum(size[r] for r in rows))
+    for number, rows in enumerate(shown):
+        file = parts / f"{number:05}.h5"
+        files.append(file)
+        if file.exists() and _is_whole(file):
+            continue
+        temporary = parts / f".{file.name}.{os.getpid()}"
+        with h5py.File(temporary, "w") as h5:
+            some = Examples(examples.store, examples.split, rows,
+                            np.array([size[r] for r in rows]), examples.readers,
+                            examples.max_tokens)  # fmt: skip
+            for part in some.parts():
+                _append(h5, some, part, kinds, layers, dtype)
+        sync(temporary)
+        temporary.replace(file)
+        sync(parts)
+    return files
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        with h5py.File(file) as h5:
+            return "tokens" in h5
+    except OSError:
+        return False
+
+
+def _append(h5: Any, examples: Examples, part: np.ndarray, kinds: list[str], layers: list[int],
+            dtype: str) -> None:  # fmt: skip
+    """Look into one batch and add it to a part."""
+    reader = examples.readers[0]
+    backend = "explicit" if "attention" in kinds else "auto"
+    batch, inside = look_inside(reader, part, backend)
+    _extend(h5, "tokens", batch.tokens.astype(np.int32))
+    _extend(h5, "positions", batch.positions.astype(np.int32))
+    _extend(h5, "rows", batch.rows)
+    _extend(h5, "sizes", np.diff(batch.cu_seqlens).astype(np.int32))
+    if "hidden" in kinds:
+        for layer in layers:
+            _extend(h5, f"hidden/{layer}", _as(inside.hidden[layer], dtype, reader.path, layer))
+    if "attention" in kinds:
+        for layer in filter(None, layers):
+            maps = [m.permute(1, 2, 0).flatten(0, 1) for m in inside.maps[layer - 1]]  # (L L, H)
+            _extend(h5, f"attention/{layer}", _as(torch.cat(maps), dtype, reader.path, layer))
+
+
+def _as(x: Tensor, dtype: str, path: str, layer: int) -> np.ndarray:
+    if dtype == "float16" and x.abs().max() > torch.finfo(torch.float16).max:
+        raise BadInput(f"{path}: layer {layer} has numbers too large for float16: dtype=float32")
+    return x.cpu().numpy().astype(dtype)
+
+
+def _extend(h5: Any, name: str, values: np.ndarray) -> None:
+    """Add rows to a growing dataset."""
+    if name not in h5:
+        h5.create_dataset(name, (0, *values.shape[1:]), values.dtype, compression="gzip",
+                          compression_opts=1, shuffle=True, chunks=(ROWS, *values.shape[1:]),
+                          maxshape=(None, *values.shape[1:]))  # fmt: skip
+    data = h5[name]
+    data.resize(len(data) + len(values), 0)
+    data[-len(values) :] = values
+
+
+def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, Any]) -> None:
+    """One file in which each dataset is those of the parts end to end."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with h5py.File(temporary, "w", libver="latest") as h5:
+            for name, pieces in _datasets(files).items():
+                shape, dtype = pieces[0][1][1:], pieces[0][2]
+                joined = h5py.VirtualLayout((sum(p[1][0] for p in pieces), *shape), dtype)
+                start = 0
+                for file, whole, _ in pieces:
+                    place = f"{out.name}.parts/{file.name}"  # relative: both may be moved
+                    joined[start : start + whole[0]] = h5py.VirtualSource(place, name, whole)
+                    start += whole[0]
+                h5.create_virtual_dataset(name, joined, fillvalue=_missing(dtype))
+            lengths = examples.sizes.astype(np.int64)
+            h5["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
+            h5["attention_offsets"] = np.concatenate([[0], np.cumsum(lengths**2)])
+            h5.attrs.update({k: json.dumps(v) if isinstance(v, list) else v
+                             for k, v in identity.items()})  # fmt: skip
+            h5.attrs["parts"] = json.dumps({file.name: file.stat().st_size for file in files})
+        sync(temporary)
+        temporary.replace(out)
+        sync(out.absolute().parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _missing(dtype: np.dtype) -> Any:
+    """What a program reads where a part is gone: NaN, or -1."""
+    return np.nan if dtype.kind == "f" else -1
+
+
+def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]]:
+    """By name, the file, shape and type of each piece."""
+    found: dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]] = {}
+    for file in files:
+        with h5py.File(file) as h5:
+            names: list[str] = []
+            h5.visit(lambda n, h5=h5, names=names: names.append(n)
+                     if isinstance(h5[n], h5py.Dataset) else None)  # fmt: skip
+            for name in names:
+                found.setdefault(name, []).append((file, h5[name].shape, h5[name].dtype))
+    return found
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A file of captured representations that was checked to be whole."""
+
+    path: Path
+    attributes: dict[str, Any]
+    rows: np.ndarray  # (N,)
+    offsets: np.ndarray  # (N + 1,)
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.attributes["layers"])
+
+    def hidden(self, layers: list[int]) -> Iterator[list[Tensor]]:
+        """These layers' states, some tokens at a time: lists of (tokens, C)."""
+        with h5py.File(self.path) as h5:
+            for start in range(0, int(self.offsets[-1]), READ):
+                yield [torch.from_numpy(h5[f"hidden/{i}"][start : start + READ]) for i in layers]
+
+
+def open_capture(path: str | Path) -> Capture:
+    """Open F.h5. Raises BadInput if it is absent, cut off, no capture, or a part is not whole."""
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"{path} does not exist")
+    try:
+        with h5py.File(path) as h5:
+            found = dict(h5.attrs)
+            if found.get("format") != FORMAT:
+                raise BadInput(f"{path} was not written by `capture` of this version")
+            rows, offsets = h5["rows"][:], h5["offsets"][:]
+    except (OSError, KeyError) as error:
+        raise BadInput(
+            f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
+        ) from None
+    attributes = {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
+    attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
+    for name, size in attributes["parts"].items():
+        part = path.with_name(f"{path.name}.parts") / name
+        if not part.is_file() or part.stat().st_size != size:
+            raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it anew")
+    return Capture(path, attributes, rows, offsets)
+
+
+@dataclass(frozen=True)
+class CapturedPair:
+    """Two captures of the same tokens."""
+
+    captures: list[Capture]
+
+    @property
+    def layers(self) -> list[int]:
+        return [int(c.attributes["model_layers"]) for c in self.captures]
+
+    def describe(self) -> dict[str, Any]:
+        """What a result says of the data and the checkpoints."""
+        own = [c.attributes for c in self.captures]
+        names = names_of([a["checkpoint"] for a in own])
+        first = own[0]
+        return {
+            "checkpoints": [{"name": n, "path": a["checkpoint"], "weights": a["weights"],
+                             "capture": str(c.path)}
+                            for n, a, c in zip(names, own, self.captures, strict=True)],
+            "data": {"store": first["store"], "key": first["store_key"], "split": first["split"],
+                     "examples": first["examples"], "tokens": int(self.captures[0].offsets[-1]),
+                     "max_tokens": first["max_tokens"]},
+        }  # fmt: skip
+
+    def stream(self, chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The chosen layers of both, some tokens at a time. Raises BadInput for one not there."""
+        for capture, layers in zip(self.captures, chosen, strict=True):
+            lacking = sorted(set(layers) - set(capture.layers))
+            if lacking or "hidden" not in capture.attributes["what"]:
+                has = ", ".join(map(str, capture.layers))
+                raise BadInput(
+                    f"{capture.path} holds {capture.attributes['what']} of the layers {has}; "
+                    f"wanted: hidden of {', '.join(map(str, layers))}"
+                )
+        first, second = self.captures
+        yield from zip(first.hidden(chosen[0]), second.hidden(chosen[1]), strict=True)
+
+
+def open_pair(paths: list[str]) -> CapturedPair:
+    """Two captures. Raises BadInput unless they are of the same tokens of the same rows."""
+    first, second = (open_capture(path) for path in paths)
+    same = all(first.attributes[k] == second.attributes[k] for k in ("store_key", "split"))
+    if not (same and np.array_equal(first.rows, second.rows)
+            and np.array_equal(first.offsets, second.offsets)):  # fmt: skip
+        raise BadInput(
+            f"the tokens of {paths[0]} and {paths[1]} cannot be aligned: they are of other rows, "
+            "another split or another store; capture both with the same data=, split=, examples=, "
+            "seed= and max_tokens="
+        )
+    return CapturedPair([first, second])

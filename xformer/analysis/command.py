@@ -1,0 +1,154 @@
+"""What the sub-commands share: their arguments, and how a result is published."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field
+from tqdm import tqdm
+
+from xformer.analysis import figure
+from xformer.config import Settings, help_text, parse_overrides, validate
+from xformer.data.errors import BadInput
+from xformer.data.files import write_json
+
+
+class Output(Settings):
+    """Where a result goes."""
+
+    out: str
+    """Directory for the result as JSON and the figures drawn from it, named after the
+    sub-command."""
+    run: str | None = None
+    """A run directory whose TensorBoard is to show the result too."""
+    overwrite: bool = False
+    """Replace an earlier result of the same name in `out`."""
+    threads: int = Field(0, ge=0, le=1024)
+    """CPU threads; 0 takes every core."""
+
+
+Item = TypeVar("Item")
+QUIET = 30  # seconds between two lines of progress where there is no terminal
+
+
+@dataclass(frozen=True)
+class Command:
+    """One sub-command: its settings, how many paths come first (`most` None: any number), and what
+    they are called in messages."""
+
+    name: str
+    schema: type[Output]
+    text: str
+    least: int = 1
+    most: int | None = 1
+    what: str = "checkpoint"
+    directory: bool = True  # `out` is a directory for a result and its figures
+
+
+def parse(command: Command, arguments: list[str]) -> tuple[list[str], Any]:
+    """The leading paths and the settings. Raises BadInput; a bare `--help` prints and exits."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(help_text(command.schema, command.text))
+        sys.exit(0)
+    keys = next((i for i, argument in enumerate(arguments) if "=" in argument), len(arguments))
+    paths = arguments[:keys]
+    if len(paths) < command.least or (command.most is not None and len(paths) > command.most):
+        several = command.most != 1
+        wanted = str(command.least) if command.least == command.most else f"{command.least} or more"
+        raise BadInput(
+            f"{command.name} takes {wanted} {command.what}{'s' if several else ''} first, then "
+            f"key=value; given: {' '.join(paths) or 'none'}"
+        )
+    values = parse_overrides(command.schema, arguments[keys:])
+    if isinstance(values.get("data"), dict):  # a path here, with no group of keys below it
+        values["data"] = values["data"].get("store")
+    config = validate(command.schema, values)
+    if command.directory:
+        check_output(config, command.name)
+    return paths, config
+
+
+def check_output(config: Output, name: str) -> None:
+    """Raise BadInput, before any work, where a result could not be written."""
+    out = Path(config.out)
+    parent = out.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise BadInput(f"out={out} cannot be written: {parent} is a file")
+    if (out / f"{name}.json").exists() and not config.overwrite:
+        raise BadInput(
+            f"{out / name}.json exists; give another out=, or overwrite=true to replace it"
+        )
+    if config.run is not None and not (Path(config.run) / "log.jsonl").is_file():
+        raise BadInput(f"run={config.run} is no run directory (it has no log.jsonl)")
+
+
+def progress(items: Iterable[Item], total: float, unit: str,
+             size: Callable[[Item], float] = lambda _: 1) -> Iterator[Item]:  # fmt: skip
+    """The items, with a bar on a terminal and else a line every half minute; `size` of each adds up
+    to `total`."""
+    terminal = sys.stderr.isatty()
+    done, begun = 0.0, time.monotonic()
+    said = begun
+    with tqdm(total=total, unit=f" {unit}", disable=not terminal, dynamic_ncols=True) as bar:
+        for item in items:
+            yield item
+            done += size(item)
+            bar.update(size(item))
+            now = time.monotonic()
+            if not terminal and now - said > QUIET and done < total:
+                left = (total - done) * (now - begun) / done
+                print(f"{done:,.0f} of {total:,.0f} {unit}, {left:,.0f} s to go", file=sys.stderr,
+                      flush=True)  # fmt: skip
+                said = now
+
+
+def made() -> dict[str, Any]:
+    """How a result came about: the command and the versions."""
+    versions = {}
+    for package in ("xformer", "torch", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout
+            versions[package] = "checkout"
+    return {"command": shlex.join(["python", "-m", "xformer.analysis", *sys.argv[1:]]), **versions}
+
+
+def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
+            scalars: dict[str, float]) -> None:  # fmt: skip
+    """Write `found` as JSON and draw it from there, into TensorBoard too where a run is given;
+    print the one line that sums it up. `found["analysis"]` names the files."""
+    name, out = found["analysis"], Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    found = {**found, "made": made()}
+    pictures = figure.save(found, draw, out, name)
+    write_json(out / f"{name}.json", found)
+    if config.run is not None:
+        _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, scalars)
+    print(line)
+    files = ", ".join(picture.name for picture in pictures)
+    print(f"{out / name}.json, {files}", file=sys.stderr)
+
+
+def _to_tensorboard(run: Path, name: str, picture: Path, line: str,
+                    scalars: dict[str, float]) -> None:  # fmt: skip
+    """A page beside the run's own curves, which are drawn anew whenever it goes on."""
+    from matplotlib.image import imread
+    from torch.utils.tensorboard import SummaryWriter
+
+    directory = run / "analysis" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    with SummaryWriter(str(directory)) as board:
+        board.add_image(name, imread(picture)[..., :3], 0, dataformats="HWC")
+        board.add_text(name, line, 0)
+        for key, value in scalars.items():
+            board.add_scalar(f"{name}/{key}", value, 0)

@@ -1,0 +1,229 @@
+"""The same examples of a store, as one or several checkpoints read them.
+
+T tokens in a batch, N rows, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xformer import checkpoint as checkpoints
+from xformer import distributed
+from xformer.analysis.command import Output
+from xformer.checkpoint import Checkpoint
+from xformer.data import mapping
+from xformer.data.batch import Assembler, Batch
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.data.sampler import Samples
+from xformer.data.store import Store, open_store
+from xformer.distributed import SystemConfig
+from xformer.model.attention import Backend
+from xformer.model.encoder import Inside, to_device
+from xformer.model.heads import Model
+
+TOKENS = 4096  # of one forward pass
+LONGEST = 128  # tokens of a row, where nothing else is said
+
+
+class ExamplesConfig(Output):
+    """Which examples, and how they are read."""
+
+    data: str
+    """The store that the examples come from."""
+    split: str = "valid"
+    """Which split of it."""
+    examples: int = Field(256, ge=1)
+    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    max_tokens: int | None = Field(None, ge=3)
+    """Tokens of a row with its special ones; what is longer is truncated. Absent: 128, or what the
+    models take."""
+    mapping: str | None = None
+    """What the store's ids mean to the checkpoint (see train.py --help); absent: as in its
+    training."""
+    mapping_b: str | None = None
+    """The same for the second checkpoint and those after it; absent: as `mapping`."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of every random choice."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A checkpoint and how it reads the examples; `key` is the SHA-256 of its weights."""
+
+    name: str
+    path: str
+    key: str
+    checkpoint: Checkpoint
+    model: Model
+    assembler: Assembler
+    device: torch.device
+
+    @property
+    def layers(self) -> int:
+        return self.checkpoint.config.layers
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows of a split in order of length, and those who read them."""
+
+    store: Store
+    split: str
+    rows: np.ndarray  # (N,) int64
+    sizes: np.ndarray  # (N,) tokens of each
+    readers: list[Reader]
+    max_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.sizes.sum())
+
+    def parts(self, tokens: int = TOKENS) -> Iterator[np.ndarray]:
+        """The rows in pieces of about so many tokens."""
+        ends = np.cumsum(self.sizes)
+        cuts = np.unique(np.searchsorted(ends, np.arange(tokens, int(ends[-1]), tokens)))
+        yield from (part for part in np.split(self.rows, cuts) if len(part))
+
+    def describe(self) -> dict[str, Any]:
+        """What a result says of the data and the checkpoints."""
+        return {
+            "checkpoints": [{"name": r.name, "path": r.path, "weights": r.key,
+                             "history": list(r.checkpoint.history)} for r in self.readers],
+            "data": {"store": str(self.store.path), "key": self.store.key, "split": self.split,
+                     "examples": len(self.rows), "tokens": self.tokens,
+                     "max_tokens": self.max_tokens},
+        }  # fmt: skip
+
+
+def names_of(paths: list[str]) -> list[str]:
+    """The shortest endings of the paths that tell them apart."""
+    parts = [Path(path).absolute().parts for path in paths]
+    names: list[str] = []
+    for i, own in enumerate(parts):
+        others = [p for j, p in enumerate(parts) if j != i and p != own]
+        length = 1
+        while length < len(own) and any(o[-length:] == own[-length:] for o in others):
+            length += 1
+        names.append("/".join(own[-length:]).lstrip("/"))
+    return names
+
+
+def open_examples(config: ExamplesConfig, paths: list[str]) -> Examples:
+    """Load the checkpoints and choose the rows.
+
+    Raises BadInput where a checkpoint has no layers to look into, cannot read the store, or where
+    the tokens of two checkpoints do not correspond one to one.
+    """
+    store = open_store(config.data)
+    split = store.split(config.split)
+    if split.rows == 0:
+        raise BadInput(f"the split {config.split!r} of {config.data} has no rows")
+    device = distributed.start(SystemConfig(threads=config.threads)).device
+    loaded = [checkpoints.load(path) for path in paths]
+    longest = _longest(config, paths, loaded)
+    readers = []
+    for i, (path, name, checkpoint) in enumerate(zip(paths, names_of(paths), loaded, strict=True)):
+        spec = config.mapping if i == 0 or config.mapping_b is None else config.mapping_b
+        try:
+            array = _mapping(checkpoint, store, spec)
+        except BadInput as error:
+            raise BadInput(f"{path}: {error}") from None
+        assembler = Assembler(split, checkpoint.tokenizer, longest, array)
+        model = checkpoint.model().to(device)
+        readers.append(Reader(name, path, key_of(path), checkpoint, model, assembler, device))
+    _check_aligned(readers)
+    count = min(config.examples, split.rows)
+    rows, _ = Samples(split.rows, config.seed).at(np.arange(count))
+    sizes = readers[0].assembler.sizes(rows)
+    order = np.argsort(sizes, kind="stable")
+    return Examples(store, config.split, rows[order], sizes[order], readers, longest)
+
+
+def key_of(path: str) -> str:
+    """SHA-256 of a checkpoint's weights."""
+    manifest = read_json(checkpoints.resolve(path) / "manifest.json")
+    return str(manifest["sha256"]["model.safetensors"])
+
+
+def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint]) -> int:
+    """Tokens of a row that every model takes."""
+    for path, checkpoint in zip(paths, loaded, strict=True):
+        if checkpoint.config.architecture != "transformer":
+            raise BadInput(
+                f"{path} is a {checkpoint.config.architecture}: only a transformer has layers of "
+                "tokens to look into"
+            )
+        most = checkpoint.config.max_positions
+        if config.max_tokens is not None and config.max_tokens > most:
+            raise BadInput(f"max_tokens={config.max_tokens}: {path} takes rows of {most} at most")
+    return config.max_tokens or min(LONGEST, *(c.config.max_positions for c in loaded))
+
+
+def _mapping(checkpoint: Checkpoint, store: Store, spec: str | None) -> np.ndarray | None:
+    """The array from the store's ids to the model's."""
+    source = checkpoint.source
+    if spec is None and source is not None and source.fingerprint == store.fingerprint:
+        return checkpoint.mapping  # the very array of training
+    trained = checkpoint.head.mapping if checkpoint.head else "none"
+    return mapping.build(spec or trained, store, checkpoint.tokenizer)
+
+
+def _check_aligned(readers: list[Reader]) -> None:
+    first = readers[0]
+    for other in readers[1:]:
+        if other.assembler.extra != first.assembler.extra:
+            raise BadInput(
+                f"the tokens of {first.path} and {other.path} cannot be aligned: they put "
+                f"{first.assembler.extra} and {other.assembler.extra} special tokens into a row of "
+                "pairs; give checkpoints of one family, or a store without pairs"
+            )
+
+
+@torch.no_grad()
+def look_inside(reader: Reader, rows: np.ndarray, backend: Backend = "auto",
+                ) -> tuple[Batch, Inside]:  # fmt: skip
+    """The packed batch of these rows, and what the encoder computed on the way.
+
+    Raises BadInput naming the layer and the row where a number is not finite.
+    """
+    batch = reader.assembler.batch(rows)
+    inside = reader.model.encoder.inside(to_device(batch, reader.device), backend)
+    for layer, hidden in enumerate(inside.hidden):
+        check_finite(hidden, batch, reader, f"layer {layer}")
+    return batch, inside
+
+
+def check_finite(x: Tensor, batch: Batch, reader: Reader, what: str) -> None:
+    """Raise BadInput naming the first row of the store where `x` (T, C) is not finite."""
+    bad = (~torch.isfinite(x)).any(1)
+    if bad.any():
+        token = int(bad.nonzero()[0])
+        row = int(batch.rows[np.searchsorted(batch.cu_seqlens, token, side="right") - 1])
+        raise BadInput(
+            f"{reader.path}: {what} is not finite (NaN or infinite) in row {row} of the split "
+            f"{reader.assembler.split.name!r}: the checkpoint's weights are damaged or diverged"
+        )
+
+
+def parse_layers(text: str, most: int, first: int = 0) -> list[int]:
+    """ "all", "last" or "0,6,12" as layer numbers from `first` (0: the embeddings) to `most`."""
+    if text == "all":
+        return list(range(first, most + 1))
+    if text == "last":
+        return [most]
+    numbers = text.strip("[] ").split(",")
+    if not all(n.strip().isdigit() and first <= int(n) <= most for n in numbers):
+        raise BadInput(
+            f"layers={text}: give all, last, or numbers from {first} to {most} such as "
+            f"{first},{most}"
+        )
+    return sorted({int(n) for n in numbers})

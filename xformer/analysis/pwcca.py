@@ -1,0 +1,410 @@
+"""Similarity of representations: PWCCA, SVCCA, CCA and linear CKA between layers of two models.
+
+    python -m xformer.analysis pwcca CHECKPOINT CHECKPOINT data=STORE out=DIR
+    python -m xformer.analysis pwcca ckpt/bert ckpt/plus data=stores/protein layers=last \\
+      mapping=symbols:0 mapping_b=none out=figures
+    python -m xformer.analysis pwcca a.h5 b.h5 out=DIR        of what `capture` wrote
+
+Every token of the same examples is a sample, every hidden unit a neuron. Both checkpoints may be
+the same one. Layer 0 is the embeddings' output, layer i that of the i-th layer. `layers=last`
+takes one pass over the examples, several layers take two.
+
+n samples (tokens), d neurons of a network, r its rank, k = min(r, r').
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from xformer.analysis import capture, figure
+from xformer.analysis.command import Command, publish
+from xformer.analysis.examples import ExamplesConfig, look_inside, open_examples, parse_layers
+from xformer.analysis.factor import Basis, Factor, basis
+from xformer.data.errors import BadInput
+
+Variant = Literal["definition", "svcca", "anatome"]
+Stream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
+KEPT_VARIANCE = 0.99  # of SVCCA (Raghu et al. 2017, section 2)
+MEASURES = ("pwcca", "svcca", "cca", "cka")
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How alike two networks' representations are; each measure is 1 for equal ones.
+
+    `pwcca` weighs by the first network, `pwcca_reversed` by the second; `correlations` (k,) are the
+    canonical ones, falling, `weights` (k,) those of `pwcca`. `ranks` are how many directions of
+    each network are above 1e-6 of its largest singular value. `chance` is the mean correlation of
+    independent Gaussian samples of these sizes.
+    """
+
+    pwcca: float
+    pwcca_reversed: float
+    svcca: float
+    cca: float
+    cka: float
+    correlations: np.ndarray
+    weights: np.ndarray
+    ranks: tuple[int, int]
+    widths: tuple[int, int]
+    samples: int
+    chance: float
+
+
+def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
+    """Projection-weighted CCA similarity of two networks, 0 to 1 (Morcos et al. 2018, section 2).
+
+    x (n, d), y (n, d'): arrays or tensors, a row a sample. With h_i (n,) the i-th canonical vector
+    of x, rho_i its correlation and x_j (n,) the j-th centred neuron of x:
+
+        alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
+
+    `variant` gives what two well-known programs compute instead (see docs/analysis.md): "svcca"
+    and "anatome". Raises ValueError for arrays that do not match, are constant or not finite; warns
+    where there are not more samples than neurons.
+    """
+    x, y = _matrices(x, y)
+    found = compare(x, y)
+    if variant == "anatome":
+        pair = _joint(iter([(x, y)]))
+        return _anatome(pair, iter([x]))
+    return found.pwcca if variant == "definition" else _svcca_code(_joint(iter([(x, y)])))
+
+
+def compare(x: Any, y: Any) -> Similarity:
+    """All measures of two networks' (n, d) and (n, d') arrays. Raises ValueError as `pwcca`."""
+    x, y = _matrices(x, y)
+    pair = _joint(iter([(x, y)]))
+    found = similarity(pair.x, pair.y, pair.inner)
+    if message := too_few(found.samples, found.ranks):
+        warnings.warn(message, stacklevel=2)
+    return found
+
+
+def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    x, y = (torch.as_tensor(array, dtype=torch.float64) for array in (x, y))
+    for name, array in (("x", x), ("y", y)):
+        if array.dim() != 2 or len(array) < 2:
+            raise ValueError(f"{name} must be (samples, neurons) with 2 samples at least, not "
+                             f"{tuple(array.shape)}")  # fmt: skip
+        if not torch.isfinite(array).all():
+            raise ValueError(f"{name} has numbers that are not finite")
+    if len(x) != len(y):
+        raise ValueError(f"x has {len(x)} samples and y {len(y)}: a row of each must be the same")
+    return x, y
+
+
+def too_few(samples: int, ranks: tuple[int, int]) -> str:
+    """What is wrong where correlations are 1 by themselves, or nothing."""
+    if samples > sum(ranks):
+        return ""
+    return (
+        f"{samples:,} tokens are too few for {ranks[0]} and {ranks[1]} directions: some "
+        f"correlations are 1 by themselves; take more than {sum(ranks):,}, better "
+        f"{10 * max(ranks):,}"
+    )
+
+
+# ------------------------------------------------------------------------------- the measures
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two networks over the same samples; `inner` (r, r') is U^T U' of their bases."""
+
+    x: Basis
+    y: Basis
+    inner: Tensor
+
+
+def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> Pair:
+    """The pair of two matrices that come in chunks of rows, in one pass and constant memory."""
+    factor: Factor | None = None
+    for x, y in chunks:
+        width = x.size(1)
+        factor = factor or Factor(width + y.size(1))
+        factor.add(torch.cat([x, y], 1))
+    if factor is None:
+        raise ValueError("there are no samples")
+    r, mean = factor.result()
+    x_basis, u = basis(r[:, :width], mean[:width], factor.rows)
+    y_basis, v = basis(r[:, width:], mean[width:], factor.rows)
+    return Pair(x_basis, y_basis, u.T @ v)
+
+
+def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
+    """Every measure, from the two bases and `inner` (r, r') = U^T U'."""
+    p, rho, q = torch.linalg.svd(inner, full_matrices=False)  # (r, k), (k,), (k, r')
+    rho = rho.clamp(max=1.0)
+    # <h_i, x_j> for h_i = U p_i and x_j = U diag(scale) directions[:, j]
+    weights = (p.T @ (x.scale[:, None] * x.directions)).abs().sum(1)
+    reverse = (q @ (y.scale[:, None] * y.directions)).abs().sum(1)
+    a, b = _enough(x), _enough(y)
+    cross = x.scale[:, None] * inner * y.scale
+    return Similarity(
+        pwcca=float(weights @ rho / weights.sum()),
+        pwcca_reversed=float(reverse @ rho / reverse.sum()),
+        svcca=float(torch.linalg.svdvals(inner[:a, :b]).clamp(max=1.0).mean()),
+        cca=float(rho.mean()),
+        cka=float(cross.square().sum() / (x.scale**2).norm() / (y.scale**2).norm()),
+        correlations=rho.cpu().numpy(),
+        weights=(weights / weights.sum()).cpu().numpy(),
+        ranks=(x.rank, y.rank),
+        widths=(x.width, y.width),
+        samples=x.rows,
+        chance=chance(x.rows, x.rank, y.rank),
+    )
+
+
+def _enough(network: Basis) -> int:
+    """How many of the largest directions hold 99 % of the variance."""
+    share = torch.cumsum(network.scale**2, 0) / (network.scale**2).sum()
+    return int((share < KEPT_VARIANCE).sum()) + 1
+
+
+def chance(samples: int, rank_x: int, rank_y: int) -> float:
+    """Mean canonical correlation of independent Gaussian data, for many directions (Wachter 1980):
+    what a similarity must be compared with."""
+    from scipy.integrate import quad
+
+    free = samples - 1
+    a, b = sorted((rank_x / free, rank_y / free))
+    if a + b >= 1 and a >= 1:
+        return 1.0
+    low = (math.sqrt(a * (1 - b)) - math.sqrt(b * (1 - a))) ** 2 if b < 1 else 1.0
+    high = (math.sqrt(a * (1 - b)) + math.sqrt(b * (1 - a))) ** 2 if b < 1 else 1.0
+    ones = max(0.0, a + b - 1) / a  # correlations that are 1 by themselves
+
+    def density(t: float) -> float:  # of rho^2 = middle - reach cos t, which has no poles
+        value = (high + low) / 2 - (high - low) / 2 * math.cos(t)
+        root = ((high - low) / 2 * math.sin(t)) ** 2
+        return math.sqrt(value) * root / (2 * math.pi * a * value * (1 - value))
+
+    middle = quad(density, 0, math.pi)[0] if high > low else 0.0
+    return min(1.0, middle + ones)
+
+
+def _svcca_code(pair: Pair) -> float:
+    """As google/svcca's compute_pwcca: the network with fewer neurons is the reference; its
+    directions are the canonical coefficients applied to neurons that are not whitened, with the
+    neurons' means added, orthonormalised in order, and projected on neurons that are not centred.
+    The sign of a coefficient vector, which matters once means are added, is left to chance there;
+    here its largest entry is positive.
+    """
+    x, y, inner = pair.x, pair.y, pair.inner
+    if x.width > y.width:
+        x, y, inner = y, x, inner.T
+    # the symmetric root of the covariance gives the coefficients directions^T p
+    p, rho, _ = torch.linalg.svd(inner, full_matrices=False)
+    coefficients = x.directions.T @ p  # (d, k)
+    largest = coefficients.abs().argmax(0, keepdim=True)
+    p = p * coefficients.gather(0, largest).sign()
+    constant = math.sqrt(x.rows)  # of the vector of ones, which is orthogonal to U
+    centred = x.scale[:, None] * x.directions  # U^T X
+    directions = torch.cat([x.scale[:, None] * p, constant * x.mean[None, : len(rho)]])
+    neurons = torch.cat([centred, constant * x.mean[None]])
+    orthonormal = torch.linalg.qr(directions).Q  # (r + 1, k)
+    weights = (orthonormal.T @ neurons).abs().sum(1)
+    return float(weights @ rho / weights.sum())
+
+
+def _anatome(pair: Pair, chunks: Iterator[Tensor]) -> float:
+    """As anatome's pwcca_distance: the coefficients of the canonical vectors of x are
+    orthonormalised, and a weight is the sum over samples of the absolute values of x projected on
+    them. `chunks` are the rows of x once more."""
+    x = pair.x
+    p, rho, _ = torch.linalg.svd(pair.inner, full_matrices=False)
+    coefficients = x.directions.T @ (p / x.scale[:, None])  # (d, k)
+    orthonormal = torch.linalg.qr(coefficients).Q
+    weights = torch.zeros_like(rho)
+    for chunk in chunks:
+        weights += ((chunk.to(torch.float64) - x.mean) @ orthonormal).abs().sum(0)
+    return float(weights @ rho / weights.sum())
+
+
+# ------------------------------------------------------------------------------ many layers
+
+
+def grid(stream: Stream) -> list[list[Similarity]]:
+    """The similarity of every layer of one network to every layer of another, in two passes.
+
+    `stream()` starts a pass: it yields, for the same samples, the layers of both, lists of (n, d).
+    The first pass finds each layer's basis, the second the inner products between them.
+    Raises ValueError naming a layer that is constant.
+    """
+    factors: list[list[Factor]] = []
+    for chunk in stream():
+        factors = factors or [[Factor(x.size(1)) for x in side] for side in chunk]
+        for side, values in zip(factors, chunk, strict=True):
+            for factor, x in zip(side, values, strict=True):
+                factor.add(x)
+    bases: list[list[Basis]] = []
+    for number, side in enumerate(factors):
+        bases.append([])
+        for layer, factor in enumerate(side):
+            try:
+                bases[-1].append(basis(*factor.result(), factor.rows)[0])
+            except ValueError as error:
+                which = ("first", "second")[number]
+                raise ValueError(f"layer {layer} of the {which} network: {error}") from None
+    inner = [[torch.zeros(a.rank, b.rank, dtype=torch.float64, device=a.scale.device)
+              for b in bases[1]] for a in bases[0]]  # fmt: skip
+    for chunk in stream():
+        ours, theirs = ([b.coordinates(x) for b, x in zip(side, values, strict=True)]
+                        for side, values in zip(bases, chunk, strict=True))  # fmt: skip
+        for i, u in enumerate(ours):
+            for j, v in enumerate(theirs):
+                inner[i][j].addmm_(u.T, v)
+    return [[similarity(a, b, inner[i][j]) for j, b in enumerate(bases[1])]
+            for i, a in enumerate(bases[0])]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+class PwccaConfig(ExamplesConfig):
+    """What is compared."""
+
+    data: str = ""
+    """The store that the examples come from; not needed where both inputs are captures."""
+    layers: str = "all"
+    """Layers of the first network: all, last, or numbers such as 0,6,12."""
+    layers_b: str | None = None
+    """Layers of the second; absent: as `layers`."""
+    variant: Variant = "definition"
+    """PWCCA as Morcos et al. 2018 define it, or as the programs svcca or anatome compute it."""
+    examples: int = Field(512, ge=1)
+    """How many rows, drawn by `seed`; all of them if the split has no more."""
+
+
+COMMAND = Command("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
+
+
+def run(paths: list[str], config: PwccaConfig) -> None:
+    """`python -m xformer.analysis pwcca A B key=value ...`"""
+    if all(path.endswith(".h5") for path in paths):
+        source = capture.open_pair(paths)
+        described, layers = source.describe(), source.layers
+        stream_of = source.stream
+    elif any(path.endswith(".h5") for path in paths):
+        raise BadInput("give two checkpoints, or two captures (.h5): the examples must be the same")
+    else:
+        if not config.data:
+            raise BadInput("data must be given: data=STORE")
+        examples = open_examples(config, paths)
+        described, layers = examples.describe(), [reader.layers for reader in examples.readers]
+
+        def stream_of(chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+            for part in examples.parts():
+                both = []
+                for reader, numbers in zip(examples.readers, chosen, strict=True):
+                    hidden = look_inside(reader, part)[1].hidden
+                    both.append([hidden[number] for number in numbers])
+                yield both[0], both[1]
+
+    texts = (config.layers, config.layers_b or config.layers)
+    chosen = [parse_layers(text, most) for text, most in zip(texts, layers, strict=True)]
+    try:
+        found = _compare_layers(lambda: stream_of(chosen), chosen, config.variant)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    result = {"analysis": "pwcca", "variant": config.variant, **described, "layers": chosen,
+              "similarity": found}  # fmt: skip
+    _publish(config, result)
+
+
+def _compare_layers(stream: Stream, chosen: list[list[int]], variant: Variant,
+                    ) -> list[list[dict[str, Any]]]:  # fmt: skip
+    if len(chosen[0]) == len(chosen[1]) == 1:
+        pair = _joint((x[0], y[0]) for x, y in stream())
+        rows = [[similarity(pair.x, pair.y, pair.inner)]]
+        pairs = [[pair]]
+    else:
+        if variant != "definition":
+            raise BadInput(f"variant={variant} compares one layer with one: give layers=last")
+        rows, pairs = grid(stream), []
+    warned = max((row[0] for row in rows), key=lambda s: s.ranks[0])
+    if message := too_few(warned.samples, warned.ranks):
+        print(f"warning: {message}", file=sys.stderr)
+    shown = [[_as_json(s, whole=len(rows) == len(row) == 1) for s in row] for row in rows]
+    if variant == "svcca":
+        shown[0][0]["pwcca"] = _svcca_code(pairs[0][0])
+    elif variant == "anatome":
+        shown[0][0]["pwcca"] = _anatome(pairs[0][0], (x[0] for x, _ in stream()))
+    return shown
+
+
+def _as_json(s: Similarity, whole: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {name: getattr(s, name) for name in MEASURES}
+    found |= {"pwcca_reversed": s.pwcca_reversed, "chance": s.chance, "ranks": list(s.ranks),
+              "widths": list(s.widths), "samples": s.samples}  # fmt: skip
+    if whole:
+        found |= {"correlations": s.correlations.tolist(), "weights": s.weights.tolist()}
+    return found
+
+
+def _publish(config: PwccaConfig, result: dict[str, Any]) -> None:
+    last = result["similarity"][-1][-1]
+    names = [c["name"] for c in result["checkpoints"]]
+    layers = [numbers[-1] for numbers in result["layers"]]
+    line = (
+        f"pwcca {names[0]} layer {layers[0]} - {names[1]} layer {layers[1]}: "
+        f"{last['pwcca']:.4f} (svcca {last['svcca']:.4f}, cca {last['cca']:.4f}, "
+        f"cka {last['cka']:.4f}; chance {last['chance']:.4f}) on {last['samples']:,} tokens, "
+        f"ranks {last['ranks'][0]} and {last['ranks'][1]}"
+    )
+    publish(config, result, draw, line, {name: last[name] for name in MEASURES})
+
+
+def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+    """Heat maps of every measure over layers; of one pair of layers its correlations."""
+    names = [figure.short(c["name"]) for c in found["checkpoints"]]
+    if len(found["similarity"]) == len(found["similarity"][0]) == 1:
+        return _draw_pair(found, names, theme)
+    titles = {"pwcca": "PWCCA", "svcca": "SVCCA", "cca": "mean CCA", "cka": "linear CKA"}
+    drawn, axes = figure.figure(12.4, 3.7, 1, 4, sharey=True)
+    for panel, (measure, title) in zip(axes, titles.items(), strict=True):
+        values = [[cell[measure] for cell in row] for row in found["similarity"]]
+        image = figure.heat_map(panel, values, theme, title)
+        panel.set_xticks(range(len(found["layers"][1])), found["layers"][1])
+        panel.set_yticks(range(len(found["layers"][0])), found["layers"][0])
+        panel.set_xlabel(f"layer of {names[1]}")
+    axes[0].set_ylabel(f"layer of {names[0]}")
+    bar = drawn.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
+    bar.set_label("similarity (1: equal)")
+    tokens = found["similarity"][0][0]["samples"]
+    store = Path(found["data"]["store"]).name
+    drawn.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
+    return drawn
+
+
+def _draw_pair(found: dict[str, Any], names: list[str], theme: figure.Theme) -> Any:
+    cell = found["similarity"][0][0]
+    drawn, axes = figure.figure(6.2, 3.8)
+    axes.plot(range(1, len(cell["correlations"]) + 1), cell["correlations"],
+              color=theme.colours[0], lw=2, label="canonical correlations")  # fmt: skip
+    axes.plot(range(1, len(cell["weights"]) + 1),
+              np.array(cell["weights"]) / max(cell["weights"]), color=theme.colours[4], lw=1.2,
+              label="their weights in PWCCA (largest: 1)")  # fmt: skip
+    for i, measure in enumerate(("pwcca", "cka")):
+        axes.axhline(cell[measure], color=theme.colours[i + 1], ls="--", lw=1.4,
+                     label=f"{measure.upper()} {cell[measure]:.3f}")  # fmt: skip
+    axes.axhline(cell["chance"], color=theme.faint, ls=":", lw=1.4,
+                 label=f"mean of independent data {cell['chance']:.3f}")  # fmt: skip
+    axes.set(xlabel="canonical direction", ylabel="correlation",
+             title=f"{names[0]} layer {found['layers'][0][0]}, {names[1]} layer "
+                   f"{found['layers'][1][0]}, {cell['samples']:,} tokens")  # fmt: skip
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize=8)
+    return drawn
