@@ -41,7 +41,7 @@ from xformer.run import Run, open_run
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-FED = 2**16  # tokens of batches made at once, so that small steps cost no more than large ones
+FED = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
 DROPOUT = 4  # what a key is for
 # summed since the last line of the log: over all ranks, but for this rank's "real" of "fed" tokens
 SINCE_LOG = ("loss", "count", "correct", "tokens", "seconds", "real", "fed")
@@ -300,15 +300,17 @@ class Feed:
         pieces = ranks.world_size * accumulate
         steps, parts, made = [], [], 0
         while made < FED and (not steps or position < self.job.end):
-            rows, epochs, sizes = self.stream.take(position)
-            ends = np.cumsum(sizes)
-            cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces).tolist()
-            bounds = [0, *cuts, len(rows)][ranks.rank * accumulate :][: accumulate + 1]
+            rows, epochs, ends = self.stream.take(position)
+            tokens = int(ends[-1])
+            bounds = [0, len(rows)]
+            if pieces > 1:
+                bounds[1:1] = ends.searchsorted(tokens * np.arange(1, pieces) / pieces).tolist()
+                bounds = bounds[ranks.rank * accumulate :][: accumulate + 1]
             mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
             parts += mine
-            steps.append((position, len(rows), len(mine), int(ends[-1])))
+            steps.append((position, len(rows), len(mine), tokens))
             position += len(rows)
-            made += int(ends[-1]) // ranks.world_size
+            made += tokens // ranks.world_size
         batches = iter(self._batches(parts))
         return {
             at: (at + rows, list(islice(batches, micro)), tokens)
