@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from xformer.convert import hf
-from xformer.data import mapping, masking, tokenizers
-from xformer.data.batch import CHUNK, Assembler, Batch, chunks, ragged_arange, truncate
+from xformer.data import mapping, masking, sampler, tokenizers
+from xformer.data.batch import CHUNK, Assembler, Batch, Masks, chunks, ragged_arange, truncate
 from xformer.data.errors import BadInput
 from xformer.data.hashing import key
-from xformer.data.sampler import Samples, permute, take_rows, take_tokens
+from xformer.data.sampler import Samples, Stream, permute
 from xformer.data.store import Ragged, Split, Store, create_store, open_store
 from xformer.data.tokenizers import Tokenizer
 
@@ -168,39 +168,62 @@ def test_a_tiny_fraction_keeps_one_row() -> None:
     assert Samples(3, seed=0, fraction=0.01).per_epoch == 1
 
 
-def test_take_rows_stops_at_the_end() -> None:
-    assert take_rows(3, 20, 4).tolist() == [3, 4, 5, 6]
-    assert take_rows(18, 20, 4).tolist() == [18, 19]
-    assert take_rows(20, 20, 4).tolist() == []
+def looked_up(stream: Stream, position: int) -> tuple[list[int], list[int], list[int]]:
+    """(rows, epochs, tokens up to the end of each) of a step, as lists."""
+    rows, epochs, ends = stream.take(position)
+    return rows.tolist(), epochs.tolist(), ends.tolist()
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=400), st.integers(1, 900))
-@settings(max_examples=100, deadline=None)
-def test_take_tokens_fills_each_step_and_covers_every_sample_once(
-    lengths: list[int], tokens: int
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=400), st.integers(1, 900),
+       st.booleans(), st.integers(1, 50))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_steps_are_full_and_cover_every_sample_once(
+    lengths: list[int], tokens: int, by_tokens: bool, ahead: int
 ) -> None:
-    sizes, position, end = np.array(lengths), 0, len(lengths)
-    while position < end:
-        taken = take_tokens(position, end, tokens, lambda samples: sizes[samples])
-        assert taken.tolist() == list(range(position, position + len(taken)))
-        assert len(taken) == 1 or 1 <= sizes[taken].sum() <= tokens
-        position += len(taken)
-        # greedy: the next one would not have fitted
-        assert position == end or sizes[taken].sum() + sizes[position] > tokens
-    assert len(take_tokens(end, end, tokens, lambda samples: sizes[samples])) == 0
+    """Whatever is looked up at once, and from wherever a run goes on."""
+    sizes, samples, end = np.array(lengths), Samples(len(lengths), 5), len(lengths) * 2
+    order, epochs = samples.at(np.arange(end))
+    rows = 0 if by_tokens else tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "AHEAD", ahead)
+        stream, position = Stream(samples, end, sizes.__getitem__, tokens if not by_tokens else 32,
+                                  tokens if by_tokens else 0), 0  # fmt: skip
+        while position < end:
+            found = looked_up(stream, position)
+            last = position + len(found[0])
+            assert found[0] == order[position:last].tolist()
+            assert found[1] == epochs[position:last].tolist()
+            taken = sizes[found[0]]
+            assert found[2] == np.cumsum(taken).tolist()
+            if by_tokens:
+                assert len(taken) == 1 or 1 <= taken.sum() <= tokens
+                # greedy: the next one would not have fitted
+                assert last == end or taken.sum() + sizes[order[last]] > tokens
+            else:
+                assert len(taken) == min(rows, end - position)
+            fresh = Stream(samples, end, sizes.__getitem__, stream.per_step, stream.tokens)
+            assert looked_up(fresh, position) == found
+            position = last
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 5_000, 300_000])
-def test_take_tokens_looks_no_further_than_it_must(tokens: int) -> None:
-    asked: list[np.ndarray] = []
+def test_a_stream_looks_no_further_than_it_must(tokens: int) -> None:
+    asked: list[int] = []
 
-    def lengths(samples: np.ndarray) -> np.ndarray:
-        asked.append(samples)
-        return samples % 7 + 1
+    def sizes(rows: np.ndarray) -> np.ndarray:
+        asked.append(len(rows))
+        return rows % 7 + 1
 
-    taken = take_tokens(10**12, 2**62, tokens, lengths)
-    assert sum(map(len, asked)) <= 6 * len(taken) + 100
-    assert min(samples[0] for samples in asked) == 10**12
+    stream = Stream(Samples(10**9, 0), 2**62, sizes, 32, tokens)
+    position = 10**12
+    while position < 10**12 + 10**6:
+        position += len(stream.take(position)[0])
+    assert sum(asked) <= 2 * 10**6
+    assert max(asked) <= max(2**16, 4 * tokens)
+    asked.clear()
+    stream = Stream(Samples(99, 0), 2**62, sizes, 32, 100)  # nor many times around few rows
+    stream.take(0)
+    assert sum(asked) <= 99
 
 
 # -------------------------------------------------------------------------------------- masks
@@ -254,12 +277,11 @@ def test_replacements_are_all_ordinary_ids_alike(million: dict[str, np.ndarray])
 
 def test_masks_of_neighbours_and_epochs_are_independent() -> None:
     rows, length = 4000, 50
-    lengths, positions = np.full(rows, length), np.tile(np.arange(length), rows)
     chosen = {}
     for name, seed, epoch in (("a", 0, 0), ("epoch", 0, 1), ("seed", 1, 0)):
         row_keys = masking.row_keys(seed, np.full(rows, epoch), np.arange(rows))
-        _, places, _ = masking.mask(
-            np.zeros(rows * length, np.int64), positions, row_keys, lengths, np.zeros(V, bool),
+        places, _ = masking.mask(
+            np.zeros(rows * length, np.int32), row_keys, np.full(rows, length), np.zeros(V, bool),
             BERT.special["mask"], np.array([0]), 0.3,
         )  # fmt: skip
         chosen[name] = np.zeros(rows * length, bool)
@@ -469,10 +491,37 @@ def test_batches_equal_the_slow_reference(
     expected = slow_batch(rows, a, b, model, max_tokens, table)
     for name in ("tokens", "positions", "segments", "cu_seqlens", "rows", "labels"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
-    assert found.tokens.dtype == found.positions.dtype == found.segments.dtype == np.int64
+    assert found.tokens.dtype == found.positions.dtype == found.segments.dtype == np.int32
     assert found.cu_seqlens.dtype == np.int32
     sizes = assembler.sizes(np.array(rows))
     assert sorted(sizes.tolist()) == np.diff(found.cu_seqlens).tolist()
+
+
+@given(texts, st.none() | texts, st.booleans(),
+       st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=5))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_batches_made_in_one_go_are_those_made_one_by_one(
+    a: list[list[int]], b: list[list[int]] | None, masked: bool, parts: list[list[int]]
+) -> None:
+    assembler = Assembler(split_of(a, b), BERT, 9)
+    rows = np.array([row for part in parts for row in part], np.int64)
+    epochs = np.arange(len(rows)) % 3
+    found = assembler.batches(rows, [len(part) for part in parts],
+                              Masks(7, 0.4, epochs) if masked else None)  # fmt: skip
+    assert len(found) == len(parts)
+    at = 0
+    for batch, part in zip(found, parts, strict=True):
+        here = slice(at, at + len(part))
+        one = assembler.batch(rows[here])
+        if masked:
+            one = assembler.masked_batch(rows[here], epochs[here], 7, 0.4)
+        for name, value in one.__dict__.items():
+            other = getattr(batch, name)
+            if value is None:
+                assert other is None, name
+            else:
+                assert (other.tolist(), other.dtype) == (value.tolist(), value.dtype), name
+        at += len(part)
 
 
 def test_truncation_is_that_of_transformers(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from xformer.shard import ShardedOptimizer
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-FED = 2**16  # tokens of batches made at once, so that small steps cost no more than large ones
+FED = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
 DROPOUT = 4  # what a key is for
 # summed since the last line of the log: over all ranks, but for this rank's "real" of "fed" tokens
 SINCE_LOG = ("loss", "count", "correct", "tokens", "squares", "rows", "seconds", "real", "fed")
@@ -308,16 +308,18 @@ class Feed:
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         made = 0
         while made < FED and (not steps or position < self.job.end):
-            rows, epochs, sizes = self.stream.take(position)
-            ends = np.cumsum(sizes)
-            cuts = np.searchsorted(ends, ends[-1] * np.arange(1, pieces) / pieces).tolist()
-            bounds = [0, *cuts, len(rows)][ranks.rank * accumulate :][: accumulate + 1]
+            rows, epochs, ends = self.stream.take(position)
+            tokens = int(ends[-1])
+            bounds = [0, len(rows)]
+            if pieces > 1:
+                bounds[1:1] = ends.searchsorted(tokens * np.arange(1, pieces) / pieces).tolist()
+                bounds = bounds[ranks.rank * accumulate :][: accumulate + 1]
             mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
             parts += mine
-            work = cost.Work(int(ends[-1]), int((sizes.astype(np.int64) ** 2).sum()), len(rows))
-            steps.append((position, len(rows), len(mine), work))
+            squares = int((np.diff(ends, prepend=0).astype(np.int64) ** 2).sum())
+            steps.append((position, len(rows), len(mine), cost.Work(tokens, squares, len(rows))))
             position += len(rows)
-            made += work.tokens // ranks.world_size
+            made += tokens // ranks.world_size
         batches = iter(self._batches(parts))
         return {
             at: (at + rows, list(islice(batches, micro)), work) for at, rows, micro, work in steps

@@ -153,8 +153,9 @@ class Assembler:
         there are `masks`. All in one go: every step of the work costs a small batch as much as a
         large one."""
         a, b = self.lengths(rows)
-        batch_of_row = np.repeat(np.arange(len(counts)), counts)
-        order = np.argsort(batch_of_row * (self.max_tokens + 1) + a + b, kind="stable")
+        which = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)
+        small = np.min_scalar_type(len(counts) * (self.max_tokens + 1))  # sorts in linear time
+        order = np.argsort((which + a + b).astype(small), kind="stable")
         whole = self._packed(rows[order], a[order], b[order])
         if masks is not None:
             whole = self._masked(whole, masks.epochs[order], masks)

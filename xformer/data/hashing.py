@@ -34,8 +34,7 @@ def key(*parts: int) -> np.uint64:
 
 def keys(base: np.uint64, values: np.ndarray) -> np.ndarray:
     """A 64-bit key for each of the integers `values` under the key `base`."""
-    x = values.astype(np.uint64)
-    x += np.uint64(1)
+    x = np.add(values, 1, dtype=np.uint64, casting="unsafe")
     x *= GOLDEN
     x ^= base
     return mix(x)

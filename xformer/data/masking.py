@@ -35,10 +35,10 @@ def mask(tokens: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray, special:
     places, targets = places[wanted], targets[wanted]
     hashes = hashes.take(places)
     action = hashes >> 24 & 0xFFFF
-    pick = (hashes >> 40) * np.uint64(len(ordinary)) >> 24
-    replacement = np.where(action < RANDOM_BELOW, ordinary.take(pick), targets)
-    replacement[action < MASK_BELOW] = mask_id
-    tokens[places] = replacement
+    tokens[places[action < MASK_BELOW]] = mask_id
+    random = np.flatnonzero((action >= MASK_BELOW) & (action < RANDOM_BELOW))
+    pick = (hashes.take(random) >> 40) * np.uint64(len(ordinary)) >> 24
+    tokens[places.take(random)] = ordinary.take(pick.view(np.int64))
     return places, targets.astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from xformer.data.hashing import key, keys
 
 ROUNDS = 4
 FRACTION, EPOCH = 1, 2  # what a key is for
-AHEAD = 2**14  # samples looked up at once
+AHEAD = 2**16  # samples looked up at once
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:
@@ -86,27 +86,25 @@ class Stream:
         self._look_up(0, 0)
 
     def take(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows, epochs, sizes) of the step that begins at sample `position`: none beyond `end`,
-        else at least one."""
-        window = AHEAD
+        """(rows, epochs, tokens up to the end of each row) of the step that begins at sample
+        `position`, which is below `end`."""
+        count = max(min(AHEAD, self.samples.per_epoch), self.per_step + 1)
         while True:
-            first = position - self.first
-            if self.tokens and 0 <= first < len(self.rows):
+            first, seen = position - self.first, len(self.rows)
+            if 0 <= first < seen:
                 before = self.totals[first] - self.row_sizes[first]
-                last = int(np.searchsorted(self.totals, before + self.tokens, side="right"))
-                last = max(first + 1, last)
-            else:
                 last = first + self.per_step
-            seen = self.first + len(self.rows)
-            if first >= 0 and (last < len(self.rows) or seen >= self.end):
-                part = slice(first, last)
-                return self.rows[part], self.epochs[part], self.row_sizes[part]
-            self._look_up(position, max(window, self.per_step + 1))
-            window *= 4
+                if self.tokens:
+                    last = max(first + 1, self.totals.searchsorted(before + self.tokens, "right"))
+                if last < seen or self.first + seen >= self.end:
+                    part = slice(first, last)
+                    return self.rows[part], self.epochs[part], self.totals[part] - before
+            self._look_up(position, count)
+            count *= 4
 
     def _look_up(self, first: int, count: int) -> None:
         self.first = first
-        numbers = np.arange(first, max(first, min(first + count, self.end)))
+        numbers = np.arange(first, min(first + count, self.end))
         self.rows, self.epochs = self.samples.at(numbers)
         self.row_sizes = self.sizes(self.rows)
         self.totals = np.cumsum(self.row_sizes)
