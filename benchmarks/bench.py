@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from xformer.data.errors import Failure
 
 ROOT = Path(__file__).resolve().parents[1]
 Took = dict[str, float]  # what one contestant took in one round, by name
+Contestants = Mapping[str, Callable[[], Took]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ BERT_BASE = {"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "ma
 TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 512}
 
 FULL = Size(MINILM)
+SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # a first look
 # real runs of everything on data made up, in a minute: for tests and a first try
 QUICK = Size(TINY, rows=8, full_rows=4, length=32, warmup=1, steps=2, whole_rows=4, whole_steps=4,
              batches=4, batch_tokens=20_000, small=10_000, large=100_000)  # fmt: skip
@@ -110,7 +112,7 @@ class Row:
         return self.share >= 1
 
 
-def in_turn(rounds: int, contestants: dict[str, Callable[[], Took]]) -> dict[str, list[Took]]:
+def in_turn(rounds: int, contestants: Contestants) -> dict[str, list[Took]]:
     """What every contestant took in every round; they run by turns, so that a machine that grows
     faster or slower does so for all."""
     found: dict[str, list[Took]] = {name: [] for name in contestants}

@@ -11,8 +11,10 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +119,9 @@ def idle(arguments: list[str]) -> Took:
     ranks = distributed.start(recipe.system)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         training(recipe, ranks)
-    cuda = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events: list[Any] = list(trace.events() or ())
+    cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA
+            and not getattr(e, "is_user_annotation", False)]  # fmt: skip
     return {"idle": idle_share([(e.name, e.time_range.start, e.time_range.end) for e in cuda])}
 
 
@@ -140,7 +144,9 @@ def idle_share(kernels: list[tuple[str, float, float]], marker: str = "FusedAdam
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    functions = {"evaluate": evaluate, "batches": batches, "idle": idle}
+    functions: dict[str, Callable[..., Took]] = {
+        "evaluate": evaluate, "batches": batches, "idle": idle,
+    }  # fmt: skip
     print(json.dumps(functions[job.pop("do")](**job)))
 
 

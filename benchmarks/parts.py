@@ -230,12 +230,12 @@ def settings(bench: Bench) -> list[Row]:
     """The Trainer's own settings, one round each: the tables above use the best of them."""
     size, model = bench.size, prepare.model(bench)[1]
     steps = size.warmup + (size.steps + 1) // 2
-    job = {"model": model, "task": "mlm", "steps": steps, "warmup": size.warmup,
+    job: dict[str, Any] = {"model": model, "task": "mlm", "steps": steps, "warmup": size.warmup,
            "sampling": "sequential"}  # fmt: skip
     lines = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)[1]
     rows = prepare.trial(bench, prepare.full_rows(bench), "full", size.full_rows)[1]
-    mixed = {"table": lines, "rows": size.rows}
-    full = {"table": rows, "rows": size.full_rows}
+    mixed: dict[str, Any] = {"table": lines, "rows": size.rows}
+    full: dict[str, Any] = {"table": rows, "rows": size.full_rows}
     wanted: dict[str, dict[str, Any]] = {
         "lines, length-grouped, eager attention": {**mixed, "attention": "eager"},
         "lines, length-grouped, SDPA": mixed,

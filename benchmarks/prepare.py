@@ -167,7 +167,7 @@ def subset(store: Store, rows: np.ndarray, path: Path) -> None:
     """A store of these rows of the split `train` alone, in this order."""
     split = store.split("train")
     texts = [name for name in ("tokens", "tokens_b") if name in split.columns]
-    columns = dict.fromkeys(texts, "")
+    columns: dict[str, str] = dict.fromkeys(map(str, texts), "")
     if "label" in split.columns:
         columns["label"] = str(split.columns["label"].dtype)
     with create_store(path, store.tokenizer(), columns, texts) as writer:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.run --data DIR                     # all parts, printed
     python -m benchmarks.run --data DIR --output docs       # and written
-    python -m benchmarks.run mixed tasks --data DIR --rounds 1
+    python -m benchmarks.run mixed tasks --data DIR --rounds 1 --short
     python -m benchmarks.run --quick                        # a tiny model and made data: a test
     python -m benchmarks.run mixed --data DIR --ours batch.accumulate=2
 
@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 
 from benchmarks import gpu, machine, parts, prepare, report
-from benchmarks.bench import FULL, QUICK, Bench, Row, say
+from benchmarks.bench import FULL, QUICK, SHORT, Bench, Row, cores, say
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer.data.errors import BadInput, run
@@ -59,8 +59,9 @@ def main() -> None:
         folder = Path(place)
         if arguments.quick:
             arguments.data = make_data(folder / "data")
-        bench = Bench(arguments.data.resolve(), folder, QUICK if arguments.quick else FULL,
-                      arguments.rounds, ours=tuple(arguments.ours))  # fmt: skip
+        size = QUICK if arguments.quick else SHORT if arguments.short else FULL
+        bench = Bench(arguments.data.resolve(), folder, size, arguments.rounds,
+                      ours=tuple(arguments.ours), threads=1 if arguments.quick else cores())  # fmt: skip
         page = arguments.output / "benchmarks.json" if arguments.output else folder / "page.json"
         words = {"machine": machine.words(), "versions": machine.versions()}
         kept = _kept(page, words["versions"]) if arguments.parts else []
@@ -89,6 +90,7 @@ def _arguments() -> argparse.Namespace:
                         help="Where to work; start needs 11 GB (default: temporary).")  # fmt: skip
     parser.add_argument("--ours", action="append", default=[], metavar="KEY=VALUE",
                         help="A further key of our train.py; may be given again.")  # fmt: skip
+    parser.add_argument("--short", action="store_true", help="Fewer steps: a first look.")
     parser.add_argument("--quick", action="store_true", help="Made data and a tiny model: shows "
                         "that everything runs; its numbers mean nothing.")  # fmt: skip
     arguments = parser.parse_args()

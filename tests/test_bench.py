@@ -62,6 +62,8 @@ def test_both_mlm_models_have_one_loss(quick: Bench) -> None:
     our_model, their_model = prepare.model(quick)
     batch = batch_of(quick, prepare.lines(quick), 13, masked=True)
     loss, logits = checkpoints.load(our_model).model().loss(batch)
+    assert batch.places is not None
+    assert batch.targets is not None
     labels = torch.full((len(batch.tokens),), -100)
     labels[batch.places] = batch.targets
     given = padded(batch)
