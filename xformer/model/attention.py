@@ -73,7 +73,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 
         from xformer.model.kernels import packed_attention
 
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
-        return packed_attention(q, k, v, layout.cu_seqlens, layout.max_length, dropout, seed)
+        qkv = torch.stack((q, k, v), 1)
+        return packed_attention(qkv, layout.cu_seqlens, layout.max_length, dropout, seed)
     if dropout > 0.0:
         raise ValueError(f"the back end {backend!r} has no dropout: use triton or explicit")
     if backend == "varlen":
