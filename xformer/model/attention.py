@@ -98,8 +98,7 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
         from xformer.model.kernels import packed_attention
 
         seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
-        q, k, v = qkv.unbind(1)
-        return packed_attention(q, k, v, layout.cu_seqlens, layout.max_length, dropout, seed)
+        return packed_attention(qkv, layout.cu_seqlens, layout.max_length, dropout, seed)
     elif dropout > 0.0:
         raise ValueError(f"the back end {backend!r} has no dropout: use triton, fused or explicit")
     elif backend == "varlen":

@@ -47,15 +47,9 @@ LARGEST_HEAD = 128  # a wider tile would not leave the registers that the backwa
 
 
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: int,
-    dropout_p: float = 0.0,
-    seed: int = 0,
+    qkv: Tensor, cu_seqlens: Tensor, max_length: int, dropout_p: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """Softmax attention of each packed sequence over itself, with gradients for q, k and v.
+    """Softmax attention of each packed sequence over itself, with a gradient for qkv.
 
     o_i = sum_j keep_ij / (1 - dropout_p) * softmax_j(q_i . k_j / sqrt(D)) v_j, with i and j in the
     same sequence. The method is FlashAttention-2's (Dao 2023, section 3), with a program a block of
@@ -63,8 +57,8 @@ def packed_attention(
     add to the same place and a repeated call repeats every bit.
 
     Args:
-        q, k, v: (T, H, D), float32 or bfloat16, D from 1 to 128. Slices of a fused (T, 3, H, D)
-            projection are read in place; only a last axis that is not contiguous costs a copy.
+        qkv: (T, 3, H, D), float32 or bfloat16, D from 1 to 128: queries, keys and values as one
+            fused projection leaves them. What is not contiguous is copied.
         cu_seqlens: (N + 1,) int32 on the same device, rising from 0 to T; sequence n is the tokens
             cu_seqlens[n] to cu_seqlens[n + 1].
         max_length: at least the longest sequence's length. It sets the size of the launch. On CUDA
@@ -74,17 +68,17 @@ def packed_attention(
         seed: which dropout mask; an integer, of which the low 64 bits count. Unused at dropout 0.
 
     Returns:
-        (T, H, D), contiguous, in q's type. It can be differentiated once.
+        (T, H, D), contiguous, in qkv's type. It can be differentiated once.
 
     Raises:
         ValueError: a shape, type, device or value is not as above, or the tensors are on the CPU
             and Triton is not interpreting.
     """
-    _check_tensors(q, k, v)
-    _check_lengths(cu_seqlens, max_length, q)
+    _check_qkv(qkv)
+    _check_lengths(cu_seqlens, max_length, qkv)
     check_dropout(dropout_p)
-    check_device("packed_attention", q)
-    output: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, max_length, dropout_p, seed)
+    check_device("packed_attention", qkv)
+    output: Tensor = _PackedAttention.apply(qkv, cu_seqlens, max_length, dropout_p, seed)
     return output
 
 
@@ -120,106 +114,74 @@ def dropout_mask(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """The autograd node: launches the kernels, keeps q, k, v, the output and (H, T) log sums."""
+    """The autograd node: launches the kernels, keeps qkv, the output and (H, T) log sums."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        max_length: int,
-        dropout_p: float,
-        seed: int,
+        ctx: Any, qkv: Tensor, cu_seqlens: Tensor, max_length: int, dropout_p: float, seed: int
     ) -> Tensor:
-        q, k, v, cu_seqlens = _last_axis_dense(q, k, v, cu_seqlens)
-        tokens, heads, _ = q.shape
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        qkv, cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
+        tokens, _, heads, size = qkv.shape
+        o = qkv.new_empty(tokens, heads, size)
         # (H, T), not (T, H): a program reads a run of rows of one head
-        log_sum = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(q, k, v, o, log_sum, cu_seqlens)
+        log_sum = qkv.new_empty(heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(qkv, o, log_sum, cu_seqlens)
         ctx.max_length, ctx.dropout_p, ctx.seed = max_length, dropout_p, seed
 
-        options = _kernel_options(q, dropout_p, seed)
+        options = _kernel_options(qkv, dropout_p, seed)
         grid, blocks = _grid(options["OWN"], cu_seqlens, max_length, heads)
-        with on_device(q):
-            _forward_kernel[grid](
-                *(q, k, v, o, log_sum, cu_seqlens, tokens, blocks),
-                *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-                **options,
-            )
+        with on_device(qkv):
+            _forward_kernel[grid](qkv, o, log_sum, cu_seqlens, tokens, blocks, **options)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, log_sum, cu_seqlens = ctx.saved_tensors
-        (do,) = _last_axis_dense(do)
-        tokens, heads, _ = q.shape
-        dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+        qkv, o, log_sum, cu_seqlens = ctx.saved_tensors
+        do = do.contiguous()
+        tokens, _, heads, _ = qkv.shape
+        dqkv = torch.empty_like(qkv)
         delta = torch.empty_like(log_sum)
 
-        options = _kernel_options(q, ctx.dropout_p, ctx.seed)
+        options = _kernel_options(qkv, ctx.dropout_p, ctx.seed)
         grid, blocks = _grid(options["OWN"], cu_seqlens, ctx.max_length, heads)
-        strides = (
-            *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(do.stride(0), do.stride(1)),
-        )
-        with on_device(q):
+        rows = (log_sum, delta, cu_seqlens, tokens, blocks)
+        with on_device(qkv):
             # the first kernel also writes delta, which the second reads
-            _dq_kernel[grid](
-                *(q, k, v, o, do, dq, log_sum, delta, cu_seqlens, tokens, blocks, *strides),
-                **options,
-            )
-            _dkdv_kernel[grid](
-                *(q, k, v, do, dk, dv, log_sum, delta, cu_seqlens, tokens, blocks, *strides),
-                **options,
-            )
-        return dq, dk, dv, None, None, None, None
+            _dq_kernel[grid](qkv, o, do, dqkv, *rows, **options)
+            _dkdv_kernel[grid](qkv, do, dqkv, *rows, **options)
+        return dqkv, None, None, None, None
 
 
 # ---- what the launches share ----
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 3 or k.shape != q.shape or v.shape != q.shape:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k and v must have one shape (T, H, D), got {shapes}")
-    if not 1 <= q.shape[2] <= LARGEST_HEAD:
-        raise ValueError(f"the head size must be 1 to {LARGEST_HEAD}, got {q.shape[2]}")
-    if q.dtype not in (torch.float32, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
-        )
+def _check_qkv(qkv: Tensor) -> None:
+    if qkv.dim() != 4 or qkv.shape[1] != 3:
+        raise ValueError(f"qkv must be (T, 3, H, D), got {tuple(qkv.shape)}")
+    if not 1 <= qkv.shape[3] <= LARGEST_HEAD:
+        raise ValueError(f"the head size must be 1 to {LARGEST_HEAD}, got {qkv.shape[3]}")
+    if qkv.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"qkv must be float32 or bfloat16, got {qkv.dtype}")
 
 
-def _check_lengths(cu_seqlens: Tensor, max_length: int, q: Tensor | None = None) -> None:
+def _check_lengths(cu_seqlens: Tensor, max_length: int, qkv: Tensor | None = None) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"cu_seqlens must be (N + 1,) int32, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
         )
     if max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}")
-    if q is None:
+    if qkv is None:
         return
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} but q is on {q.device}")
-    if not q.is_cuda:  # where looking at the values costs nothing
+    if cu_seqlens.device != qkv.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} but qkv is on {qkv.device}")
+    if not qkv.is_cuda:  # where looking at the values costs nothing
         lengths = cu_seqlens.diff().tolist()
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(q) or min(lengths, default=0) < 0:
-            raise ValueError(f"cu_seqlens must rise from 0 to T = {len(q)}, got {cu_seqlens}")
+        if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(qkv) or min(lengths, default=0) < 0:
+            raise ValueError(f"cu_seqlens must rise from 0 to T = {len(qkv)}, got {cu_seqlens}")
         if max(lengths, default=0) > max_length:
             raise ValueError(f"a sequence of {max(lengths)} is over max_length = {max_length}")
-
-
-def _last_axis_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # a gradient may come broadcast (stride 0), as that of .sum() does
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def _grid(own: int, cu_seqlens: Tensor, max_length: int, heads: int) -> tuple[tuple[int, int], int]:
@@ -251,31 +213,31 @@ def tiles(dtype: torch.dtype, size: int, hopper: bool) -> dict[str, int]:
     }
 
 
-def _kernel_options(q: Tensor, dropout_p: float, seed: int) -> dict[str, Any]:
+def _kernel_options(qkv: Tensor, dropout_p: float, seed: int) -> dict[str, Any]:
     """The arguments that the three kernels share."""
-    size = q.shape[2]
-    hopper = q.is_cuda and torch.cuda.get_device_properties(q.device).major >= 9
+    size = qkv.shape[3]
+    hopper = qkv.is_cuda and torch.cuda.get_device_properties(qkv.device).major >= 9
     return {
-        **tiles(q.dtype, size, hopper),
+        **tiles(qkv.dtype, size, hopper),
         **kernel_arguments(dropout_p, seed),
         "scale": 1.0 / math.sqrt(size),
         "scale_log2": LOG2_E / math.sqrt(size),
         "D": size,
         # The interpreter's bfloat16 tl.dot returns garbage: it multiplies in float32 there.
-        "DOT": tl.float32 if q.dtype == torch.float32 or interpreted() else tl.bfloat16,
+        "DOT": tl.float32 if qkv.dtype == torch.float32 or interpreted() else tl.bfloat16,
     }
 
 
 # ---- kernels ----
 #
 # The arguments that they share:
-#   q_t, q_h, ...     strides of the token and the head axis, in elements (o, dq, dk, dv are dense)
 #   blocks            programs to a sequence and head
 #   scale_log2        log2(e) / sqrt(D), so that exp2 of a scaled score is the score's exponential
 #   word_a, word_b    the hashed seed;  drop_below, keep_scale: p * 2^32 and 1 / (1 - p)
 #   OWN, STEP         tokens that a program owns, and tokens that it takes in one turn of its loop
 #   DOT               the type in which tiles are multiplied; sums are float32
-# Where a sequence starts is a 64-bit offset, what lies within it a 32-bit one.
+# All arrays are dense: a token's row is H * D long, and in qkv and dqkv 3 * H * D. Where a sequence
+# starts is a 64-bit offset, what lies within it a 32-bit one.
 
 # Triton compiles in that an integer is 1, or a multiple of 16. For what changes from batch to batch
 # that would mean compiling anew in the middle of a run.
@@ -315,8 +277,7 @@ def _store_tile(start, stride, position, length, tile, D: tl.constexpr, PADDED_D
 
 @triton.jit(do_not_specialize=CHANGING)
 def _forward_kernel(
-    q, k, v, o, log_sum, cu_seqlens, tokens, blocks,
-    q_t, q_h, k_t, k_h, v_t, v_h,
+    qkv, o, log_sum, cu_seqlens, tokens, blocks,
     scale, scale_log2, word_a, word_b, drop_below, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
     DROPOUT: tl.constexpr, DOT: tl.constexpr,
@@ -325,9 +286,10 @@ def _forward_kernel(
     if begin >= length:
         return
     row = begin + tl.arange(0, OWN)
-    k += first * k_t + head * k_h
-    v += first * v_t + head * v_h
-    q_tile = _load_tile(q + first * q_t + head * q_h, q_t, row, length, D, PADDED_D).to(DOT)
+    wide = tl.num_programs(1) * D
+    q = qkv + first * 3 * wide + head * D
+    k, v = q + wide, q + 2 * wide
+    q_tile = _load_tile(q, 3 * wide, row, length, D, PADDED_D).to(DOT)
     if DROPOUT:
         word_a = _head_word(word_a, head)
         word_b = _head_word(word_b, head)
@@ -337,8 +299,8 @@ def _forward_kernel(
     mixed = tl.zeros([OWN, PADDED_D], tl.float32)
     for step in range(0, length, STEP):
         column = step + tl.arange(0, STEP)
-        k_tile = _load_tile(k, k_t, column, length, D, PADDED_D).to(DOT)
-        v_tile = _load_tile(v, v_t, column, length, D, PADDED_D).to(DOT)
+        k_tile = _load_tile(k, 3 * wide, column, length, D, PADDED_D).to(DOT)
+        v_tile = _load_tile(v, 3 * wide, column, length, D, PADDED_D).to(DOT)
         score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         score = tl.where(column[None, :] < length, score, float("-inf"))
         # the running softmax: what is summed so far shrinks when a larger score turns up
@@ -352,16 +314,14 @@ def _forward_kernel(
             p = tl.where(kept, p, 0.0)
         mixed = tl.dot(p.to(DOT), v_tile, mixed * shrink[:, None], input_precision="ieee")
 
-    heads = tl.num_programs(1)
     mixed *= (keep_scale / total)[:, None]
-    _store_tile(o + (first * heads + head) * D, heads * D, row, length, mixed, D, PADDED_D)
+    _store_tile(o + first * wide + head * D, wide, row, length, mixed, D, PADDED_D)
     tl.store(log_sum + head * tokens + first + row, largest + tl.log2(total), mask=row < length)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dq_kernel(
-    q, k, v, o, do, dq, log_sum, delta, cu_seqlens, tokens, blocks,
-    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h,
+    qkv, o, do, dqkv, log_sum, delta, cu_seqlens, tokens, blocks,
     scale, scale_log2, word_a, word_b, drop_below, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
     DROPOUT: tl.constexpr, DOT: tl.constexpr,
@@ -370,13 +330,13 @@ def _dq_kernel(
     if begin >= length:
         return
     row = begin + tl.arange(0, OWN)
-    k += first * k_t + head * k_h
-    v += first * v_t + head * v_h
-    heads = tl.num_programs(1)
-    dense = (first * heads + head) * D
-    q_tile = _load_tile(q + first * q_t + head * q_h, q_t, row, length, D, PADDED_D).to(DOT)
-    do_tile = _load_tile(do + first * do_t + head * do_h, do_t, row, length, D, PADDED_D)
-    o_tile = _load_tile(o + dense, heads * D, row, length, D, PADDED_D)
+    wide = tl.num_programs(1) * D
+    q = qkv + first * 3 * wide + head * D
+    k, v = q + wide, q + 2 * wide
+    start = first * wide + head * D
+    q_tile = _load_tile(q, 3 * wide, row, length, D, PADDED_D).to(DOT)
+    do_tile = _load_tile(do + start, wide, row, length, D, PADDED_D)
+    o_tile = _load_tile(o + start, wide, row, length, D, PADDED_D)
     if DROPOUT:
         word_a = _head_word(word_a, head)
         word_b = _head_word(word_b, head)
@@ -390,8 +350,8 @@ def _dq_kernel(
     sum_dq = tl.zeros([OWN, PADDED_D], tl.float32)
     for step in range(0, length, STEP):
         column = step + tl.arange(0, STEP)
-        k_tile = _load_tile(k, k_t, column, length, D, PADDED_D).to(DOT)
-        v_tile = _load_tile(v, v_t, column, length, D, PADDED_D).to(DOT)
+        k_tile = _load_tile(k, 3 * wide, column, length, D, PADDED_D).to(DOT)
+        v_tile = _load_tile(v, 3 * wide, column, length, D, PADDED_D).to(DOT)
         score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
         # where no key is, exp2(0 - row_log) may overflow, and inf * 0 is not 0
         score = tl.where(column[None, :] < length, score, float("-inf"))
@@ -402,13 +362,13 @@ def _dq_kernel(
             dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - row_sum[:, None])
         sum_dq = tl.dot(ds.to(DOT), k_tile, sum_dq, input_precision="ieee")
-    _store_tile(dq + dense, heads * D, row, length, sum_dq * scale, D, PADDED_D)
+    dq = dqkv + first * 3 * wide + head * D
+    _store_tile(dq, 3 * wide, row, length, sum_dq * scale, D, PADDED_D)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dkdv_kernel(
-    q, k, v, do, dk, dv, log_sum, delta, cu_seqlens, tokens, blocks,
-    q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h,
+    qkv, do, dqkv, log_sum, delta, cu_seqlens, tokens, blocks,
     scale, scale_log2, word_a, word_b, drop_below, keep_scale,
     D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
     DROPOUT: tl.constexpr, DOT: tl.constexpr,
@@ -417,12 +377,14 @@ def _dkdv_kernel(
     if begin >= length:
         return
     column = begin + tl.arange(0, OWN)
-    q += first * q_t + head * q_h
-    do += first * do_t + head * do_h
+    wide = tl.num_programs(1) * D
+    q = qkv + first * 3 * wide + head * D
+    k, v = q + wide, q + 2 * wide
+    do += first * wide + head * D
     log_sum += head * tokens + first
     delta += head * tokens + first
-    k_tile = _load_tile(k + first * k_t + head * k_h, k_t, column, length, D, PADDED_D).to(DOT)
-    v_tile = _load_tile(v + first * v_t + head * v_h, v_t, column, length, D, PADDED_D).to(DOT)
+    k_tile = _load_tile(k, 3 * wide, column, length, D, PADDED_D).to(DOT)
+    v_tile = _load_tile(v, 3 * wide, column, length, D, PADDED_D).to(DOT)
     if DROPOUT:
         word_a = _head_word(word_a, head)
         word_b = _head_word(word_b, head)
@@ -431,8 +393,8 @@ def _dkdv_kernel(
     sum_dv = tl.zeros([OWN, PADDED_D], tl.float32)
     for step in range(0, length, STEP):
         row = step + tl.arange(0, STEP)
-        q_tile = _load_tile(q, q_t, row, length, D, PADDED_D).to(DOT)
-        do_tile = _load_tile(do, do_t, row, length, D, PADDED_D).to(DOT)
+        q_tile = _load_tile(q, 3 * wide, row, length, D, PADDED_D).to(DOT)
+        do_tile = _load_tile(do, wide, row, length, D, PADDED_D).to(DOT)
         # the log of a row that is not there: its weights are exp2(0 - inf) = 0
         row_log = tl.load(log_sum + row, mask=row < length, other=float("inf"))
         row_sum = tl.load(delta + row, mask=row < length, other=0.0)
@@ -449,7 +411,6 @@ def _dkdv_kernel(
         sum_dv = tl.dot(p_kept.to(DOT), do_tile, sum_dv, input_precision="ieee")
         ds = p * (dp - row_sum[None, :])
         sum_dk = tl.dot(ds.to(DOT), q_tile, sum_dk, input_precision="ieee")
-    heads = tl.num_programs(1)
-    dense = (first * heads + head) * D
-    _store_tile(dk + dense, heads * D, column, length, sum_dk * scale, D, PADDED_D)
-    _store_tile(dv + dense, heads * D, column, length, sum_dv * keep_scale, D, PADDED_D)
+    dk = dqkv + first * 3 * wide + head * D + wide
+    _store_tile(dk, 3 * wide, column, length, sum_dk * scale, D, PADDED_D)
+    _store_tile(dk + wide, 3 * wide, column, length, sum_dv * keep_scale, D, PADDED_D)

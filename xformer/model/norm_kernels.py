@@ -65,7 +65,7 @@ def add_norm(
 
     Returns:
         y and z, (T, C). z has the type of `residual + x`; y has it too, but under autocast is
-        float32, as torch's layer_norm is. Both can be differentiated once.
+        float32, as torch's layer_norm is on CUDA. Both can be differentiated once.
 
     Raises:
         ValueError: a shape, type, device or value is not as above, or the tensors are on the CPU
