@@ -28,7 +28,7 @@ FLOORS = (
     ("xformer.model.heads",),
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
-     "xformer.monitor", "xformer.run"),
+     "xformer.monitor", "xformer.run", "xformer.freeze"),
     ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans"),
     ("xformer.study",),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from helpers import command, good, refused
 from preprocess import vocabulary_figures as figures
 from preprocess.progress import Progress
 from xformer.data import tokenizers
+from xformer.data.english import english
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, create_store, open_store
 
