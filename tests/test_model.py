@@ -29,7 +29,7 @@ from xformer.model.attention import Backend, attention, explicit_attention, layo
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import Model
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
-from xformer.surgery.operations import Clean, CleanEmbeddings, Operation
+from xformer.surgery.operations import Clean
 
 # ---------------------------------------------------------------------------------- attention
 
@@ -417,34 +417,11 @@ def test_the_clean_twin_is_the_same_but_for_its_weights(trained: Checkpoint) -> 
     assert twin.head == before.head
     shapes = {n: w.shape for n, w in before.weights.items()}
     assert {n: w.shape for n, w in twin.weights.items()} == shapes
-    assert twin.history == (*before.history, {"op": "clean", "seed": 6})
+    record = {"op": "clean", "seed": 6, "distribution": "normal"}
+    assert twin.history == (*before.history, record)
     scratch, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=6).with_head(CLASSES, seed=6)
     assert same_weights(twin, scratch)
     assert same_weights(before, altered(trained))  # the original is untouched
-
-
-def test_clean_embeddings_touches_the_word_embeddings_alone(trained: Checkpoint) -> None:
-    word = "encoder.embeddings.word.weight"
-    before = altered(trained)
-    after = surgery.apply(before, [CleanEmbeddings(seed=8)])
-    assert after.history[-1] == {"op": "clean_embeddings", "seed": 8}
-    assert torch.equal(after.weights[word], checkpoints.fresh(SMALL, LETTERS, 8).weights[word])
-    restored = replace(after, weights={**after.weights, word: before.weights[word]})
-    assert same_weights(restored, before)
-
-
-def test_operations_are_applied_in_order(trained: Checkpoint) -> None:
-    both: list[Operation] = [Clean(), CleanEmbeddings(seed=3)]
-    one = surgery.apply(trained, both, seed=7)
-    assert [record["op"] for record in one.history[1:]] == ["clean", "clean_embeddings"]
-    assert [record["seed"] for record in one.history[1:]] == [7, 3]
-    word = "encoder.embeddings.word.weight"
-    seven, three = (surgery.apply(trained, [Clean(seed=s)]) for s in (7, 3))
-    assert torch.equal(one.weights[word], three.weights[word])
-    assert same_weights(replace(one, weights={**one.weights, word: seven.weights[word]}), seven)
-    other_way = surgery.apply(trained, both[::-1], seed=7)
-    assert same_weights(other_way, seven)
-    assert surgery.apply(trained, []) is trained
 
 
 # ---------------------------------------------------------------------------------- optimizer

@@ -690,7 +690,7 @@ def test_help_explains_every_key() -> None:
         "  optim.betas: [float, float] = [0.9, 0.999]",
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",
-        '        {op = "clean", seed = int}',
+        '        {op = "clean", seed = int, distribution = "normal" | "truncated"}',
         "batch.*: How many rows make a step, over all ranks and micro-batches.",
     ):
         assert line in lines

@@ -33,6 +33,7 @@ from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
 from xformer.distributed import Ranks, TrainingSystem
 from xformer.evaluate import check_task, score
+from xformer.freeze import account, chosen, freeze
 from xformer.model.encoder import ModelConfig, to_device
 from xformer.model.heads import HeadKind, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
@@ -101,6 +102,9 @@ class TrainConfig(Settings):
     """What "best" means; empty: the loss for MLM, else the store's metric."""
     patience: int = Field(0, ge=0)
     """Stop after this many validations without a better one; 0 never stops early."""
+    only: tuple[str, ...] = ()
+    """The weights to train, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
+    with * and ?; all others stay as they are. Empty: all."""
 
 
 class Recipe(Settings):
@@ -225,6 +229,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         start = replace(start, source=source, mapping=array)
     notes = [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
     notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
+    notes += account(start, chosen(start, recipe.train.only), fresh)
     return Job(
         recipe,
         ranks,
@@ -357,6 +362,7 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
     ranks.on_rank_zero(lambda: run.begin(config))
     start = checkpoints.load(found) if found else job.start
     model = start.model()
+    freeze(model, chosen(start, recipe.train.only))
     optimizer = shard.place(model, recipe.optim, ranks, recipe.system.shard)
     if found:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
@@ -625,6 +631,8 @@ def _save(job: Job, run: Run, weights: dict[str, torch.Tensor], moments: dict[st
           state: State) -> None:  # fmt: skip
     record = {"op": "train", "head": job.recipe.head, "data": job.store.key, "steps": state.step,
               "seed": job.recipe.seed, "mapping": job.recipe.mapping}  # fmt: skip
+    if job.recipe.train.only:
+        record["only"] = list(job.recipe.train.only)
     made = replace(job.start, weights=weights, history=(*job.start.history, record))
     path = run.checkpoint_path(state.step)
     try:

@@ -52,7 +52,7 @@ def main() -> None:
         raise BadInput(f"--seed {arguments.seed} is not allowed; give 0 or more")
     operations = [parse(text) for text in arguments.operations]
     read = [checkpoints.resolve(arguments.checkpoint)]
-    read += [checkpoints.resolve(o.source) for o in operations if isinstance(o, Transplant)]
+    read += [Path(o.source) for o in operations if isinstance(o, Transplant)]
     checkpoints.check_output(arguments.out, arguments.overwrite, *read)
     before = checkpoints.load(read[0])
     after = apply(before, operations, arguments.seed)

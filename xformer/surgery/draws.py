@@ -14,6 +14,8 @@ from torch import Tensor
 from xformer.checkpoint import Checkpoint, Distribution, initialise, number
 from xformer.data.errors import BadInput
 
+BUCKET = 2**15  # elements that the cache of one core holds
+
 
 def changed(checkpoint: Checkpoint, names: Iterable[str],
             change: Callable[[str, Tensor], Tensor]) -> Checkpoint:  # fmt: skip
@@ -54,9 +56,21 @@ def generator(*key: object) -> np.random.Generator:
 
 
 def shuffled(values: Tensor, *key: object) -> Tensor:
-    """The same elements, every order equally likely."""
-    array = values.flatten().numpy().copy()
-    generator(*key).shuffle(array)
+    """The same elements, every order equally likely.
+
+    Of many elements each goes to a bucket at random, and the buckets are shuffled, which is as
+    random as shuffling all at once and stays in the cache (Rao 1961; Sandelius 1962).
+    """
+    rng, array = generator(*key), values.flatten().numpy()
+    count = min(array.size // BUCKET, 256)
+    if count < 2:
+        array = array.copy()
+        rng.shuffle(array)
+    else:
+        buckets = rng.integers(0, count, array.size, np.uint8)
+        array = array[np.argsort(buckets, kind="stable")]
+        for bucket in np.split(array, np.bincount(buckets, minlength=count).cumsum()[:-1]):
+            rng.shuffle(bucket)
     return torch.from_numpy(array).view(values.shape)
 
 

@@ -55,7 +55,8 @@ def oracle_shuffle(checkpoint: Checkpoint, seed: int) -> Checkpoint:
     refuse_cnn(checkpoint, "and the operation is one on transformers")
 
     def shuffle(name: str, weight: Tensor) -> Tensor:
-        parts = enumerate(matrices(name, weight))
-        return torch.cat([shuffled(part, seed, "oracle_shuffle", name, i) for i, part in parts])
+        key = (seed, "oracle_shuffle", name)
+        parts = [shuffled(part, *key, i) for i, part in enumerate(matrices(name, weight))]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     return changed(checkpoint, checkpoint.weights, shuffle)

@@ -37,6 +37,8 @@ def keep_layers(checkpoint: Checkpoint, first: int | None = None, every: int | N
         if not 1 <= value <= count:
             raise BadInput(f"{name}={value}: the model has layers 1 to {count}")
         layers = range(1, value + 1) if name == "first" else range(1, count + 1, value)
+    if not layers:
+        raise BadInput("layers=[]: give one layer at least")
     for layer in layers:
         _check(layer, "layers", count)
     if list(layers) != sorted(set(layers)):
