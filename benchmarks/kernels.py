@@ -212,14 +212,16 @@ def attention_ways(
         return packed_attention(qkv, bounds, longest, dropout, seed=7)
 
     def sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(*padded, attn_mask=mask, dropout_p=dropout)
+        q, k, v = padded.unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
     ways = {"ours": (ours, [qkv]), "SDPA, padded": (sdpa, [padded])}
     if dropout == 0 and dtype == torch.bfloat16:
         from torch.nn.attention.varlen import varlen_attn
 
         def varlen() -> Tensor:
-            out = varlen_attn(*qkv.unbind(1), bounds, bounds, longest, longest)
+            q, k, v = qkv.unbind(1)
+            out = varlen_attn(q, k, v, bounds, bounds, longest, longest)
             assert isinstance(out, Tensor)
             return out
 

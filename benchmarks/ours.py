@@ -107,7 +107,7 @@ def batches(store: str, init: str, batch: list[str], count: int) -> Took:
         position, micro, total = feed.take(position)
         if not micro or micro[0].places is None:
             raise Failure("the feed gave a batch without masks")
-        tokens += total
+        tokens += total.tokens
     return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / count}
 
 

@@ -629,8 +629,10 @@ def _score(job: Job, model: Model, split: str) -> dict[str, float]:
 
 def _save(job: Job, run: Run, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor],
           state: State) -> None:  # fmt: skip
-    record = {"op": "train", "head": job.recipe.head, "data": job.store.key, "steps": state.step,
-              "seed": job.recipe.seed, "mapping": job.recipe.mapping}  # fmt: skip
+    recipe = job.recipe
+    record: dict[str, Any] = {"op": "train", "head": recipe.head, "data": job.store.key,
+                              "steps": state.step, "seed": recipe.seed,
+                              "mapping": recipe.mapping}  # fmt: skip
     if job.recipe.train.only:
         record["only"] = list(job.recipe.train.only)
     made = replace(job.start, weights=weights, history=(*job.start.history, record))

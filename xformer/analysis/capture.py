@@ -38,6 +38,7 @@ from xformer.analysis.examples import (
 )
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, sync, write_json
+from xformer.model.attention import Backend
 
 FORMAT = 1
 PART = 16384  # tokens of one file of F.h5.parts
@@ -180,7 +181,7 @@ def _append(h5: Any, examples: Examples, part: np.ndarray, kinds: list[str], lay
             dtype: str) -> None:  # fmt: skip
     """Look into one batch and add it to a part."""
     reader = examples.readers[0]
-    backend = "explicit" if "attention" in kinds else "auto"
+    backend: Backend = "explicit" if "attention" in kinds else "auto"
     batch, inside = look_inside(reader, part, backend)
     _extend(h5, "tokens", batch.tokens.astype(np.int32))
     _extend(h5, "positions", batch.positions.astype(np.int32))

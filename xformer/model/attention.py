@@ -105,7 +105,8 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
         from torch.nn.attention.varlen import varlen_attn
 
         boundaries, longest = layout.cu_seqlens, layout.max_length
-        out = varlen_attn(*qkv.unbind(1), boundaries, boundaries, longest, longest)
+        q, k, v = qkv.unbind(1)
+        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest)
     else:
         blocks = [F.scaled_dot_product_attention(*block) for block in _split(qkv, layout)]
         out = _join(blocks, qkv)
@@ -168,7 +169,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     @torch.autocast("cpu", enabled=False)
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (d_out,) = grads
         T, H, D = d_out.size()
         d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0
         for n, L in ctx.layout.blocks(H):
