@@ -88,8 +88,9 @@ class Encoder:
         self.ids = np.empty(0, np.int32)
         self.characters = 0
         self.limit = min(LIMIT, max(LIMIT // share, 2**20))
-        # a tokenizer with rules of its own (a space put before each text) has no such table
-        for self.rules in _RULES.get(tokenizer.kind, []):
+        # a tokenizer with rules of its own has no such table: a space put before each text, words
+        # that were added and may begin and end anywhere
+        for self.rules in _RULES.get(tokenizer.kind, []) if not tokenizer.added else []:
             if np.array_equal(self.encode(_PROBE)[0], self._each(_PROBE)[0]):
                 break
             self._forget()

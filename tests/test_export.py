@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from test_families import CASES, FAMILIES, class_of, labels_of
 from test_families import HEADS as CLASSES
 from test_tokenizers import TEXTS
-from tiny import LONGEST, distance, family_of, packed, padded, random_batch, tiny
+from tiny import LONGEST, PIECES, distance, family_of, packed, padded, random_batch, tiny
+from tokenizers import AddedToken
 
 from xformer import checkpoint as checkpoints
 from xformer import predict
@@ -34,6 +35,7 @@ from xformer.data.files import read_json, write_json
 from xformer.data.store import Ragged, Split
 from xformer.model.encoder import ModelConfig, to_device
 
+ROBERTA = [*tokenizers.ROBERTA_SPECIAL.values()]
 AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name in CLASSES.items()}}
 
 
@@ -56,7 +58,9 @@ def assert_same_bytes(found: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*CASES, *((name, "") for name in FAMILIES)], ids=lambda x: x or "bare"
+    ("name", "kind"),
+    [*CASES, *((name, "") for name in FAMILIES), *(("XLMRoberta", kind) for kind in ("", "mlm"))],
+    ids=lambda x: x or "bare",
 )
 def test_there_and_back_every_byte_is_the_same(name: str, kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -147,6 +151,9 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
         "unigram": tokenizers.train("unigram", corpus, 100),
         "albert": tokenizers.albert(scores, None, [], ["?"]),
         "accents": tokenizers.albert(scores, None, [], [], lowercase=False, keep_accents=True),
+        "xlm": tokenizers.xlm_roberta(
+            [*((p, 0.0) for p in ROBERTA[:4]), *scores[5:], (ROBERTA[4], 0.0)], None
+        ),
         "symbols": tokenizers.train("symbols", corpus, 200),
         "separated": tokenizers.symbols(["w5", "w6", "w7"], separated=True),
     }
@@ -183,7 +190,7 @@ def test_our_own_checkpoints_give_equal_outputs_there(
     assert again.head is not None
     assert (again.head.kind, again.head.labels) == (kind, head.labels)
     assert again.config == made.config.model_copy(
-        update={"head_dropout": again.config.head_dropout}
+        update={"head_dropout": again.config.head_dropout, "dropout_form": family}
     )
     assert again.config.before_head == made.config.before_head
     assert again.tokenizer.fingerprint == made.tokenizer.fingerprint
@@ -246,7 +253,6 @@ def test_pairs_of_texts_give_equal_outputs(
         ("bert", {"embedding": 7}, "model.shared_layers=False is not albert's"),
         ("albert", {"first_position": 2}, "model.first_position=2 is not albert's"),
         ("albert", {"token_types": 0}, "model.token_types=0 is not albert's"),
-        ("roberta", {"activation": "relu"}, "model.activation=relu is not roberta's"),
         ("roberta", {"first_position": 5}, "its positions begin after the id of padding, 1"),
         ("roberta", {"token_types": 0}, "model.token_types=0 is not roberta's"),
         ("distilbert", {"pooler": "tanh"}, "model.pooler=tanh is not distilbert's"),
@@ -346,7 +352,8 @@ def test_real_weights_there_and_back(minilm: Path, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------- tokenizers
 
-KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "symbols", "separated"]
+KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "symbols",
+         "separated"]  # fmt: skip
 
 
 @pytest.mark.parametrize("segments", [True, False])
@@ -377,6 +384,63 @@ def test_transformers_gives_the_same_ids(
     assert len(theirs) == len(ours)
     again = published.read(tmp_path)
     assert again.fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> None:
+    """Words and special tokens that were added, how these treat the space beside them, and what
+    else a tokenizer_config.json says."""
+    transformers = pytest.importorskip("transformers")
+    tiny(f"{name}Model", tmp_path / "source", vocab_size=PIECES + 4)
+    theirs = getattr(transformers, f"{name}Tokenizer").from_pretrained(tmp_path / "source")
+    mask = theirs.mask_token
+    theirs.add_special_tokens({
+        "mask_token": AddedToken(mask, lstrip=name == "Bert", rstrip=True, normalized=False),
+        "additional_special_tokens": [AddedToken("[ENT]", rstrip=True, normalized=False)],
+    })  # fmt: skip
+    theirs.add_tokens(["new york", "w3x", AddedToken("ab", single_word=True)])
+    theirs.save_pretrained(tmp_path / "source")
+    file = tmp_path / "source/tokenizer_config.json"
+    write_json(file, {**read_json(file), "padding_side": "left", "model_max_length": 11})
+    for file in ("special_tokens_map.json", "added_tokens.json"):  # the newer form has neither
+        (tmp_path / "source" / file).unlink(missing_ok=True)
+    found = there_and_back(tmp_path / "source", tmp_path)
+    first, again = (transformers.AutoTokenizer.from_pretrained(tmp_path / d)
+                    for d in ("source", "theirs"))  # fmt: skip
+    texts = ["w3 w3x new york ab abc", f"w4 {mask} w5[ENT]  w6 ", "W3X New York", "a w3xab"]
+    assert again(texts)["input_ids"] == first(texts)["input_ids"]
+    plain = hf.from_hf(found).checkpoint.tokenizer
+    for text in (texts[0], texts[2], texts[3]):
+        ids = first(text, add_special_tokens=False)["input_ids"]
+        assert plain.encode_batch([text])[0].tolist() == ids
+    assert (again.padding_side, again.model_max_length) == ("left", 11)
+    assert len(again) == len(first) == len(plain) == PIECES + 4
+    one, two = (d.added_tokens_decoder for d in (first, again))
+    assert one == two
+    assert plain.mask_takes_space == (name == "Bert")
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_added_words_are_read_from_every_file(name: str, tmp_path: Path) -> None:
+    """As older and newer versions of transformers wrote them."""
+    tiny(f"{name}Model", tmp_path, vocab_size=PIECES + 2)
+    before = hf.from_hf(tmp_path).checkpoint.tokenizer
+    words = {"w3x": PIECES + 1, "[ENT]": PIECES}
+    write_json(tmp_path / "added_tokens.json", words)
+    special = {"additional_special_tokens": ["[ENT]"]}
+    write_json(tmp_path / "tokenizer_config.json", special)
+    old = hf.from_hf(tmp_path).checkpoint.tokenizer
+    flags = {"lstrip": False, "rstrip": False, "single_word": False}
+    decoder = {
+        str(i): {"content": w, "special": w == "[ENT]", "normalized": w != "[ENT]", **flags}
+        for w, i in words.items()
+    }
+    (tmp_path / "added_tokens.json").unlink()
+    write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": decoder})
+    new = hf.from_hf(tmp_path).checkpoint.tokenizer
+    assert old.fingerprint == new.fingerprint != before.fingerprint
+    assert old.pieces == new.pieces == [*before.pieces, "[ENT]", "w3x"]
+    assert old.encode_batch(["w3xw3x"])[0].tolist() == [PIECES + 1] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -146,8 +146,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "longer words": ({"tokenizer.json": fast(model={"max_input_chars_per_word": 200})}, "is not"),
     "an added word": (
         {"tokenizer.json": fast(added_tokens=[
-            {"id": 9, "content": "covid", "special": False, "normalized": False}])},
-        "'covid' was added to the vocabulary; only added special"),
+            {"id": 12, "content": "covid", "special": False, "normalized": False}])},
+        "'covid' was added to the vocabulary as number 12; special tokens, then words, may follow"),
+    "a special token behind a word": (
+        {"tokenizer.json": fast(added_tokens=[
+            {"id": 9, "content": "covid", "special": False, "normalized": False},
+            {"id": 10, "content": "[ENT]", "special": True, "normalized": False}])},
+        "without gaps: no 9"),
     "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "without gaps: no 0"),
     "other replacements": ({"tokenizer.json": unigram().replace("``", "~~")}, "ALBERT's unigram"),
     "no prefix": (

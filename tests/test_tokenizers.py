@@ -270,6 +270,30 @@ def spiece(corpora: dict[str, list[str]], user_defined: str) -> bytes:
     return model.getvalue()
 
 
+def bare_spiece(corpora: dict[str, list[str]]) -> bytes:
+    """A model in the layout that XLM-RoBERTa's has: its special pieces are <unk>, <s>, </s>."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = (line for texts in corpora.values() for text in texts for line in text.split("\n"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=4000, model_type="unigram",
+        max_sentence_length=2**20, character_coverage=0.998, minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def extended(theirs: Any, path: Path) -> Any:
+    """Their tokenizer with words and a special token added, as they write it down."""
+    from tokenizers import AddedToken
+
+    theirs.add_special_tokens({"additional_special_tokens": ["[ENT]"]})
+    theirs.add_tokens(["covid", "Naïve", "new york", "study", AddedToken("ab", single_word=True),
+                       AddedToken("iso", normalized=False, lstrip=True)])  # fmt: skip
+    theirs.save_pretrained(path)
+    return type(theirs).from_pretrained(path)
+
+
 class Pair(NamedTuple):
     """Our tokenizer and transformers' own, read from the same files."""
 
@@ -287,10 +311,11 @@ class Pair(NamedTuple):
 
     def spelt(self, text: str) -> bool:
         """Does the text spell a special token, which is no special token to us?"""
-        return any(token in text for token in self.ours.meta["special"].values())
+        return any(token in text for token in [*self.ours.meta["special"].values(), "[ENT]"])
 
 
-PAIRS = ["uncased", "cased", "chinese", "gpt2", "albert", "albert cased", "albert symbols"]
+PAIRS = ["uncased", "cased", "chinese", "gpt2", "albert", "albert cased", "albert symbols", "xlm",
+         "uncased words", "cased words", "gpt2 words"]  # fmt: skip
 
 
 def folder(path: Path, files: dict[str, Path | bytes], options: dict[str, bool]) -> Path:
@@ -311,6 +336,7 @@ def pairs(
     bert, roberta, albert = (
         getattr(transformers, f"{name}Tokenizer") for name in ("Bert", "Roberta", "Albert")
     )
+    xlm = transformers.XLMRobertaTokenizer
     vocabularies = shared / "vocabs"
     plain, symbols = (spiece(corpora, user_defined) for user_defined in ("", '()"-.\u2013£€'))
     gpt2 = {name: vocabularies / f"gpt2.{name}" for name in ("vocab.json", "merges.txt")}
@@ -323,11 +349,15 @@ def pairs(
         "albert": (albert, {"spiece.model": plain}, {}),
         "albert cased": (albert, {"spiece.model": plain}, accents),
         "albert symbols": (albert, {"spiece.model": symbols}, {}),
+        "xlm": (xlm, {"sentencepiece.bpe.model": bare_spiece(corpora)}, {}),
     }  # fmt: skip
     found = {}
     for name, (kind, files, options) in table.items():
         path = folder(tmp_path_factory.mktemp("published") / "x", files, options)
         found[name] = Pair(published.read(path), kind.from_pretrained(path))
+        if f"{name} words" in PAIRS:
+            theirs = extended(kind.from_pretrained(path), path / "words")
+            found[f"{name} words"] = Pair(published.read(path / "words"), theirs)
     return found
 
 
@@ -367,7 +397,10 @@ def test_any_unicode_gives_the_ids_of_transformers(pairs, name):
     check()
 
 
-@pytest.mark.parametrize("name", ["cased", "gpt2", "albert", "albert cased", "albert symbols"])
+@pytest.mark.parametrize(
+    "name",
+    ["cased", "gpt2", "albert", "albert cased", "albert symbols", "xlm", "cased words"],
+)
 def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_path, name):
     ours, theirs = pairs[name]
     texts = [text for texts in corpora.values() for text in texts[:20]]
@@ -516,7 +549,10 @@ def test_offsets_are_those_of_transformers(pairs, corpora, name):
                 assert a <= start < end <= b
 
 
-@pytest.mark.parametrize("name", [*KINDS, "gpt2", "albert", "albert cased", "albert symbols"])
+@pytest.mark.parametrize(
+    "name",
+    [*KINDS, "gpt2", "albert", "albert cased", "albert symbols", "xlm", "uncased words"],
+)
 def test_offsets_of_any_unicode(request, name):
     if name in KINDS:
         tokenizer = request.getfixturevalue("learned")[name]

@@ -24,7 +24,8 @@ LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17,
 VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
 LETTERS = [chr(i) for i in range(33, 33 + PIECES - 5)]  # bytes that stand for themselves
 LENGTHS = [1, 5, 5, 2, LONGEST, 3]
-CLASSES = {"Bert": "bert", "Roberta": "roberta", "Albert": "albert", "DistilBert": "distilbert"}
+CLASSES = {"Bert": "bert", "Roberta": "roberta", "Albert": "albert", "DistilBert": "distilbert",
+           "XLMRoberta": "xlm-roberta"}  # fmt: skip
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -52,7 +53,7 @@ def _settings(family: str) -> dict[str, Any]:
         "num_attention_heads": HEADS, "intermediate_size": INNER, "layer_norm_eps": 1e-2,
         "max_position_embeddings": LONGEST,
     }  # fmt: skip
-    if family == "roberta":
+    if family.endswith("roberta"):
         found |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
     if family == "albert":
         found |= {"embedding_size": EMBEDDING, "num_hidden_layers": LAYERS + 1}
@@ -83,6 +84,15 @@ def write_vocabulary(family: str, directory: Path) -> None:
         pieces = [*tokenizers.ROBERTA_SPECIAL.values(), *LETTERS]
         write_json(directory / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
         (directory / "merges.txt").write_text("#version: 0.2\n")
+    elif family == "xlm-roberta":
+        *first, mask = ((piece, 0.0) for piece in tokenizers.ROBERTA_SPECIAL.values())
+        scores = [
+            *first,
+            ("▁", -1.0),
+            *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:])),
+            mask,
+        ]
+        published.write(tokenizers.xlm_roberta(scores, None), directory, LONGEST, False)
     elif family == "albert":
         special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
         scores = [*special, ("▁", -1.0), *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:]))]

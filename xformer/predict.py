@@ -28,7 +28,7 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int) -> list[list[tuple[fl
     parts = text.split(mask_token)
     if len(parts) == 1:
         raise BadInput(f"the text has no mask token: put {mask_token} where a word is wanted")
-    if tokenizer.kind == "bpe":  # the space before a mask is a part of it (RoBERTa)
+    if tokenizer.mask_takes_space:  # RoBERTa
         parts = [*(part.rstrip() for part in parts[:-1]), parts[-1]]
     ids = [tokenizer.special["cls"]]
     for i, encoded in enumerate(tokenizer.encode_batch(parts)):

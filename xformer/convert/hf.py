@@ -1,5 +1,5 @@
-"""Checkpoints of Hugging Face, in and out: BERT, RoBERTa, ALBERT, DistilBERT (the names are in
-xformer/convert/names.py)."""
+"""Checkpoints of Hugging Face, in and out: BERT, RoBERTa and XLM-RoBERTa, ALBERT, DistilBERT (the
+names are in xformer/convert/names.py)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, file_checksum, read_json, write_json
+from xformer.data.tokenizers import XLM_ROBERTA
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
@@ -138,7 +139,8 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise BadInput(f"{file}: {name} {found!r} is none of {', '.join(ACTIVATIONS)}")
     values["activation"] = ACTIVATIONS[str(values["activation"])]
     try:
-        if family.name == "roberta":  # rows of positions before the first are the padding's
+        form = family.name.removeprefix("xlm-")
+        if form == "roberta":  # rows of positions before the first are the padding's
             pad = meta.get("pad_token_id", 1)
             if not isinstance(pad, int) or pad < 0:
                 raise BadInput(
@@ -146,7 +148,7 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
                 )
             values["first_position"] = first = pad + 1
             values["max_positions"] -= first
-        return family, ModelConfig(**values, **family.fixed, dropout_form=kind), meta
+        return family, ModelConfig(**values, **family.fixed, dropout_form=form), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
@@ -457,7 +459,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
     if name == "roberta" and pad != config.first_position - 1:
         raise BadInput(f"model.first_position={config.first_position} is not roberta's: its "
                        f"positions begin after the id of padding, {pad}")  # fmt: skip
-    return family
+    own = checkpoint.tokenizer.meta.get("normalisation") == XLM_ROBERTA
+    return FAMILIES["xlm-roberta"] if name == "roberta" and own else family
 
 
 def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[str, Any]:

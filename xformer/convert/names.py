@@ -7,7 +7,7 @@ Names lack the prefix ("bert.") that the bare model has inside of a model with h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Table = dict[str, list[str]]
@@ -127,6 +127,7 @@ ROBERTA = Family(
     mlm_activation="gelu",
     defaults=_DEFAULTS,
 )
+XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", classes=_classes("XLMRoberta"))
 ALBERT = Family(
     name="albert",
     prefix="albert.",
@@ -227,7 +228,7 @@ PLUS = Family(
     classes={},
 )  # fmt: skip
 
-FAMILIES = {family.name: family for family in (BERT, ROBERTA, ALBERT, DISTILBERT)}
+FAMILIES = {family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, ALBERT, DISTILBERT)}
 
 
 def expand(table: Table, layers: int) -> Table:

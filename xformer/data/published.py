@@ -3,12 +3,18 @@
     vocab.txt                  BERT's WordPiece: one piece a line
     vocab.json, merges.txt     RoBERTa's or GPT-2's byte-level BPE
     spiece.model               ALBERT's unigram, as SentencePiece writes it
+    sentencepiece.bpe.model    XLM-RoBERTa's unigram, likewise
     tokenizer.json             any of these, as Hugging Face's `tokenizers` writes it
 
 Beside them `tokenizer_config.json` may say how a text is made plain: do_lower_case, strip_accents,
 tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). Where it is silent
-tokenizer.json decides, then BERT's and ALBERT's own custom. The ids are those which `transformers`
-gives for the same files, except that a text which spells a special token does not get its id.
+tokenizer.json decides, then BERT's and ALBERT's own custom. Words that were added to a vocabulary
+of WordPiece or BPE stand in tokenizer.json, in tokenizer_config.json or in added_tokens.json. The
+ids are those which `transformers` gives for the same files, except that a text which spells a
+special token does not get its id.
+
+What else such files say is kept for the way back: how the special tokens treat the space beside
+them, further special tokens, and KEPT.
 """
 
 from __future__ import annotations
@@ -26,18 +32,28 @@ from typing import Any
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
-from xformer.data.tokenizers import BERT_SPECIAL, HIDDEN, ROBERTA_SPECIAL, Tokenizer
+from xformer.data.tokenizers import (
+    BERT_SPECIAL,
+    HIDDEN,
+    ROBERTA_SPECIAL,
+    XLM_ROBERTA,
+    Tokenizer,
+)
 
 # where a directory has several, the first is read
-FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model")
+FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
 # other classes split text by rules that are not here, such as MeCab's for Japanese
 CLASSES = re.compile(
-    r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert)Tokenizer(Fast)?"
+    r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert|XLMRoberta)"
+    r"Tokenizer(Fast)?"
     r"|PreTrainedTokenizerFast|TokenizersBackend"
 )
 # what tokenizer_config.json may say
 OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents",
            "add_prefix_space")  # fmt: skip
+# what tokenizer_config.json may say that decides no id, and goes back as it came
+KEPT = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
 ALBERT_STEPS = re.compile(
     r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
 )
@@ -48,6 +64,7 @@ WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": "##",
 BPE = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "",
        "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
+XLM = {"unk_id": 3, "byte_fallback": False}
 SPACE = r"[\s\x1c-\x1f]+"  # between symbols: what Python takes for white space
 
 
@@ -86,6 +103,33 @@ class _Source:
                 raise BadInput(f"{file}: {option} is {said[option]!r}, neither true nor false")
         return {**_rules(self.fast), **said}
 
+    @cached_property
+    def added(self) -> dict[str, dict[str, Any]]:
+        """The added tokens in order of their ids, with their flags, the special ones included."""
+        if self.fast is not None:
+            found = {t["content"]: t for t in self.fast.get("added_tokens") or []}
+        elif decoder := self.options.get("added_tokens_decoder"):
+            found = {t["content"]: {**t, "id": int(i)} for i, t in decoder.items()}
+        else:
+            file = self.beside("added_tokens.json")
+            special = str(self.options.get("additional_special_tokens"))
+            ids = read_json(file) if file.is_file() else {}
+            found = {
+                piece: {"id": i, "special": repr(piece) in special} for piece, i in ids.items()
+            }
+        mask = self.options.get("mask_token")
+        if isinstance(mask, dict) and mask["content"] not in found:
+            found[mask["content"]] = {"id": -1, "special": True, **mask}
+        return {
+            piece: {
+                "id": token["id"],
+                "special": bool(token["special"]),
+                **{flag: bool(token.get(flag, flag == "normalized" and not token["special"]))
+                   for flag in FLAGS},
+            }
+            for piece, token in sorted(found.items(), key=lambda item: item[1]["id"])
+        }  # fmt: skip
+
     def lowercase(self) -> bool:
         """Is text lower-cased? What the files say, else what the user does."""
         said = self.options.get("do_lower_case")
@@ -106,8 +150,14 @@ def read(path: str | Path, cased: bool = False) -> Tokenizer:
     """
     source = _source(Path(path), cased)
     readers = {"tokenizer.json": _tokenizer_json, "vocab.txt": _vocab_txt,
-               "vocab.json": _vocab_json, "spiece.model": _spiece_model}  # fmt: skip
-    return readers[source.form](source)
+               "vocab.json": _vocab_json, "spiece.model": _spiece_model,
+               "sentencepiece.bpe.model": _spiece_model}  # fmt: skip
+    found = readers[source.form](source)
+    found.published |= {name: source.options[name] for name in KEPT if name in source.options}
+    flags = {piece: {flag: token[flag] for flag in FLAGS}
+             for piece, token in source.added.items() if token["special"]}  # fmt: skip
+    found.published |= {"special": flags} if flags else {}
+    return found
 
 
 def _source(path: Path, cased: bool) -> _Source:
@@ -178,11 +228,19 @@ def _spiece_model(source: _Source) -> Tokenizer:
         raise BadInput(f"{source.file} is not a SentencePiece model: {error}") from None
     if not model.pieces or model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
         raise BadInput(f"{source.file} is not a SentencePiece model of the kind unigram")
+    charsmap = model.normalizer_spec.precompiled_charsmap
+    if source.form == "sentencepiece.bpe.model":  # <unk>, <s> and </s> lead there
+        first, last = list(ROBERTA_SPECIAL.values())[:4], ROBERTA_SPECIAL["mask"]
+        pieces = [(piece.piece, piece.score) for piece in model.pieces[3:]]
+        with _naming(source.file):
+            return tokenizers.xlm_roberta(
+                [*((piece, 0.0) for piece in first), *pieces, (last, 0.0)], charsmap
+            )
     kinds = model.SentencePiece
     return _albert(
         source,
         [(piece.piece, piece.score) for piece in model.pieces],
-        model.normalizer_spec.precompiled_charsmap,
+        charsmap,
         [piece.piece for piece in model.pieces if piece.type == kinds.CONTROL],
         [piece.piece for piece in model.pieces if piece.type == kinds.USER_DEFINED],
     )
@@ -196,24 +254,24 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
     try:
         if (own := _own(source, fast)) is not None:
             return own
-        model, added = fast["model"], fast.get("added_tokens") or []
-        special = {token["content"]: token["id"] for token in added if token["special"]}
-        symbols = [token["content"] for token in added if not token["special"]]
+        model = fast["model"]
+        special = {p: t["id"] for p, t in source.added.items() if t["special"] and t["id"] >= 0}
+        symbols = [piece for piece, token in source.added.items() if not token["special"]]
         kind = _kind(fast)
         if kind is None:
             raise unknown
-        if words := [t["content"] for t in added if not t["special"] and t["normalized"]]:
-            raise BadInput(f"{source.file}: {words[0]!r} was added to the vocabulary; "
-                           "only added special tokens are known")  # fmt: skip
-        if kind == "unigram":
+        if kind in ("unigram", "xlm"):
             scores = [(str(piece), float(score)) for piece, score in model["vocab"]]
-            charsmap = [step["precompiled_charsmap"] for step in _steps(fast["normalizer"])
-                        if step["type"] == "Precompiled"]  # fmt: skip
-            return _albert(source, scores, base64.b64decode(charsmap[0]) if charsmap else b"",
-                           special, symbols)  # fmt: skip
-        if symbols:
-            raise BadInput(f"{source.file}: {symbols[0]!r} was added to the vocabulary; "
-                           "only added special tokens are known")  # fmt: skip
+            maps = [step["precompiled_charsmap"] for step in _steps(fast["normalizer"])
+                    if step["type"] == "Precompiled"]  # fmt: skip
+            charsmap = base64.b64decode(maps[0]) if maps else b""
+            if kind == "unigram":
+                return _albert(source, scores, charsmap, special, symbols)
+            if symbols:
+                raise BadInput(f"{source.file}: {symbols[0]!r} was added to the vocabulary; only "
+                               "added special tokens are known of XLM-RoBERTa")  # fmt: skip
+            with _naming(source.file):
+                return tokenizers.xlm_roberta(scores, charsmap)
         vocabulary = _vocabulary(source.file, {**special, **model["vocab"]})
         if kind == "wordpiece":
             return _wordpiece(source, vocabulary)
@@ -238,7 +296,7 @@ def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
 
 
 def _kind(fast: dict[str, Any]) -> str | None:
-    """Which of the three a tokenizer.json is, if its every step is that one's."""
+    """Which of the four a tokenizer.json is, if its every step is that one's."""
     model, normal = fast["model"], _steps(fast["normalizer"])
     before = [step["type"] for step in _steps(fast["pre_tokenizer"])]
     steps = " ".join(step["type"] for step in normal)
@@ -255,15 +313,14 @@ def _kind(fast: dict[str, Any]) -> str | None:
     if not steps and before == ["ByteLevel"] and has(BPE) and "merges" in model:
         return "bpe" if fast["pre_tokenizer"].get("use_regex", True) else None
     replaced = [step["pattern"] for step in normal if step["type"] == "Replace"]
-    if (
-        ALBERT_STEPS.fullmatch(steps)
-        and before == ["WhitespaceSplit", "Metaspace"]
-        and has(UNIGRAM)
-    ):
+    if before == ["WhitespaceSplit", "Metaspace"]:
         space = _steps(fast["pre_tokenizer"])[1]
         always = space.get("prepend_scheme", "always") == "always"
         always &= space.get("add_prefix_space", True) is True
-        return "unigram" if always and replaced == ALBERT_REPLACED[: len(replaced)] else None
+        if always and ALBERT_STEPS.fullmatch(steps) and has(UNIGRAM):
+            return "unigram" if replaced == ALBERT_REPLACED[: len(replaced)] else None
+        if always and steps in ("", "Precompiled") and has(XLM):
+            return "xlm"
     return None
 
 
@@ -297,11 +354,33 @@ def _rules(fast: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- the three
 
 
+def _words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
+    """The words that were added to a vocabulary; special tokens behind its end are put into it.
+    Raises BadInput where the ids do not go on where it ends."""
+    from tokenizers import AddedToken
+
+    for piece, token in source.added.items():
+        if token["special"] and token["id"] == len(vocabulary):
+            vocabulary.setdefault(piece, len(vocabulary))
+    found, end = [], len(vocabulary)
+    for piece, token in source.added.items():
+        if token["special"] and (piece in vocabulary or token["id"] < 0):
+            continue
+        if token["special"] or token["id"] != vocabulary.get(piece, end):
+            raise BadInput(f"{source.file}: {piece!r} was added to the vocabulary as number "
+                           f"{token['id']}; special tokens, then words, may follow its "
+                           f"{len(vocabulary)} pieces")  # fmt: skip
+        end += piece not in vocabulary
+        found.append(AddedToken(piece, **{flag: token[flag] for flag in FLAGS}))
+    return found
+
+
 def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
     lowercase, accents = source.lowercase(), source.options.get("strip_accents")
     chinese = source.options.get("tokenize_chinese_chars") is not False
+    added = _words(source, vocabulary)
     with _naming(source.file):
-        return tokenizers.wordpiece(vocabulary, lowercase, accents, chinese)
+        return tokenizers.wordpiece(vocabulary, lowercase, accents, chinese, added)
 
 
 def _byte_bpe(source: _Source, vocabulary: dict[str, int],
@@ -318,8 +397,9 @@ def _byte_bpe(source: _Source, vocabulary: dict[str, int],
     if not any(piece in vocabulary for piece in special):
         vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(special)}
     prefix_space = source.options.get("add_prefix_space") or False
+    added = _words(source, vocabulary)
     with _naming(source.file):
-        return tokenizers.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space)
+        return tokenizers.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space, added)
 
 
 def _albert(source: _Source, scores: list[tuple[str, float]], charsmap: bytes,
@@ -371,32 +451,32 @@ def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = 
     """The counterpart of `read`: files into an existing directory from which `transformers`'
     AutoTokenizer gives the same ids, with special tokens around a text and a pair.
 
-    `longest` is the most tokens in a row, special ones included; `segments` says whether the model
-    tells the texts of a pair apart. A text which spells a special token gets its id there, as
-    `transformers` has it.
+    `longest` is the most tokens in a row, special ones included, where the tokenizer's publisher
+    does not say; `segments` says whether the model tells the texts of a pair apart. A text which
+    spells a special token gets its id there, as `transformers` has it.
     """
-    special = tokenizer.meta["special"]
-    fast = _fast_form(tokenizer)
-    # RoBERTa and ALBERT take the space before a mask as a part of it
-    spaced = tokenizer.kind in ("bpe", "unigram")
-    for role, piece in special.items():
-        fast.add_special_tokens([_special_token(piece, spaced and role == "mask")])
-    between = f"{special['sep']}:0 " * tokenizer.pair_separators
-    second = int(segments)
     from tokenizers import processors
 
+    special = tokenizer.meta["special"]
+    fast = _fast_form(tokenizer)
+    flags = _flags(tokenizer)
+    for piece, its in flags.items():
+        fast.add_special_tokens([_special_token(piece, its)])
+    between = f"{special['sep']}:0 " * tokenizer.pair_separators
+    second = int(segments)
     fast.post_processor = processors.TemplateProcessing(
         single=f"{special['cls']}:0 $A:0 {special['sep']}:0",
         pair=f"{special['cls']}:0 $A:0 {between}$B:{second} {special['sep']}:{second}",
         special_tokens=[(special[role], tokenizer.special[role]) for role in ("cls", "sep")],
     )
     fast.save(str(directory / "tokenizer.json"))
+    pieces = tokenizer.pieces[: len(tokenizer) - len(tokenizer.added)]
     if tokenizer.kind == "wordpiece":
-        text = "".join(f"{piece}\n" for piece in tokenizer.pieces)
+        text = "".join(f"{piece}\n" for piece in pieces)
         (directory / "vocab.txt").write_text(text, encoding="utf-8")
     elif tokenizer.kind == "bpe":
         merges = json.loads(fast.to_str())["model"]["merges"]
-        write_json(directory / "vocab.json", tokenizer.ids)
+        write_json(directory / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
         lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
         (directory / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     elif tokenizer.sentencepiece is not None:
@@ -406,20 +486,31 @@ def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = 
         names |= {"bos_token": special["cls"], "eos_token": special["sep"]}
     said = {"tokenizer_class": _their_class(tokenizer, segments), "model_max_length": longest,
             "model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"],
+            **{name: tokenizer.published[name] for name in KEPT if name in tokenizer.published},
             **names, **_options(tokenizer)}  # fmt: skip
-    if spaced:
-        said["mask_token"] = {
-            "__type": "AddedToken", "content": special["mask"], "lstrip": True, "rstrip": False,
-            "normalized": False, "single_word": False,
-        }  # fmt: skip
+    if further := [piece for piece in flags if piece not in special.values()]:
+        said["additional_special_tokens"] = further
+    its = flags[special["mask"]]
+    if its != dict.fromkeys(FLAGS, False):
+        said["mask_token"] = {"__type": "AddedToken", "content": special["mask"], **its}
     write_json(directory / "tokenizer_config.json", said)
     write_json(directory / "special_tokens_map.json", names)
 
 
-def _special_token(piece: str, spaced: bool) -> Any:
+def _flags(tokenizer: Tokenizer) -> dict[str, dict[str, bool]]:
+    """Each special token with its flags: those it was published with, else a family's custom, by
+    which RoBERTa and ALBERT take the space before a mask as a part of it."""
+    special = tokenizer.meta["special"]
+    plain = dict.fromkeys(FLAGS, False)
+    own = {piece: plain | {"lstrip": role == "mask" and tokenizer.kind in ("bpe", "unigram")}
+           for role, piece in special.items()}  # fmt: skip
+    return own | dict(tokenizer.published.get("special", {}))
+
+
+def _special_token(piece: str, flags: dict[str, bool]) -> Any:
     from tokenizers import AddedToken
 
-    return AddedToken(piece, lstrip=spaced, normalized=False, special=True)
+    return AddedToken(piece, special=True, **flags)
 
 
 def _their_class(tokenizer: Tokenizer, segments: bool) -> str:
@@ -429,12 +520,14 @@ def _their_class(tokenizer: Tokenizer, segments: bool) -> str:
         return "BertTokenizer"
     if tokenizer.kind == "bpe" and not segments:  # RoBERTa's gives all tokens the segment 0
         return "RobertaTokenizer"
+    if tokenizer.meta.get("normalisation") == XLM_ROBERTA:
+        return "XLMRobertaTokenizer" if not segments else "PreTrainedTokenizerFast"
     return "AlbertTokenizer" if "normalisation" in tokenizer.meta else "PreTrainedTokenizerFast"
 
 
 def _options(tokenizer: Tokenizer) -> dict[str, Any]:
     """How a text is made plain, in the words of a tokenizer_config.json."""
-    if "normalisation" in tokenizer.meta:
+    if tokenizer.meta.get("normalisation") not in (None, XLM_ROBERTA):
         normal = tokenizer.meta["normalisation"]
         return {"do_lower_case": normal["lowercase"], "keep_accents": normal["keep_accents"]}
     return _rules(tokenizer.rules) if tokenizer.kind in ("wordpiece", "bpe") else {}
@@ -456,7 +549,8 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
         rules["model"]["vocab"] = [[piece.removeprefix(HIDDEN), score] for piece, score in pieces]
         fast = Fast.from_str(json.dumps(rules))
         ours = tokenizer.meta["special"].values()
-        fast.add_special_tokens([_special_token(p, False) for p in hidden if p not in ours])
+        plain = dict.fromkeys(FLAGS, False)
+        fast.add_special_tokens([_special_token(p, plain) for p in hidden if p not in ours])
         return fast
     fast = Fast(models.WordLevel(tokenizer.ids, unk_token=tokenizer.meta["special"]["unk"]))
     steps = [pre_tokenizers.Split(Regex(SPACE), "removed")]

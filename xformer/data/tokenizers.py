@@ -17,18 +17,23 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
 META = "tokenizer_meta.json"
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
 BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+# XLM-RoBERTa's: SentencePiece, as ALBERT's, under RoBERTa's names
+XLM_ROBERTA = {"form": "xlm-roberta"}
 # before a piece of ALBERT's that no text may get: words hold no space, so none is equal to it
 HIDDEN = " "
 Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends
@@ -39,11 +44,15 @@ class Tokenizer:
 
     `pieces` is the vocabulary in id order; `special` maps "pad", "unk", "cls", "sep", "mask" to
     ids; `pair_separators` is how many separators stand between the texts of a pair (BERT 1,
-    RoBERTa 2). `meta["normalisation"]` is there where the unigram is ALBERT's.
+    RoBERTa 2). `meta["normalisation"]` is there where the unigram is ALBERT's or XLM-RoBERTa's.
+    `added` are words that were added to a WordPiece or BPE vocabulary, at its end. `published` is
+    what its publisher says beside the rules (see xformer.data.published): it decides no id.
     """
 
-    def __init__(self, meta: dict[str, Any], model: Any):
+    def __init__(self, meta: dict[str, Any], model: Any, published: dict[str, Any] | None = None):
         self.meta = meta
+        self.published = published or {}
+        self.added: list[str] = []
         self.kind: str = meta["kind"]
         self.pair_separators: int = meta["pair_separators"]
         self._model = model
@@ -53,8 +62,10 @@ class Tokenizer:
         elif self._sentencepiece:
             self.pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
         else:
-            vocabulary = model.get_vocab(with_added_tokens=False)
+            vocabulary = model.get_vocab(with_added_tokens=True)
             self.pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+            if self.kind != "unigram":
+                self.added = self.pieces[model.get_vocab_size(with_added_tokens=False) :]
             if list(map(vocabulary.__getitem__, self.pieces)) != list(range(len(vocabulary))):
                 raise BadInput("the vocabulary's ids are not 0 to its size without gaps")
             if self.kind == "unigram":
@@ -81,6 +92,12 @@ class Tokenizer:
                 scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
                 rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def mask_takes_space(self) -> bool:
+        """Whether the space before a mask is a part of it: as published, else RoBERTa's custom."""
+        mask = self.published.get("special", {}).get(self.meta["special"]["mask"])
+        return bool(mask["lstrip"]) if mask else self.kind == "bpe"
 
     @property
     def rules(self) -> dict[str, Any]:
@@ -151,6 +168,7 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files into an existing directory."""
         meta = {**self.meta, "vocab_size": len(self), "fingerprint": self.fingerprint}
+        meta |= {"published": self.published} if self.published else {}
         if self.kind == "symbols":
             meta["pieces"] = self.pieces
         elif self._sentencepiece:
@@ -194,16 +212,16 @@ def load(directory: str | Path) -> Tokenizer:
     meta = read_json(path / META)
     try:
         fingerprint, _ = meta.pop("fingerprint"), meta.pop("vocab_size")
-        pieces = meta.pop("pieces", None)
+        pieces, said = meta.pop("pieces", None), meta.pop("published", None)
         if meta["kind"] == "symbols":
-            tokenizer = Tokenizer(meta, pieces)
+            tokenizer = Tokenizer(meta, pieces, said)
         elif _runs_sentencepiece(meta):
-            tokenizer = Tokenizer(meta, _sentencepiece(path / "spiece.model"))
+            tokenizer = Tokenizer(meta, _sentencepiece(path / "spiece.model"), said)
         else:
             model = _fast(path / "tokenizer.json")
             if meta["kind"] == "unigram":
                 _read_scores(model, path / "tokenizer.json")
-            tokenizer = Tokenizer(meta, model)
+            tokenizer = Tokenizer(meta, model, said)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path / META} is not a tokenizer's description: {error!r}") from None
     if tokenizer.fingerprint != fingerprint:
@@ -246,8 +264,9 @@ def _read_scores(model: Any, path: Path) -> None:
     """Set a unigram's scores anew: the library reads some of its own numbers one bit off."""
     from tokenizers import models
 
-    scores = read_json(path)["model"]["vocab"]
-    model.model = models.Unigram([(p, s) for p, s in scores], unk_id=1, byte_fallback=False)
+    found = read_json(path)["model"]
+    scores = [(piece, score) for piece, score in found["vocab"]]
+    model.model = models.Unigram(scores, unk_id=found["unk_id"], byte_fallback=False)
 
 
 def _sentencepiece(path: Path) -> Any:
@@ -264,8 +283,9 @@ def _sentencepiece(path: Path) -> Any:
 
 
 def wordpiece(vocabulary: dict[str, int], lowercase: bool, strip_accents: bool | None = None,
-              chinese: bool = True) -> Tokenizer:  # fmt: skip
-    """BERT's tokenizer over a given vocabulary (piece -> id)."""
+              chinese: bool = True, added: Iterable[AddedToken] = ()) -> Tokenizer:  # fmt: skip
+    """BERT's tokenizer over a given vocabulary (piece -> id). Words `added` that are not in it get
+    the ids behind it; they stand alone wherever a text has them."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -278,14 +298,19 @@ def wordpiece(vocabulary: dict[str, int], lowercase: bool, strip_accents: bool |
     )
     model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     model.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    model.add_tokens(list(added))
     return Tokenizer(
         {"kind": "wordpiece", "special": dict(BERT_SPECIAL), "pair_separators": 1}, model
     )
 
 
-def byte_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]],
-             prefix_space: bool = False) -> Tokenizer:  # fmt: skip
-    """RoBERTa's byte-level BPE over a given vocabulary and merge list.
+def byte_bpe(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    prefix_space: bool = False,
+    added: Iterable[AddedToken] = (),
+) -> Tokenizer:
+    """RoBERTa's byte-level BPE over a given vocabulary and merge list; `added` as for `wordpiece`.
 
     With `prefix_space` a text's first word is encoded as if a space went before it.
     """
@@ -295,6 +320,7 @@ def byte_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]],
     model = Fast(models.BPE(vocabulary, merges))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     model.decoder = decoders.ByteLevel()
+    model.add_tokens(list(added))
     return Tokenizer({"kind": "bpe", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}, model)
 
 
@@ -307,14 +333,11 @@ def albert(scores: list[tuple[str, float]], charsmap: bytes | None, controls: It
     table of characters. A text never gets one of the `controls`; one of `symbols` always stands
     alone in it, and what follows it begins a word. Raises BadInput unless id 1 is "<unk>".
     """
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Tokenizer as Fast
+    from tokenizers import AddedToken, normalizers
 
     if len(scores) < 2 or scores[1][0] != ALBERT_SPECIAL["unk"]:
         raise BadInput("the vocabulary is not ALBERT's: id 1 is not <unk>")
-    hidden = {*controls, *ALBERT_SPECIAL.values()}
-    vocabulary = [(HIDDEN + p if p in hidden else p, score) for p, score in scores]
-    model = Fast(models.Unigram(vocabulary, unk_id=1, byte_fallback=False))
+    model = _unigram_rules(scores, 1, {*controls, *ALBERT_SPECIAL.values()})
     steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
     if not keep_accents:
         steps += [normalizers.NFKD(), normalizers.StripAccents()]
@@ -323,13 +346,38 @@ def albert(scores: list[tuple[str, float]], charsmap: bytes | None, controls: It
     if charsmap:
         steps.append(normalizers.Precompiled(charsmap))
     model.normalizer = normalizers.Sequence(steps)
-    word = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
-    model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), word])
-    model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
     model.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
     normalisation = {"lowercase": lowercase, "keep_accents": keep_accents}
     meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
     return Tokenizer({**meta, "normalisation": normalisation}, model)
+
+
+def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Tokenizer:
+    """XLM-RoBERTa's tokenizer: SentencePiece's unigram model, its ids moved so that RoBERTa's
+    special tokens come first and <mask> last. Arguments as for `albert`, in the final order of ids.
+    Raises BadInput unless id 3 is "<unk>"."""
+    from tokenizers import normalizers
+
+    if len(scores) < 4 or scores[3][0] != ROBERTA_SPECIAL["unk"]:
+        raise BadInput("the vocabulary is not XLM-RoBERTa's: id 3 is not <unk>")
+    model = _unigram_rules(scores, 3, set(ROBERTA_SPECIAL.values()))
+    if charsmap:
+        model.normalizer = normalizers.Precompiled(charsmap)
+    meta = {"kind": "unigram", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}
+    return Tokenizer({**meta, "normalisation": dict(XLM_ROBERTA)}, model)
+
+
+def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[str]) -> Any:
+    """A unigram model that splits text at white space first; no text may get one of `hidden`."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocabulary = [(HIDDEN + p if p in hidden else p, score) for p, score in scores]
+    model = Fast(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=False))
+    word = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), word])
+    model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    return model
 
 
 def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
