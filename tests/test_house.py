@@ -155,7 +155,8 @@ def test_every_recipe_parses_and_builds(recipe: str) -> None:
 
 
 def test_the_promised_recipes_are_there() -> None:
-    promised = ("pretrain/smoke", "pretrain/mini", "finetune/classify", "finetune/regress",
+    promised = ("pretrain/smoke", "pretrain/mini", "pretrain/bert-base",
+                "pretrain/roberta-base-chiang2020", "finetune/classify", "finetune/regress",
                 "finetune/hilbert-cnn")  # fmt: skip
     assert {f"recipes/{name}.toml" for name in promised} <= set(RECIPES)
 

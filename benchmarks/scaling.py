@@ -1,0 +1,306 @@
+"""The derived tables of docs/scaling.md: what models, nodes and the papers' grids cost.
+
+    python benchmarks/scaling.py --output docs/scaling.md    # replaces what is between the markers
+    python benchmarks/scaling.py                             # prints it
+
+Nothing is timed here: operations follow from shapes (xformer/cost.py), seconds from them, the
+makers' peaks and the shares of the peak that are assumed below.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from xformer import cost
+from xformer.cost import Work
+from xformer.model.encoder import ModelConfig
+
+BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"
+MASKING = 0.15
+# assumed, not measured: share of the peak in pre-training and in fine-tuning, bytes a second
+# between the GPUs of a machine and from a machine to the network (200 Gbit/s)
+PRETRAIN, FINETUNE = 0.45, 0.30
+NVLINK, NETWORK, PER_NODE = 300e9, 25e9, 8
+GPUS = {"H200": 989e12, "A100": 312e12}
+H200 = GPUS["H200"]
+
+BASE = ModelConfig(vocab_size=30522)
+LARGE = BASE.model_copy(update={"layers": 24, "hidden": 1024, "heads": 16, "intermediate": 4096})
+ROBERTA = ModelConfig(vocab_size=30000, max_positions=126, first_position=2, token_types=1)
+
+
+def shape(layers: int, hidden: int, heads: int) -> ModelConfig:
+    update = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden}
+    return BASE.model_copy(update=update)
+
+
+MODELS = {
+    "4 x 256 (`mini`)": shape(4, 256, 4),
+    "6 x 384 (MiniLM)": shape(6, 384, 12),
+    "12 x 768 (BERT-base)": BASE,
+    "24 x 1024 (BERT-large)": LARGE,
+    "24 x 2048": shape(24, 2048, 32),
+    "36 x 2560": shape(36, 2560, 40),
+}
+
+# ------------------------------------------------------------------------------- the papers
+
+
+class Task(NamedTuple):
+    """Rows to train on, and tokens a row with its special ones, at most what the papers take."""
+
+    rows: int
+    tokens: int
+
+
+# Rows: Kao & Lee 2021, appendix G, DNA's of a 90 % split; SQuAD 2.0's training questions; MAESTRO's
+# 954 pieces at 5,220 notes (6.18 M notes in 1,184 pieces, Hawthorne et al. 2019) in segments of 128.
+# Tokens: means in bert-base-uncased's pieces of what docs/data.md shows; * assumed.
+TASKS = {
+    "cola": Task(8551, 11), "sst2": Task(67349, 14), "mrpc": Task(3668, 53),
+    "stsb": Task(5749, 28), "rte": Task(2490, 68), "wnli": Task(635, 41),
+    "qqp": Task(363849, 30),  # *
+    "mnli": Task(392702, 40),  # *
+    "qnli": Task(104743, 50),  # *
+    "squad": Task(130319, 184),
+    "localization": Task(9977, 361), "stability": Task(53614, 44),
+    "fluorescence": Task(21446, 239),
+    "h3": Task(13468, 502), "h4": Task(13141, 502), "h3k9ac": Task(25004, 502),
+    "splice": Task(2871, 62), "maestro": Task(38906, 130),
+}  # fmt: skip
+GLUE8 = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
+GLUE9 = (*GLUE8, "wnli")
+NON_TEXT = ("localization", "stability", "fluorescence", "h3", "h4", "h3k9ac", "splice", "maestro")
+PROTEIN = NON_TEXT[:3]
+# Chiang & Lee 2020, table 5: batch and steps
+CHIANG = {"cola": (16, 5336), "stsb": (16, 3598), "sst2": (32, 20935), "mnli": (128, 10000),
+          "qnli": (32, 33112), "qqp": (128, 14000), "rte": (32, 800), "mrpc": (32, 800)}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A part of a paper's experiments: `runs` trainings of `flops` operations in all, `share` of
+    the peak."""
+
+    paper: str
+    what: str
+    runs: int
+    flops: float
+    share: float = FINETUNE
+
+
+def pretraining(config: ModelConfig, steps: int, rows: int, length: int) -> float:
+    """Operations of a pre-training on full rows."""
+    return steps * cost.training_flops(config, "mlm", Work.even(rows, length, MASKING))
+
+
+def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: float = 1) -> float:
+    """Operations of one fine-tuning on each of the tasks."""
+    return sum(epochs * share * _row_flops(config, task) * TASKS[task].rows for task in tasks)
+
+
+def _row_flops(config: ModelConfig, task: str) -> float:
+    kind = "span" if task == "squad" else "classify"
+    return cost.training_flops(config, kind, Work.even(1, TASKS[task].tokens), 2)
+
+
+def chiang() -> list[Part]:
+    """Chiang & Lee 2020: pre-training of tables 2-3; GLUE with table 5's steps for the 13 rows of
+    table 1, the 7 of table 6 that are new, and amino acids with substituted embeddings (4.3)."""
+    glue = sum(batch * steps * _row_flops(ROBERTA, task) for task, (batch, steps) in CHIANG.items())
+    paper, sets = "Chiang & Lee 2020", 13 + 7 + 1
+    return [
+        Part(paper, "pre-training, 11 corpora (table 3)", 11,
+             11 * pretraining(ROBERTA, 200_000, 150, 126), PRETRAIN),
+        Part(paper, "GLUE, 8 tasks x 21 models (tables 1, 6)", 8 * sets, sets * glue),
+    ]  # fmt: skip
+
+
+def kao(epochs: int, epochs_non_text: int) -> list[Part]:
+    """Kao & Lee 2021: tables 2-8, figures 4, 8, 9, the grid of appendix A. Base-size counts: table 3
+    has 9 base rows and 2 large ones, 3 seeds; tables 5-8 have 6 base systems and 2 large, 6 mappings,
+    and PLUS-TFM."""
+    paper = "Kao & Lee 2021"
+    one_percent = [task for task in NON_TEXT if task not in ("splice", "maestro")]
+    grid = finetuning(BASE, ["mrpc"], epochs), finetuning(BASE, ["fluorescence"], epochs_non_text)
+    return [
+        Part(paper, "pre-training, 4 corpora (table 2)", 4,
+             4 * pretraining(ROBERTA, 200_000, 150, 126), PRETRAIN),
+        Part(paper, "protein, 5 starts (table 2)", 15,
+             5 * finetuning(BASE, PROTEIN, epochs_non_text)),
+        Part(paper, "GLUE, 9 base and 2 large systems x 3 (table 3)", 8 * 11 * 3,
+             27 * finetuning(BASE, GLUE8, epochs) + 6 * finetuning(LARGE, GLUE8, epochs)),
+        Part(paper, "non-text, 6 base and 2 large systems x 6 (tables 5-8)", 8 * 8 * 6,
+             36 * finetuning(BASE, NON_TEXT, epochs_non_text)
+             + 12 * finetuning(LARGE, NON_TEXT, epochs_non_text)),
+        Part(paper, "PLUS-TFM on protein x 6 (table 5)", 18,
+             6 * finetuning(BASE, PROTEIN, epochs_non_text)),
+        Part(paper, "1 % of the data, 2 systems x 6 (figures 4, 8, 9)", 2 * 6 * 14,
+             12 * (finetuning(BASE, GLUE8, epochs, 0.01)
+                   + finetuning(BASE, one_percent, epochs_non_text, 0.01))),
+        Part(paper, "grid: 5 optimizers x 10 rates x 3, 10 rates x 3 (appendix A)", 180,
+             150 * grid[0] + 30 * grid[1]),
+    ]  # fmt: skip
+
+
+def zhang(epochs: int) -> list[Part]:
+    """Zhang et al. 2021: systems of each table that no earlier one has; three runs in sections 3
+    and 4, one in 5 and 6 (section 7)."""
+    glue = finetuning(BASE, GLUE9, epochs)
+    half = finetuning(BASE.model_copy(update={"layers": 6}), GLUE9, epochs)
+    paper = "Zhang et al. 2021"
+    return [
+        Part(paper, "English, reversed, clean x 3 (table 1)", 81, 9 * glue),
+        Part(paper, "4 foreign languages x 3 (table 3)", 108, 12 * glue),
+        Part(paper, "5 languages shuffled, 5 cleaned x 3 (table 4)", 270, 30 * glue),
+        Part(paper, "English embeddings in 4 languages x 3 (table 5)", 108, 12 * glue),
+        Part(paper, "variance, magnitude, oracle (section 5, table 6)", 27, 3 * glue),
+        Part(paper, "DistilBERT and two of 6 layers (table 8)", 27, 3 * half),
+    ]
+
+
+def huang(epochs: int = 3) -> list[Part]:
+    """Huang et al. 2021, everything twice (section 7.1), 3 epochs (5.3): 4 tasks after 3 others and
+    directly; 12 cuts and a baseline on 5 tasks, a tenth of SQuAD; 48 heads and a baseline on 2."""
+    paper, four = "Huang et al. 2021", ("cola", "mrpc", "rte", "wnli")
+    cuts = finetuning(BASE, ("rte", "stsb", "cola", "mrpc"), epochs) + finetuning(
+        BASE, ["squad"], epochs, 0.1
+    )
+    return [
+        Part(paper, "sequences of tasks (figure 2)", 32, 8 * finetuning(BASE, four, epochs)),
+        Part(paper, "layers re-initialised (figure 3)", 130, 26 * cuts),
+        Part(paper, "heads re-initialised (figures 5, 6)", 196,
+             98 * finetuning(BASE, ("cola", "stsb"), epochs)),
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- the tables
+
+
+def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
+    names = header.split(" | ")
+    align = ["---", *["---:"] * (len(names) - 1)]
+    return ["| " + " | ".join(row) + " |" for row in (names, align, *rows)]
+
+
+def number(value: float) -> str:
+    """Three significant digits, two below 0.1."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.{3 if value >= 0.1 else 2}g}"
+
+
+def count(config: ModelConfig) -> int:
+    return sum(cost.parameters(config, "mlm").values())
+
+
+def models() -> list[str]:
+    rows = []
+    for name, config in MODELS.items():
+        parts, whole = cost.parameters(config, "mlm"), count(config)
+        flops = [cost.training_flops(config, "mlm", Work.even(64, length, MASKING)) / (64 * length)
+                 for length in (128, 512)]  # fmt: skip
+        state = [cost.state_bytes(whole, 8, how) / 2**30 for how in ("none", "optimizer", "model")]
+        rows.append([name, number(whole / 1e6), number(parts["word embeddings"] / 1e6),
+                     *(number(f / 1e9) for f in flops), *(number(s) for s in state)])  # fmt: skip
+    header = ("model | parameters, M | of them words | GFLOP a token, 128 | 512 | state, GiB | "
+              "`shard=optimizer`, 8 ranks | `shard=model`")  # fmt: skip
+    return table(header, rows)
+
+
+def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tuple[float, float]:
+    """(computing, reducing) seconds of a step of so many tokens on so many H200."""
+    work = Work.even(tokens // length, length, MASKING)
+    flops = cost.training_flops(config, "mlm", work)
+    speed = NVLINK if gpus <= PER_NODE else NETWORK
+    return flops / (gpus * H200 * PRETRAIN), cost.reduction_seconds(count(config), gpus, speed)
+
+
+def batches() -> list[str]:
+    rows = []
+    for name, config in MODELS.items():
+        for tokens, length in ((19_200, 128), (131_072, 512)):
+            seconds, _ = step_seconds(config, tokens, length, 1)
+            hours = [seconds * H200 / peak * 1e5 / 3600 for peak in GPUS.values()]
+            rows.append([f"{name}, {tokens:,} tokens of {length}", number(1000 * seconds),
+                         f"{tokens / seconds:,.0f}", *map(number, hours)])  # fmt: skip
+    hours = " | ".join(f"{gpu}-hours of 100 K steps" for gpu in GPUS)
+    return table(f"step | ms on one H200 | tokens a second | {hours}", rows)
+
+
+def nodes() -> list[str]:
+    rows = []
+    for name, tokens in (("12 x 768 (BERT-base)", 19_200), ("12 x 768 (BERT-base)", 1_048_576),
+                         ("24 x 1024 (BERT-large)", 1_048_576)):  # fmt: skip
+        alone = sum(step_seconds(MODELS[name], tokens, 128, 1))
+        for gpus in (1, 2, 8, 16, 64):
+            computing, reducing = step_seconds(MODELS[name], tokens, 128, gpus)
+            whole = computing + reducing
+            rows.append([f"{name}, {tokens:,} tokens", f"{gpus}", number(1000 * computing),
+                         number(1000 * reducing), number(1000 * whole),
+                         f"{alone / whole:.1f}", f"{100 * alone / whole / gpus:.0f} %"])  # fmt: skip
+    return table("step | GPUs | computing, ms | reducing, ms | step, ms | speed-up | efficiency", rows)
+
+
+def papers() -> list[str]:
+    parts = [*chiang(), *kao(3, 10), *zhang(3), *huang()]
+    rows, names = [], list(dict.fromkeys(part.paper for part in parts))
+    for name in names:
+        own = [part for part in parts if part.paper == name]
+        for part in own:
+            rows.append([f"{part.paper}: {part.what}", f"{part.runs}", number(part.flops / 1e18),
+                         *(number(hours(part, peak)) for peak in GPUS.values())])  # fmt: skip
+        rows.append([f"**{name}**", f"**{sum(p.runs for p in own)}**",
+                     f"**{number(sum(p.flops for p in own) / 1e18)}**",
+                     *(f"**{number(sum(hours(p, peak) for p in own))}**" for peak in GPUS.values())])
+    gpus = " | ".join(f"{gpu}-hours" for gpu in GPUS)
+    return table(f"experiments | runs | EFLOP | {gpus}", rows)
+
+
+def hours(part: Part, peak: float) -> float:
+    return part.flops / (peak * part.share) / 3600
+
+
+def published() -> list[str]:
+    """One pre-training of Chiang & Lee 2020 by GPU, and what the paper took."""
+    flops = pretraining(ROBERTA, 200_000, 150, 126)
+    rows = [[f"{gpu}, bf16, {PRETRAIN:.0%} of its peak (derived)",
+             number(flops / (peak * PRETRAIN) / 3600)] for gpu, peak in GPUS.items()]  # fmt: skip
+    share = flops / (60 * 3600 * 125e12)
+    rows.append([f"V100 in the paper (appendix A.5), {share:.1%} of its peak", "60"])
+    return [f"{number(flops / 1e18)} EFLOP: 200,000 steps of 150 rows of 126 tokens.", "",
+            *table("one pre-training on | hours", rows)]  # fmt: skip
+
+
+def text() -> str:
+    """All of it as Markdown."""
+    sections = (
+        ("Models", models()),
+        ("Batches", batches()),
+        ("Nodes", nodes()),
+        ("One pre-training of Chiang & Lee 2020", published()),
+        ("The papers' grids", papers()),
+    )
+    return "\n".join("\n".join([f"### {title}", "", *lines, ""]) for title, lines in sections)
+
+
+def filled(page: str) -> str:
+    """A page with everything between the markers made anew."""
+    begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    return f"{page[:begin]}\n\n{text()}\n{page[end:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The derived tables of docs/scaling.md.")
+    parser.add_argument("--output", type=Path, metavar="FILE",
+                        help="Replace what this page has between the markers (default: print).")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.output is None:
+        print(text())
+    else:
+        page = arguments.output.read_text(encoding="utf-8")
+        arguments.output.write_text(filled(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
