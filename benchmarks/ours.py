@@ -94,9 +94,8 @@ def evaluate(model: str, store: str, split: str, length: int, passes: int, threa
 
 
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
-    """Real tokens a second of the loop's own feed, masking included, in one thread of one process;
-    the pages of the store are in memory."""
-    torch.set_num_threads(1)
+    """Real tokens a second of the loop's own feed, masking included, in one process; the pages of
+    the store are in memory."""
     arguments = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
     job = prepare(load(Recipe, arguments), distributed.Ranks(0, 1, torch.device("cpu")))
     feed, tokens, position = Feed(job), 0, 0

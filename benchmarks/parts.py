@@ -156,7 +156,7 @@ def whole(bench: Bench) -> list[Row]:
 
 
 def batches(bench: Bench) -> list[Row]:
-    """How fast the store becomes masked batches, in one thread."""
+    """How fast the store becomes masked batches, in one process."""
     store, size = prepare.made(bench, bench.size.batch_tokens), bench.size
     init = prepare.model(bench)[0]
     longest = f"batch.max_tokens={size.length}"
@@ -170,12 +170,12 @@ def batches(bench: Bench) -> list[Row]:
     def run(data: Store, batch: str) -> Took:
         job = {"do": "batches", "store": str(data.path), "init": str(init),
                "batch": [batch, longest], "count": size.batches}  # fmt: skip
-        return module(bench, "ours", job, 1)[0]
+        return module(bench, "ours", job)[0]
 
     contestants = {what: partial(run, data, batch) for what, (data, batch, _) in wanted.items()}
     took = in_turn(bench.rounds, contestants)
     return [
-        Row(f"{what} from the memory-mapped store, masked, one thread", "M real tokens/s",
+        Row(f"{what} from the memory-mapped store, masked, one process", "M real tokens/s",
             [rate / 1e6 for rate in rates(took[what])], target=target)
         for what, (_, _, target) in wanted.items()
     ]  # fmt: skip

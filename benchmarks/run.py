@@ -60,8 +60,9 @@ def main() -> None:
         if arguments.quick:
             arguments.data = make_data(folder / "data")
         size = QUICK if arguments.quick else SHORT if arguments.short else FULL
-        bench = Bench(arguments.data.resolve(), folder, size, arguments.rounds,
-                      ours=tuple(arguments.ours), threads=1 if arguments.quick else cores())  # fmt: skip
+        threads = 1 if arguments.quick else cores()
+        bench = Bench(arguments.data.resolve(), folder, size, arguments.rounds, threads=threads,
+                      ours=tuple(arguments.ours))  # fmt: skip
         page = arguments.output / "benchmarks.json" if arguments.output else folder / "page.json"
         words = {"machine": machine.words(), "versions": machine.versions()}
         kept = _kept(page, words["versions"]) if arguments.parts else []
