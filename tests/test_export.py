@@ -350,6 +350,47 @@ def test_real_weights_there_and_back(minilm: Path, tmp_path: Path) -> None:
         assert torch.allclose(one_output, other, rtol=1e-5, atol=1e-6)
 
 
+def test_what_sentence_transformers_needs_is_kept(minilm: Path, tmp_path: Path) -> None:
+    found = there_and_back(minilm, tmp_path)
+    names = ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"]
+    for name in names:
+        assert read_json(found / name) == read_json(minilm / name)
+    assert read_json(found / "sentence_bert_config.json")["max_seq_length"] == 256
+    # a classifier is no encoder of sentences
+    imported = hf.from_hf(minilm).checkpoint
+    made, _, _ = imported.with_head(Head("classify", ("a", "b")), 1)
+    hf.to_hf(made, tmp_path / "classifier")
+    assert not (tmp_path / "classifier/modules.json").exists()
+
+
+def test_modules_with_weights_are_left_over_by_name(tmp_path: Path) -> None:
+    tiny("BertModel", tmp_path / "source")
+    kinds = ("Transformer", "Pooling", "Dense")
+    modules = [{"path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+               for i, kind in enumerate(kinds)]  # fmt: skip
+    write_json(tmp_path / "source/modules.json", modules)
+    assert hf.from_hf(tmp_path / "source").left == ["the module sentence_transformers.models.Dense"]
+    write_json(tmp_path / "source/modules.json", [{"path": "../x", "type": "a.Pooling"}])
+    assert "sentence" not in hf.from_hf(tmp_path / "source").checkpoint.history[0]
+    write_json(tmp_path / "source/modules.json", {"path": ""})
+    with pytest.raises(BadInput, match=r"modules\.json is no list of modules"):
+        hf.from_hf(tmp_path / "source")
+
+
+def test_an_exported_directory_is_a_base_for_sentences(
+    learned: dict[str, tokenizers.Tokenizer], minilm: Path, tmp_path: Path
+) -> None:
+    sentence = pytest.importorskip("sentence_transformers")
+    texts = ["a test", "It's done, isn't it?"]
+    there = sentence.SentenceTransformer(str(minilm), device="cpu").encode(texts)
+    found = there_and_back(minilm, tmp_path)
+    again = sentence.SentenceTransformer(str(found), device="cpu").encode(texts)
+    assert np.allclose(there, again, atol=1e-6)
+    hf.to_hf(scratch(learned, "bert"), tmp_path / "plain")
+    plain = sentence.SentenceTransformer(str(tmp_path / "plain"), device="cpu")
+    assert plain.encode(texts).shape == (2, 24)
+
+
 # ---------------------------------------------------------------------------------- tokenizers
 
 KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "symbols",
@@ -400,8 +441,8 @@ def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> Non
     })  # fmt: skip
     theirs.add_tokens(["new york", "w3x", AddedToken("ab", single_word=True)])
     theirs.save_pretrained(tmp_path / "source")
-    file = tmp_path / "source/tokenizer_config.json"
-    write_json(file, {**read_json(file), "padding_side": "left", "model_max_length": 11})
+    said = tmp_path / "source/tokenizer_config.json"
+    write_json(said, {**read_json(said), "padding_side": "left", "model_max_length": 11})
     for file in ("special_tokens_map.json", "added_tokens.json"):  # the newer form has neither
         (tmp_path / "source" / file).unlink(missing_ok=True)
     found = there_and_back(tmp_path / "source", tmp_path)

@@ -160,7 +160,7 @@ def _directory(source: str) -> Path:
             f"{source} is not a directory; to fetch it from the Hugging Face hub, install "
             "xformer[hub]"
         ) from None
-    wanted = ["*.json", "*.txt", "*.safetensors", "spiece.model", "pytorch_model*.bin"]
+    wanted = ["*.json", "*.txt", "*.safetensors", "*.model", "pytorch_model*.bin"]
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, OSError) as error:

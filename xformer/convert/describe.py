@@ -116,7 +116,7 @@ def _head(checkpoint: Checkpoint) -> list[str]:
 
 
 def _record(record: dict[str, Any]) -> str:
-    """One operation of the history; checksums are cut short."""
-    values = [f"{key}={str(value)[:12] if key == 'sha256' else value}"
-              for key, value in record.items() if key != "op"]  # fmt: skip
+    """One operation of the history; checksums are cut short, tables left out."""
+    shown = {k: v for k, v in record.items() if k != "op" and not isinstance(v, dict)}
+    values = [f"{k}={str(v)[:12] if k == 'sha256' else v}" for k, v in shown.items()]
     return f"{record.get('op')} " + " ".join(values)[:160]

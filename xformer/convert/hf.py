@@ -28,6 +28,9 @@ from xformer.model.heads import HeadKind, Model
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
                "relu": "relu"}  # fmt: skip
+# of sentence-transformers: the modules without weights, and what describes them
+MODULE = re.compile(r"\.(Transformer|Pooling|Normalize)$")
+SENTENCE = ("config_sentence_transformers.json", "sentence_bert_config.json")
 # classes whose `classifier` is neither of texts nor of words
 OTHER_HEADS = re.compile(r"For(MultipleChoice|NextSentencePrediction)$")
 
@@ -93,10 +96,29 @@ def from_hf(directory: Path) -> Imported:
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
             f"the embeddings only {config.vocab_size}"
         )
+    modules, foreign = _sentence(directory)
     record = {"op": "from-hf", "family": family.name, "file": file.name,
               "sha256": file_checksum(file), **_types(source, used)}  # fmt: skip
+    record |= {"sentence": modules} if modules else {}
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
-    return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
+    return Imported(checkpoint, family, len(used) + len(tied), tied, left + foreign, lacking)
+
+
+def _sentence(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Of a directory of sentence-transformers, how hidden states become a sentence's vector: the
+    files that say so, by name, and the modules that have weights of their own (then no files)."""
+    if not (directory / "modules.json").is_file():
+        return {}, []
+    modules = read_json(directory / "modules.json")
+    try:
+        foreign = [f"the module {m['type']}" for m in modules if not MODULE.search(m["type"])]
+        places = [str(m["path"]) for m in modules]
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"{directory / 'modules.json'} is no list of modules: {error!r}") from None
+    if foreign or any(Path(place).name != place for place in places if place):
+        return {}, foreign
+    names = ["modules.json", *SENTENCE, *(f"{place}/config.json" for place in places if place)]
+    return {n: read_json(directory / n) for n in names if (directory / n).is_file()}, []
 
 
 def _types(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
@@ -379,7 +401,19 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
         published.write(checkpoint.tokenizer, directory, config.max_positions,
                         segments=config.token_types > 1)  # fmt: skip
+        for name, content in _kept_sentence(checkpoint).items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_json(directory / name, content)
     return family
+
+
+def _kept_sentence(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The files of sentence-transformers that an encoder was imported with; sentence-transformers
+    takes the mean over tokens where there are none."""
+    if checkpoint.head is not None and checkpoint.head.kind != "mlm":
+        return {}
+    records = (record["sentence"] for record in checkpoint.history if "sentence" in record)
+    return next(records, {})
 
 
 def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]:
