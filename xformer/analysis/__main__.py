@@ -23,6 +23,8 @@ from xformer.data.errors import BadInput, run
 # by name: the module, and what it shows
 MODULES = {
     "pwcca": "how alike the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
+    "attention": "how far apart the attention heads of two models look, matched by layer",
+    "jacobian": "dynamical isometry: singular values of d(last hidden) / d(word embeddings)",
     "capture": "hidden states and attention maps as HDF5",
 }
 

@@ -46,6 +46,13 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return made, made.subplots(rows, columns, **options)
 
 
+def mosaic(width: float, height: float, names: list[list[str]], **options: Any) -> Any:
+    """(figure, axes by name), laid out as the rows of names say."""
+    made, axes = figure(width, height)
+    axes.remove()
+    return made, made.subplot_mosaic(names, **options)
+
+
 @contextmanager
 def style(theme: Theme) -> Iterator[None]:
     """The house's look in the colours of a theme."""

@@ -1,0 +1,274 @@
+"""Dynamical isometry: singular values of d(last hidden states) / d(input word embeddings).
+
+    python -m xformer.analysis jacobian CHECKPOINT [CHECKPOINT ...] data=STORE out=DIR
+    python -m xformer.analysis jacobian ckpt/bert ckpt/bert-clean data=stores/rte token=0 \\
+      examples=20 whole=true probes=8 out=figures
+
+Of one output token the Jacobian is computed exactly, a product a hidden unit. Of all output tokens
+together (`whole=true`) the spectrum is estimated: Golub-Kahan-Lanczos quadrature over random
+probes, whose standard error is reported. Kao & Lee 2021, section 4.4.3, F.1 and figure 10; a model
+whose singular values are all 1 is dynamically isometric (Saxe et al. 2014).
+
+L length of an example, C hidden size, E embedding size, n = L E, P probes, m steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call, jvp, vjp, vmap
+
+from xformer.analysis import figure
+from xformer.analysis.command import Command, progress, publish
+from xformer.analysis.examples import ExamplesConfig, Reader, look_inside, open_examples
+from xformer.data.batch import Batch
+from xformer.data.errors import BadInput
+from xformer.model.attention import layout
+from xformer.model.encoder import Packed
+
+Function = Callable[[Tensor], Tensor]  # (L, E) -> (L, C)
+PRODUCTS = 32  # taken at once
+BINS = 40  # of a histogram
+LONGEST = 64  # tokens of an example, where nothing else is said
+LEAST = 1e-6  # singular values drawn on the logarithmic axis, of the largest
+
+
+class JacobianConfig(ExamplesConfig):
+    """Which Jacobian."""
+
+    examples: int = Field(8, ge=1)
+    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    token: int = Field(0, ge=0)
+    """Position of the output token, 0 the first special one."""
+    whole: bool = False
+    """Estimate the spectrum of all output tokens together too."""
+    steps: int = Field(40, ge=2)
+    """Lanczos steps of that estimate."""
+    probes: int = Field(4, ge=2)
+    """Random starting vectors of that estimate for each example."""
+
+
+COMMAND = Command("jacobian", JacobianConfig, __doc__ or "", 1, None)
+
+
+def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
+    """The last hidden states of one example as a function of its word vectors, and these, (L, E).
+
+    Each position gets a row of its own in place of the embedding table, through attention written
+    out, which has forward and second derivatives.
+    """
+    encoder, device = reader.model.encoder, reader.device
+    L = len(batch.tokens)
+    tokens, positions, segments = (
+        torch.from_numpy(a).to(device) for a in (batch.tokens, batch.positions, batch.segments)
+    )
+    one = Packed(torch.arange(L, device=device), positions, segments, layout([0, L], device))
+
+    def last_hidden(words: Tensor) -> Tensor:
+        return functional_call(encoder, {"embeddings.word.weight": words}, (one, "explicit"))
+
+    return last_hidden, encoder.embeddings.word.weight.detach()[tokens]
+
+
+def of_token(function: Function, x: Tensor, token: int) -> Tensor:
+    """The exact Jacobian of one output token: (C, L E) of a function (L, E) -> (L, C)."""
+    x = x.detach().requires_grad_()
+    y = function(x)[token]  # (C,)
+    each = torch.eye(len(y), dtype=y.dtype, device=y.device).split(PRODUCTS)
+    rows = [torch.autograd.grad(y, x, some, is_grads_batched=True, retain_graph=True)[0]
+            for some in each]  # fmt: skip
+    return torch.cat(rows).flatten(1)
+
+
+def singular_values(matrix: Tensor) -> Tensor:
+    """All singular values, falling, float64: (a, b) -> (min(a, b),)."""
+    matrix = matrix.to(torch.float64)
+    if matrix.size(0) < matrix.size(1):
+        matrix = matrix.T
+    return torch.linalg.svdvals(torch.linalg.qr(matrix, mode="r").R)
+
+
+def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
+             ) -> dict[str, Tensor]:  # fmt: skip
+    """The spectrum of the whole Jacobian J (L C, n) of a function (L, E) -> (L, C) by
+    Golub-Kahan-Lanczos bidiagonalisation from `probes` random unit vectors, fully
+    re-orthogonalised (Golub & Meurant 2010, chapter 7).
+
+    Returns `nodes` (P, m), singular values of each probe's bidiagonal matrix, and their `weights`
+    (P, m), which sum to 1: for smooth f, the mean over probes of sum w f(s) is the mean of f over
+    J's n singular values (zeros included where n > L C). `largest` is the largest singular value
+    and `residual` a bound of its error: there is a singular value within it.
+    """
+    _, back = vjp(function, x)
+    forward_all = vmap(lambda v: jvp(function, (x,), (v,))[1])
+    back_all = vmap(lambda u: back(u)[0])
+    generator = torch.Generator().manual_seed(seed)
+    n = x.numel()
+    m = min(steps, n)
+    v = torch.randn(probes, n, generator=generator, dtype=torch.float64).to(x.device)
+    v = v / v.norm(dim=1, keepdim=True)
+    vs, us = [v], []
+    alphas, betas = [], []
+    for step in range(m):
+        u = forward_all(vs[-1].to(x.dtype).unflatten(1, x.shape)).flatten(1).double()
+        u, alpha = _orthogonalised(u, us)
+        us.append(u)
+        alphas.append(alpha)
+        w = back_all(u.to(x.dtype).view(probes, len(x), -1)).flatten(1).double()
+        w, beta = _orthogonalised(w, vs)
+        betas.append(beta)
+        if step + 1 < m:
+            vs.append(w)
+    nodes, weights, largest, residual = [], [], [], []
+    for p in range(probes):
+        above = torch.stack(betas)[:-1, p]
+        upper = torch.diag(torch.stack(alphas)[:, p]) + torch.diag(above, 1)
+        left, s, right = torch.linalg.svd(upper)
+        nodes.append(s)
+        weights.append(right[:, 0] ** 2)
+        largest.append(s[0])
+        residual.append(betas[-1][p] * left[-1, 0].abs())
+    best = int(torch.stack(largest).argmax())
+    return {"nodes": torch.stack(nodes), "weights": torch.stack(weights),
+            "largest": largest[best], "residual": residual[best]}  # fmt: skip
+
+
+def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Unit vectors along what is left of x (P, n) without `others`, and the length of that; zeros
+    where nothing is left, which ends a probe early."""
+    before = x.norm(dim=1)
+    for _ in range(2):  # twice is enough (Kahan)
+        for other in others:
+            x = x - (x * other).sum(1, keepdim=True) * other
+    length = x.norm(dim=1)
+    length = torch.where(length > 1e-7 * before, length, torch.zeros_like(length))
+    safe = torch.where(length > 0, length, torch.ones_like(length))
+    return torch.where(length[:, None] > 0, x / safe[:, None], torch.zeros_like(x)), length
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def run(paths: list[str], config: JacobianConfig) -> None:
+    """`python -m xformer.analysis jacobian CHECKPOINT ... key=value ...`"""
+    if config.max_tokens is None:
+        config = config.model_copy(update={"max_tokens": LONGEST})
+    examples = open_examples(config, paths)
+    if config.token >= examples.sizes.min():
+        raise BadInput(
+            f"token={config.token}: the shortest of the drawn rows has {examples.sizes.min()} "
+            "tokens, counted from 0"
+        )
+    for reader in examples.readers:
+        reader.model.requires_grad_(False)
+    work = [(reader, int(row)) for reader in examples.readers for row in examples.rows]
+    spectra: dict[str, list[dict[str, Any]]] = {}
+    for reader, row in progress(work, len(work), "Jacobians"):
+        spectra.setdefault(reader.path, []).append(_of_example(reader, row, config))
+    found = [{"name": r.name, **_summary(spectra[r.path], config)} for r in examples.readers]
+    result = {"analysis": "jacobian", "token": config.token, **examples.describe(),
+              "spectra": found}  # fmt: skip
+    line = "jacobian " + "; ".join(
+        f"{f['name']}: median {f['median']['mean']:.3g} ± {f['median']['deviation']:.2g}, largest "
+        f"{f['largest']['mean']:.3g}, root mean square {f['rms']['mean']:.3g}"
+        for f in found
+    )
+    line += f" on {len(examples.rows)} examples, output token {config.token}"
+    publish(config, result, draw, line,
+            {f"median/{f['name']}": f["median"]["mean"] for f in found})  # fmt: skip
+
+
+def _of_example(reader: Reader, row: int, config: JacobianConfig) -> dict[str, Any]:
+    batch, _ = look_inside(reader, np.array([row]))  # which says where a number is not finite
+    function, x = from_words(reader, batch)
+    exact = singular_values(of_token(function, x, config.token))
+    found: dict[str, Any] = {"row": row, "tokens": len(x), "values": exact.tolist()}
+    if config.whole:
+        whole = estimate(function, x, config.steps, config.probes, config.seed)
+        squares = (whole["weights"] * whole["nodes"] ** 2).sum(1)  # each |J v|^2
+        found["whole"] = {
+            "nodes": whole["nodes"].tolist(), "weights": whole["weights"].tolist(),
+            "largest": float(whole["largest"]), "largest_error": float(whole["residual"]),
+            "mean_square": float(squares.mean()),
+            "mean_square_error": float(squares.std() / len(squares) ** 0.5),
+            "singular_values": x.numel(),
+        }  # fmt: skip
+    return found
+
+
+def _summary(rows: list[dict[str, Any]], config: JacobianConfig) -> dict[str, Any]:
+    """Means and deviations over examples, beside every singular value."""
+
+    def over(values: list[float]) -> dict[str, float]:
+        return {"mean": float(np.mean(values)),
+                "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0}  # fmt: skip
+
+    values = [np.array(row["values"]) for row in rows]
+    return {
+        "median": over([float(np.median(v)) for v in values]),
+        "largest": over([float(v.max()) for v in values]),
+        "rms": over([float(np.sqrt((v**2).mean())) for v in values]),
+        "examples": rows,
+    }
+
+
+# ----------------------------------------------------------------------------------- drawing
+
+
+def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+    """Histograms on a linear axis (as in figure 10 of the paper) and on a logarithmic one."""
+    spectra = found["spectra"]
+    whole = all("whole" in row for s in spectra for row in s["examples"])
+    drawn, axes = figure.figure(9.6, 6.8 if whole else 3.6, 2 if whole else 1, 2, squeeze=False)
+    one = [[(np.array(row["values"]), None) for row in s["examples"]] for s in spectra]
+    _draw_row(axes[0], one, spectra, theme, f"output token {found['token']}")
+    if whole:
+        all_tokens = [[(np.array(row["whole"]["nodes"]).ravel(),
+                        np.array(row["whole"]["weights"]).ravel()) for row in s["examples"]]
+                      for s in spectra]  # fmt: skip
+        _draw_row(axes[1], all_tokens, spectra, theme, "all output tokens, estimated")
+    store = Path(found["data"]["store"]).name
+    drawn.suptitle(
+        "Singular values of d(last hidden state) / d(word embeddings), "
+        f"{found['data']['examples']} examples of {store} (mean ± sd over examples)",
+        fontsize=10.5,
+    )
+    return drawn
+
+
+def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme: figure.Theme,
+              title: str) -> None:  # fmt: skip
+    largest = max(float(values.max()) for s in spectra for values, _ in s)
+    smallest = min(float(values.min()) for s in spectra for values, _ in s)
+    low = max(smallest, LEAST * largest)
+    edges = (np.linspace(0, max(largest, 1.05), BINS + 1), np.geomspace(low, largest, BINS + 1))
+    for panel, bounds, kind in zip(axes, edges, ("linear", "log"), strict=True):
+        middle = (bounds[1:] + bounds[:-1]) / 2
+        if kind == "log":
+            middle = np.sqrt(bounds[1:] * bounds[:-1])
+            panel.set_xscale("log")
+        for i, s in enumerate(spectra):
+            shares = np.array([_shares(values, weights, bounds) for values, weights in s])
+            mean, colour = shares.mean(0), theme.colours[i % len(theme.colours)]
+            panel.stairs(mean, bounds, color=colour, lw=1.6, label=figure.short(named[i]["name"]))
+            panel.stairs(mean, bounds, color=colour, alpha=0.15, fill=True)
+            if len(shares) > 1:
+                panel.errorbar(middle, mean, shares.std(0, ddof=1), fmt="none", ecolor=colour,
+                               elinewidth=0.8, alpha=0.7)  # fmt: skip
+        panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
+        panel.set(xlabel="singular value", title=f"{title} ({kind} axis)")
+        panel.set_ylim(bottom=0)
+    axes[0].set_ylabel("share of singular values")
+    axes[0].legend(fontsize=8)
+    axes[1].text(1, axes[1].get_ylim()[1], " isometry", fontsize=8, color=theme.faint, va="top")
+
+
+def _shares(values: np.ndarray, weights: np.ndarray | None, bounds: np.ndarray) -> np.ndarray:
+    counts, _ = np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds, weights=weights)
+    return counts / (len(values) if weights is None else weights.sum())
