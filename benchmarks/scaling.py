@@ -239,7 +239,9 @@ def nodes() -> list[str]:
             rows.append([f"{name}, {tokens:,} tokens", f"{gpus}", number(1000 * computing),
                          number(1000 * reducing), number(1000 * whole),
                          f"{alone / whole:.1f}", f"{100 * alone / whole / gpus:.0f} %"])  # fmt: skip
-    return table("step | GPUs | computing, ms | reducing, ms | step, ms | speed-up | efficiency", rows)
+    return table(
+        "step | GPUs | computing, ms | reducing, ms | step, ms | speed-up | efficiency", rows
+    )
 
 
 def papers() -> list[str]:
@@ -250,9 +252,14 @@ def papers() -> list[str]:
         for part in own:
             rows.append([f"{part.paper}: {part.what}", f"{part.runs}", number(part.flops / 1e18),
                          *(number(hours(part, peak)) for peak in GPUS.values())])  # fmt: skip
-        rows.append([f"**{name}**", f"**{sum(p.runs for p in own)}**",
-                     f"**{number(sum(p.flops for p in own) / 1e18)}**",
-                     *(f"**{number(sum(hours(p, peak) for p in own))}**" for peak in GPUS.values())])
+        rows.append(
+            [
+                f"**{name}**",
+                f"**{sum(p.runs for p in own)}**",
+                f"**{number(sum(p.flops for p in own) / 1e18)}**",
+                *(f"**{number(sum(hours(p, peak) for p in own))}**" for peak in GPUS.values()),
+            ]
+        )
     gpus = " | ".join(f"{gpu}-hours" for gpu in GPUS)
     return table(f"experiments | runs | EFLOP | {gpus}", rows)
 
