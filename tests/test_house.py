@@ -140,7 +140,11 @@ def test_no_pickle_is_loaded(name: str) -> None:
     assert not {"torch.serialization", "torch.load"} & set(imports(name))
 
 
-RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.toml"))
+RECIPES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("pretrain", "finetune")
+    for path in (ROOT / "recipes" / folder).glob("*.toml")
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
