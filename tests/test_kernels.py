@@ -535,7 +535,7 @@ def compiler() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_kernels_fit_the_devices(compiler: subprocess.Popen[str]) -> None:
-    out, err = compiler.communicate(timeout=300)
+    out, err = compiler.communicate(timeout=600)
     assert compiler.returncode == 0, err
     rows = json.loads(out)
     if isinstance(rows, str):

@@ -197,9 +197,9 @@ def _grid(own: int, cu_seqlens: Tensor, max_length: int, heads: int) -> tuple[tu
 def tiles(dtype: torch.dtype, size: int, hopper: bool) -> dict[str, int]:
     """Block sizes by type, head size and whether the device is an H100 or newer.
 
-    The largest that neither spill registers nor take the room of a second program on a
-    multiprocessor, by what the compiler reports (benchmarks/kernels.py --compile lists it).
-    float32 multiplies without tensor cores, from registers, which want smaller tiles.
+    Chosen by what the compiler reports (benchmarks/kernels.py --compile lists it): at most 24 bytes
+    a thread spilled and 65 KiB of shared memory a program. Not yet timed on a device. float32
+    multiplies without tensor cores, from registers, which want smaller tiles.
     """
     padded = max(16, triton.next_power_of_2(size))  # a tensor core's smallest tile is 16 wide
     own = 32 if dtype == torch.float32 else 64
