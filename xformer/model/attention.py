@@ -77,7 +77,8 @@ def choose_backend(qkv: Tensor, dropout: float) -> Backend:
     """The fastest back end that serves this device, type and dropout."""
     if qkv.is_cuda:
         half = qkv.dtype in (torch.bfloat16, torch.float16)
-        return "varlen" if half and dropout == 0.0 else "triton"
+        wide = qkv.size(-1) % 8 == 0  # as the flash kernel underneath wants it
+        return "varlen" if half and wide and dropout == 0.0 else "triton"
     return "fused" if dropout > 0.0 or qkv.requires_grad else "sdpa"
 
 
