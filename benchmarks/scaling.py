@@ -56,8 +56,8 @@ class Task(NamedTuple):
     tokens: int
 
 
-# Rows: Kao & Lee 2021, appendix G, DNA's of a 90 % split; SQuAD 2.0's training questions; MAESTRO's
-# 954 pieces at 5,220 notes (6.18 M notes in 1,184 pieces, Hawthorne et al. 2019) in segments of 128.
+# Rows: Kao & Lee 2021, appendix G, 90 % of DNA's; SQuAD 2.0's training questions; MAESTRO's 954
+# pieces of 5,220 notes (6.18 M in 1,184 pieces, Hawthorne et al. 2019) in segments of 128.
 # Tokens: means in bert-base-uncased's pieces of what docs/data.md shows; * assumed.
 TASKS = {
     "cola": Task(8551, 11), "sst2": Task(67349, 14), "mrpc": Task(3668, 53),
@@ -76,8 +76,10 @@ GLUE9 = (*GLUE8, "wnli")
 NON_TEXT = ("localization", "stability", "fluorescence", "h3", "h4", "h3k9ac", "splice", "maestro")
 PROTEIN = NON_TEXT[:3]
 # Chiang & Lee 2020, table 5: batch and steps
-CHIANG = {"cola": (16, 5336), "stsb": (16, 3598), "sst2": (32, 20935), "mnli": (128, 10000),
-          "qnli": (32, 33112), "qqp": (128, 14000), "rte": (32, 800), "mrpc": (32, 800)}  # fmt: skip
+CHIANG = {
+    "cola": (16, 5336), "stsb": (16, 3598), "sst2": (32, 20935), "mnli": (128, 10000),
+    "qnli": (32, 33112), "qqp": (128, 14000), "rte": (32, 800), "mrpc": (32, 800),
+}  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -119,9 +121,9 @@ def chiang() -> list[Part]:
 
 
 def kao(epochs: int, epochs_non_text: int) -> list[Part]:
-    """Kao & Lee 2021: tables 2-8, figures 4, 8, 9, the grid of appendix A. Base-size counts: table 3
-    has 9 base rows and 2 large ones, 3 seeds; tables 5-8 have 6 base systems and 2 large, 6 mappings,
-    and PLUS-TFM."""
+    """Kao & Lee 2021: tables 2-8, figures 4, 8 and 9, the grid of appendix A. Table 3 has 9 systems
+    of base size and 2 large ones, 3 seeds each; tables 5-8 have 6 and 2, 6 mappings each, and
+    PLUS-TFM."""
     paper = "Kao & Lee 2021"
     one_percent = [task for task in NON_TEXT if task not in ("splice", "maestro")]
     grid = finetuning(BASE, ["mrpc"], epochs), finetuning(BASE, ["fluorescence"], epochs_non_text)
@@ -218,7 +220,7 @@ def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tu
 
 def batches() -> list[str]:
     rows = []
-    for name, config in MODELS.items():
+    for name, config in list(MODELS.items())[1:]:
         for tokens, length in ((19_200, 128), (131_072, 512)):
             seconds, _ = step_seconds(config, tokens, length, 1)
             hours = [seconds * H200 / peak * 1e5 / 3600 for peak in GPUS.values()]
@@ -230,42 +232,35 @@ def batches() -> list[str]:
 
 def nodes() -> list[str]:
     rows = []
-    for name, tokens in (("12 x 768 (BERT-base)", 19_200), ("12 x 768 (BERT-base)", 1_048_576),
-                         ("24 x 1024 (BERT-large)", 1_048_576)):  # fmt: skip
+    base, large = "12 x 768 (BERT-base)", "24 x 1024 (BERT-large)"
+    for name, tokens in ((base, 19_200), (base, 1_048_576), (large, 1_048_576)):
         alone = sum(step_seconds(MODELS[name], tokens, 128, 1))
         for gpus in (1, 2, 8, 16, 64):
             computing, reducing = step_seconds(MODELS[name], tokens, 128, gpus)
-            whole = computing + reducing
-            rows.append([f"{name}, {tokens:,} tokens", f"{gpus}", number(1000 * computing),
-                         number(1000 * reducing), number(1000 * whole),
-                         f"{alone / whole:.1f}", f"{100 * alone / whole / gpus:.0f} %"])  # fmt: skip
-    return table(
-        "step | GPUs | computing, ms | reducing, ms | step, ms | speed-up | efficiency", rows
-    )
+            gain = alone / (computing + reducing)
+            times = (number(1000 * s) for s in (computing, reducing, computing + reducing))
+            shown = (f"{gain:.1f}", f"{100 * gain / gpus:.0f} %")
+            rows.append([f"{name}, {tokens:,} tokens", f"{gpus}", *times, *shown])
+    header = "step | GPUs | computing, ms | reducing, ms | step, ms | speed-up | efficiency"
+    return table(header, rows)
 
 
 def papers() -> list[str]:
     parts = [*chiang(), *kao(3, 10), *zhang(3), *huang()]
-    rows, names = [], list(dict.fromkeys(part.paper for part in parts))
-    for name in names:
+    rows = []
+    for name in dict.fromkeys(part.paper for part in parts):
         own = [part for part in parts if part.paper == name]
-        for part in own:
-            rows.append([f"{part.paper}: {part.what}", f"{part.runs}", number(part.flops / 1e18),
-                         *(number(hours(part, peak)) for peak in GPUS.values())])  # fmt: skip
-        rows.append(
-            [
-                f"**{name}**",
-                f"**{sum(p.runs for p in own)}**",
-                f"**{number(sum(p.flops for p in own) / 1e18)}**",
-                *(f"**{number(sum(hours(p, peak) for p in own))}**" for peak in GPUS.values()),
-            ]
-        )
+        rows += [[f"{name}: {part.what}", *costs([part])] for part in own]
+        rows.append([f"**{cell}**" for cell in (name, *costs(own))])
     gpus = " | ".join(f"{gpu}-hours" for gpu in GPUS)
     return table(f"experiments | runs | EFLOP | {gpus}", rows)
 
 
-def hours(part: Part, peak: float) -> float:
-    return part.flops / (peak * part.share) / 3600
+def costs(parts: list[Part]) -> list[str]:
+    """Runs, 10^18 operations, and hours of each GPU."""
+    hours = (sum(p.flops / (peak * p.share) for p in parts) / 3600 for peak in GPUS.values())
+    flops = sum(part.flops for part in parts)
+    return [f"{sum(p.runs for p in parts):,}", number(flops / 1e18), *map(number, hours)]
 
 
 def published() -> list[str]:
@@ -299,8 +294,8 @@ def filled(page: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The derived tables of docs/scaling.md.")
-    parser.add_argument("--output", type=Path, metavar="FILE",
-                        help="Replace what this page has between the markers (default: print).")  # fmt: skip
+    words = "Replace what this page has between the markers (default: print)."
+    parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     arguments = parser.parse_args()
     if arguments.output is None:
         print(text())

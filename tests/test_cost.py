@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +154,20 @@ def test_memory_and_network_by_hand() -> None:
     assert cost.reduction_seconds(1000, 4, 1e3) == pytest.approx(6.0)
     assert cost.reduction_seconds(1000, 1, 1e3) == 0
     assert cost.utilisation(4e12, 2.0, 1e12, 4) == pytest.approx(0.5)
+
+
+def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
+    """docs/scaling.md holds what benchmarks/scaling.py prints, and what it must add up to."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scaling"],
+        cwd=root, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    page = (root / "docs/scaling.md").read_text(encoding="utf-8")
+    assert done.stdout.strip() in page, "run python benchmarks/scaling.py --output docs/scaling.md"
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "|" in line]
+    runs = {row[0]: int(row[1]) for row in rows if row[0].startswith("Zhang")}
+    assert sum(runs.values()) == 3 * 9 * 21 + 9 * 6  # three runs in sections 3-4, one in 5-6
+    flops = 200_000 * cost.training_flops(
+        ModelConfig(vocab_size=30_000), "mlm", Work.even(150, 126, 0.15)
+    )
+    assert f"{flops / 1e18:.2f} EFLOP: 200,000 steps" in done.stdout
