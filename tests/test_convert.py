@@ -167,6 +167,58 @@ def test_heads_are_recognised(tmp_path: Path) -> None:
         imported.checkpoint.model()
 
 
+KINDS = {"SequenceClassification": "classify", "TokenClassification": "tag", "MultipleChoice": None}
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("end", KINDS)
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "DistilBert"])
+def test_what_a_classifier_is_for(name: str, end: str, said: bool, tmp_path: Path) -> None:
+    """By `architectures`, or without it by the tensors; that of multiple choice is left over."""
+    tiny(f"{name}For{end}", tmp_path)
+    if not said:
+        change_config(tmp_path, architectures=...)
+    if end == "MultipleChoice":  # which has one output, whatever the config says of labels
+        change_config(tmp_path, id2label=..., label2id=...)
+    imported = hf.from_hf(tmp_path)
+    head = imported.checkpoint.head
+    assert (head.kind if head else None) == KINDS[end]
+    assert (imported.left == []) == (head is not None)
+    if head is None:
+        assert [n for n in imported.left if n.startswith("classifier.")]
+    else:
+        assert head.labels == tuple(f"LABEL_{i}" for i in range(4))
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "DistilBert"])
+def test_one_output_is_a_score_if_the_config_says_so(name: str, tmp_path: Path) -> None:
+    tiny(f"{name}ForSequenceClassification", tmp_path, num_labels=1)
+    for spoil in ({}, {"architectures": ...}, {"id2label": ..., "problem_type": "regression"}):
+        change_config(tmp_path, **spoil)
+        head = hf.from_hf(tmp_path).checkpoint.head
+        assert head is not None
+        assert head.kind == "regress"
+    change_config(tmp_path, problem_type=...)
+    # nothing tells it from multiple choice; RoBERTa's has another name
+    assert hf.from_hf(tmp_path).checkpoint.head is None
+
+
+def test_roberta_s_own_activation_is_of_its_mlm_head_alone(tmp_path: Path) -> None:
+    tiny("RobertaForSequenceClassification", tmp_path, hidden_act="gelu_new")
+    imported = hf.from_hf(tmp_path).checkpoint
+    assert imported.config.activation == "gelu_tanh"
+    hf.to_hf(imported, tmp_path / "out")
+    assert read_json(tmp_path / "out/config.json")["hidden_act"] == "gelu_new"
+    trained, _, _ = imported.with_head(Head("mlm"), 1)
+    with pytest.raises(errors.BadInput, match="not that of roberta's MLM head"):
+        hf.to_hf(trained, tmp_path / "mlm")
+
+
+def test_an_untied_classifier_is_no_matter(source: Path, tmp_path: Path) -> None:
+    tiny("BertModel", tmp_path / "bare", tie_word_embeddings=False)
+    assert hf.from_hf(tmp_path / "bare").left == []
+
+
 def test_a_vocabulary_may_hold_any_character(source: Path) -> None:
     pieces = [*VOCABULARY[:6], "\u2028", "\x85", "é", *VOCABULARY[9:]]
     (source / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
@@ -303,6 +355,9 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "an untied decoder": (
         added(cls__predictions__decoder__weight=torch.ones(PIECES, HIDDEN)),
         "cls.predictions.decoder.weight differs from embeddings.word_embeddings.weight",
+    ),
+    "a decoder said to be untied": (
+        config(tie_word_embeddings=False), "tie_word_embeddings: false; only decoders that are tied"
     ),
     "more pieces than vectors": (
         written("vocab.txt", "\n".join([*VOCABULARY, "one", "two"])),
