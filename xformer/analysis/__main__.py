@@ -25,6 +25,9 @@ MODULES = {
     "pwcca": "how alike the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
     "attention": "how far apart the attention heads of two models look, matched by layer",
     "jacobian": "dynamical isometry: singular values of d(last hidden) / d(word embeddings)",
+    "gradients": "gradient confusion: cosines between the gradients of different examples",
+    "perturbation": "how far outputs move when noise is added to the parameters",
+    "curves": "loss curves of runs, mean and band over seeds",
     "capture": "hidden states and attention maps as HDF5",
 }
 

@@ -194,7 +194,7 @@ class PerExample(TorchFunctionMode):
             if bias is not None:
                 self._vector(self.names[id(bias)], g, owner)
 
-        y.register_hook(gather)
+        _on_gradient(y, gather)
         return y
 
     def embedding(self, tokens: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -202,7 +202,7 @@ class PerExample(TorchFunctionMode):
         name = self.names[id(weight)]
         owner = self._owner(name, y)
         self._expect(name)
-        y.register_hook(lambda g: self._matrix(name, Use(tokens, g, owner)))
+        _on_gradient(y, lambda g: self._matrix(name, Use(tokens, g, owner)))
         return y
 
     def layer_norm(self, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float,
@@ -217,7 +217,7 @@ class PerExample(TorchFunctionMode):
             self._vector(names[0], g * F.layer_norm(x.detach(), shape, None, None, eps), owner)
             self._vector(names[1], g, owner)
 
-        y.register_hook(gather)
+        _on_gradient(y, gather)
         return y
 
     def take_row(self, weight: Tensor, row: int) -> Tensor:
@@ -235,12 +235,12 @@ class PerExample(TorchFunctionMode):
             owner = self._owner(name, x)
             self._expect(name)
             index = torch.full_like(owner, row)
-            y.register_hook(lambda g: self._matrix(name, Use(index, g, owner)))
+            _on_gradient(y, lambda g: self._matrix(name, Use(index, g, owner)))
             return y
         name = self.names[id(vector)]
         owner = self._owner(name, x)
         self._expect(name)
-        y.register_hook(lambda g: self._vector(name, g, owner))
+        _on_gradient(y, lambda g: self._vector(name, g, owner))
         return y
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class PerExample(TorchFunctionMode):
         name = self.names[id(vector)]
         owner = self._owner(name, x)
         self._expect(name)
-        y.register_hook(lambda g: self._vector(name, g * x.detach(), owner))
+        _on_gradient(y, lambda g: self._vector(name, g * x.detach(), owner))
         return y
 
     # ------------------------------------------------------------------------- what is gathered
@@ -290,6 +290,14 @@ class PerExample(TorchFunctionMode):
         missed += [name for name, count in self.waiting.items() if count]
         if missed:
             raise Failure(f"the use of {missed[0]} is unknown to this analysis")
+
+
+def _on_gradient(y: Tensor, gather: Callable[[Tensor], None]) -> None:
+    """Call `gather` with the gradient of `y` when the backward pass has it."""
+    if not y.requires_grad:  # within a function that has a backward pass of its own
+        raise Failure("a parameter is used inside an autograd function, which this analysis does "
+                      "not know")  # fmt: skip
+    y.register_hook(gather)
 
 
 RULES: dict[str, Callable[..., Tensor]] = {
@@ -429,7 +437,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     axes.set_xticks(range(len(every)), [figure.short(one["name"]) for one in every])
     axes.set_xlim(-0.6, len(every) - 0.4)
     store = Path(found["data"]["store"]).name
-    axes.set(ylabel="cosine of two examples' gradients",
-             title=f"{len(found['rows'])} examples of {store}, head: {every[0]['head']}")  # fmt: skip
+    axes.set_ylabel("cosine of two examples' gradients")
+    axes.set_title(f"{len(found['rows'])} examples of {store}, head: {every[0]['head']}")
     drawn.supxlabel("line median, dashes mean, triangle minimum", fontsize=8, color=theme.faint)
     return drawn

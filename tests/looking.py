@@ -1,0 +1,44 @@
+"""A tiny store and tiny checkpoints, made in this process, for the tests of analyses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer import checkpoint as checkpoints
+from xformer.data import tokenizers
+from xformer.data.store import create_store
+from xformer.model.encoder import ModelConfig
+
+ROWS, PIECES, LAYERS, HEADS, HIDDEN, LONGEST = 13, 29, 2, 3, 21, 17
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+    pieces = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
+    return tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True)
+
+
+def store(path: Path, seed: int = 0, least: int = 4) -> Path:
+    """Random rows of `least` to LONGEST - 2 ids, as the split `valid`."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(least, LONGEST - 1, ROWS)
+    with create_store(path, tokenizer(), {"tokens": ""}) as writer:
+        with writer.split("valid") as split:
+            split.append_ragged("tokens", draw.integers(5, PIECES, lengths.sum()), lengths)
+        writer.finish("text", [], None, {})
+    return path
+
+
+def checkpoint(path: Path, seed: int = 0, damage: str = "", **changes: Any) -> Path:
+    """A model of random weights large enough that its layers differ; `damage` names a weight that
+    is made NaN."""
+    shape = {"layers": LAYERS, "heads": HEADS, "hidden": HIDDEN, "intermediate": 33,
+             "max_positions": LONGEST, "initializer_range": 0.2}  # fmt: skip
+    made = checkpoints.fresh(ModelConfig(**{**shape, **changes}), tokenizer(), seed)
+    if damage:
+        made = replace(made, weights={**made.weights, damage: made.weights[damage] * np.nan})
+    checkpoints.save(made, path)
+    return path

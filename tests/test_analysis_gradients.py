@@ -1,0 +1,195 @@
+"""Gradient confusion: one packed backward pass against one backward pass an example."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import HEADS, HIDDEN, INNER, LAYERS, LONGEST, PIECES, random_batch, seeded
+from torch import Tensor, nn
+
+from xformer.analysis import gradients
+from xformer.analysis.gradients import Use, cosines, gram, inner_products
+from xformer.data.errors import Failure
+from xformer.model.attention import layout
+from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.heads import Model
+
+LENGTHS = [9, 5, 5, 2, LONGEST, 3]
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bert, masked words": ("mlm", {}),
+    "bert, classes": ("classify", {}),
+    "bert, scores": ("regress", {}),
+    "bert, answers": ("span", {}),
+    "roberta: one segment": ("classify", {"token_types": 1, "first_position": 2}),
+    "distilbert: no segments": ("classify", {"token_types": 0, "pooler": "relu"}),
+    "albert: layers shared, narrow embeddings": (
+        "mlm", {"shared_layers": True, "embedding": 11, "layers": LAYERS + 1}),
+    "plus: deviation, sinusoids, no pooler": (
+        "classify", {"norm_form": "deviation", "positions": "sinusoidal", "pooler": "none"}),
+    "pre-LN": ("mlm", {"norm": "pre"}),
+}  # fmt: skip
+
+
+def model_of(kind: Any, changes: dict[str, Any], dtype: torch.dtype, parts: Any = (),
+             pair_scale: float = 0.0) -> Model:  # fmt: skip
+    """A tiny model, every weight random."""
+    shape = {"vocab_size": PIECES, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS,
+             "intermediate": INNER, "max_positions": LONGEST, "layer_norm_eps": 1e-2}  # fmt: skip
+    outputs = {"classify": 4, "regress": 1, "span": 2}.get(kind, 0)
+    model = Model(ModelConfig(**{**shape, **changes}), kind, outputs, parts, pair_scale).eval()
+    generator = seeded(3)
+    for name, weight in model.named_parameters():
+        norm = "norm" in name and name.endswith("weight")
+        weight.data = float(norm) + 0.3 * torch.randn(weight.shape, generator=generator)
+    return model.to(dtype)
+
+
+def batch_of(kind: str, dtype: torch.dtype) -> Packed:
+    batch = random_batch(LENGTHS)
+    labels = batch.labels
+    assert labels is not None
+    if kind == "regress":
+        labels = labels.to(dtype)
+    elif kind == "span":
+        labels = torch.stack([labels % 2, labels % 2], 1)  # within every row
+    return replace(batch, labels=labels)
+
+
+def alone(batch: Packed, i: int) -> Packed:
+    """Example i as a batch of its own."""
+    start, end = batch.layout.cu_seqlens[i : i + 2].tolist()
+    assert batch.places is not None
+    assert batch.targets is not None
+    assert batch.labels is not None
+    here = (batch.places >= start) & (batch.places < end)
+    return Packed(
+        batch.tokens[start:end], batch.positions[start:end], batch.segments[start:end],
+        layout([0, end - start]), batch.labels[i : i + 1], batch.places[here] - start,
+        batch.targets[here],
+    )  # fmt: skip
+
+
+def one_by_one(model: Model, batch: Packed) -> Tensor:
+    """Each example's gradient from a backward pass of its own, (N, all parameters)."""
+    rows = []
+    for i in range(len(batch.layout.lengths)):
+        model.zero_grad()
+        model.loss(alone(batch, i))[0].total.backward()
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        rows.append(torch.cat([part.flatten() for part in parts]))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_one_backward_an_example(variant: str) -> None:
+    kind, changes = VARIANTS[variant]
+    model, batch = model_of(kind, changes, torch.float64), batch_of(kind, torch.float64)
+    expected = one_by_one(model, batch)
+    assert (expected.norm(dim=1) > 0).all()
+    found = inner_products(model, batch)
+    assert torch.allclose(found, expected @ expected.T, rtol=1e-10, atol=1e-10)
+
+
+def test_a_pair_head_that_trains_beside_masked_words() -> None:
+    model = model_of("mlm", {}, torch.float64, ("pooler", "pair_head"), 3.0)
+    batch = replace(batch_of("mlm", torch.float64), labels=torch.tensor([0, 1, 1, 0, 1, 0]))
+    expected = one_by_one(model, batch)
+    assert torch.allclose(inner_products(model, batch), expected @ expected.T, rtol=1e-10)
+
+
+def test_single_precision_gives_the_cosines_to_1e_6() -> None:
+    batch = batch_of("mlm", torch.float32)
+    exact = one_by_one(model_of("mlm", {}, torch.float64), batch)
+    wanted, norms = cosines(exact @ exact.T)
+    found, found_norms = cosines(inner_products(model_of("mlm", {}, torch.float32), batch))
+    assert np.abs(found - wanted).max() < 1e-6
+    assert found_norms == pytest.approx(norms, rel=1e-5)
+    pairs = [(i, j) for i in range(6) for j in range(i + 1, 6)]
+    by_hand = [float(F.cosine_similarity(exact[i], exact[j], 0)) for i, j in pairs]
+    assert wanted == pytest.approx(by_hand, abs=1e-12)
+
+
+@pytest.mark.parametrize("strip", [3, 1024])
+def test_both_ways_to_a_gram_matrix_are_equal(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tokens, and gradients formed block by block; dense rows and single ones."""
+    monkeypatch.setattr(gradients, "STRIP", strip)
+    monkeypatch.setattr(gradients, "FORMED", 4 * 5 * 2)  # two rows of the weight at a time
+    generator = seeded(5)
+    owner = torch.tensor([0, 0, 1, 1, 1, 3, 3])
+    dense = [Use(torch.randn(7, 6, generator=generator, dtype=torch.float64),
+                 torch.randn(7, 5, generator=generator, dtype=torch.float64), owner)
+             for _ in range(2)]  # fmt: skip
+    single = Use(torch.tensor([1, 1, 5, 1, 0, 5, 2]), dense[0].right + 1, owner)
+
+    def expected(uses: list[Use]) -> Tensor:
+        each = torch.zeros(4, 6, 5, dtype=torch.float64)
+        for use in uses:
+            left = F.one_hot(use.left, 6).double() if use.left.dim() == 1 else use.left
+            for row, i in enumerate(use.owner.tolist()):
+                each[i] += left[row][:, None] * use.right[row]
+        return each.flatten(1) @ each.flatten(1).T
+
+    for uses in (dense[:1], dense):
+        assert torch.allclose(gradients._by_tokens(uses, 4), expected(uses))
+        assert torch.allclose(gradients._by_forming(uses, 4), expected(uses))
+    for uses in ([single], [single, dense[1]], [dense[1], single, dense[0]]):
+        assert torch.allclose(gram(uses, 4), expected(uses))
+
+
+def test_long_and_short_examples_take_the_cheaper_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for way in ("_by_tokens", "_by_forming"):
+        monkeypatch.setattr(gradients, way, lambda uses, count, way=way: taken.append(way))
+    for rows in (4, 4000):
+        gram([Use(torch.zeros(rows, 64), torch.zeros(rows, 64), torch.zeros(rows))], 8)
+    assert taken == ["_by_tokens", "_by_forming"]
+
+
+def test_an_example_without_a_masked_token_has_no_cosine() -> None:
+    batch = batch_of("mlm", torch.float64)
+    assert batch.places is not None
+    assert batch.targets is not None
+    kept = batch.places >= LENGTHS[0]  # none in the first example
+    batch = replace(batch, places=batch.places[kept], targets=batch.targets[kept])
+    values, norms = cosines(inner_products(model_of("mlm", {}, torch.float64), batch))
+    assert norms[0] == 0
+    assert np.isnan(values).sum() == 5
+    assert np.isfinite(values).sum() == 10
+
+
+def test_an_unknown_use_of_a_parameter_is_an_error() -> None:
+    """Seen as a call, or behind a function of autograd's that cannot be looked into."""
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+            ctx.save_for_backward(x, scale)
+            return x * scale
+
+        @staticmethod
+        def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+            x, scale = ctx.saved_tensors
+            return g[0] * scale, (g[0] * x).sum(0)
+
+    class Strange(nn.Module):
+        def __init__(self, inner: nn.Module, how: str):
+            super().__init__()
+            self.inner, self.how = inner, how
+            self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            return Hidden.apply(y, self.scale) if self.how == "hidden" else y / self.scale
+
+    for how in ("hidden", "plain"):
+        model, batch = model_of("mlm", {}, torch.float64), batch_of("mlm", torch.float64)
+        layer: Any = model.encoder.layers[0]
+        layer.mlp = Strange(layer.mlp, how)
+        with pytest.raises(Failure, match="this analysis"):
+            inner_products(model, batch)

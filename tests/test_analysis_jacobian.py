@@ -1,0 +1,74 @@
+"""Singular values of Jacobians: linear models, whole Jacobians, and the command's own function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import looking
+import numpy as np
+import pytest
+import torch
+from tiny import seeded
+
+from xformer.analysis.examples import open_examples
+from xformer.analysis.jacobian import JacobianConfig, estimate, from_words, of_token
+from xformer.analysis.jacobian import singular_values as values_of
+
+
+def test_a_linear_model_has_its_own_matrix() -> None:
+    L, E, C = 5, 7, 6
+    matrix = torch.randn(L * C, L * E, generator=seeded(1), dtype=torch.float64)
+    x = torch.randn(L, E, generator=seeded(2), dtype=torch.float64)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return (matrix @ x.flatten()).view(L, C)
+
+    found = of_token(linear, x, 3)
+    assert torch.allclose(found, matrix[3 * C : 4 * C], atol=1e-13)
+    assert torch.allclose(values_of(found), torch.linalg.svdvals(matrix[3 * C : 4 * C]))
+    # with as many steps as columns the quadrature is exact, for any probe
+    whole = estimate(linear, x, 99, 3, seed=0)
+    exact = torch.linalg.svdvals(matrix)
+    assert float(whole["largest"]) == pytest.approx(float(exact[0]), rel=1e-8)
+    assert whole["weights"].sum(1) == pytest.approx(1, abs=1e-10)
+
+
+def test_the_estimate_holds_the_spectrum_within_its_error() -> None:
+    L, n, probes = 8, 96, 200
+    matrix = torch.randn(n, n, generator=seeded(3), dtype=torch.float64)
+    x = torch.zeros(L, n // L, dtype=torch.float64)
+    whole = estimate(lambda x: (matrix @ x.flatten()).view(L, -1), x, 15, probes, seed=1)
+    squares = (whole["weights"] * whole["nodes"] ** 2).sum(1)
+    error = float(squares.std()) / probes**0.5
+    assert abs(float(squares.mean()) - float(matrix.square().sum()) / n) < 4 * error
+    exact = torch.linalg.svdvals(matrix)
+    near = (exact - whole["largest"]).abs().min()
+    assert float(near) <= float(whole["residual"]) + 1e-9
+    below = float((whole["weights"] * (whole["nodes"] < exact.median())).sum(1).mean())
+    assert below == pytest.approx(0.5, abs=0.08)
+
+
+def test_an_encoder_equals_differences(tmp_path: Path) -> None:
+    """The derivative by word vectors, against central differences of the whole encoder."""
+    config = JacobianConfig(data=str(looking.store(tmp_path / "s")), out="x", threads=1)
+    examples = open_examples(config, [str(looking.checkpoint(tmp_path / "c"))])
+    reader = examples.readers[0]
+    reader.model.double().requires_grad_(False)
+    batch = reader.assembler.batch(examples.rows[:1])
+    function, x = from_words(reader, batch)
+    assert torch.allclose(function(x)[0], reader.model.encoder(
+        _packed(batch, reader), "explicit")[0])  # fmt: skip
+    found = of_token(function, x, 2)
+    step = 1e-5
+    for place in (0, 40, x.numel() - 1):
+        moved = torch.zeros(x.numel(), dtype=x.dtype)
+        moved[place] = step
+        ahead, behind = (function(x + sign * moved.view_as(x))[2] for sign in (1, -1))
+        assert torch.allclose(found[:, place], (ahead - behind) / (2 * step), atol=1e-7)
+
+
+def _packed(batch, reader):  # type: ignore[no-untyped-def]
+    from xformer.model.encoder import to_device
+
+    assert isinstance(batch.tokens, np.ndarray)
+    return to_device(batch, reader.device)

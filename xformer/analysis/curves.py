@@ -1,0 +1,169 @@
+"""Loss curves of runs, overlaid: the mean over seeds with a band of one standard deviation.
+
+    python -m xformer.analysis curves RUN RUN ... out=DIR
+    python -m xformer.analysis curves runs/splice-* validation=accuracy smooth=5 out=figures
+
+Runs whose recipes differ in nothing but seeds (also those of a mapping or of operations on weights)
+form one curve, named after what tells it from the others. Numbers come from each run's log.jsonl
+(Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from xformer.analysis import figure
+from xformer.analysis.command import Command, Output, publish
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+
+SEEDED = re.compile(r"^(random|symbols|unused):\d+$")
+IGNORED = ("run", "seed", "overwrite", "system")  # what runs of one curve may differ in
+
+
+class CurvesConfig(Output):
+    """What is drawn."""
+
+    value: str = "loss"
+    """The number of the log's training lines that is drawn: loss, lr, grad_norm and so on."""
+    validation: str | None = None
+    """A number of its validation lines to draw beside it, such as loss or accuracy."""
+    x: str = "step"
+    """What it is drawn over: step or epoch."""
+    smooth: int = Field(1, ge=1)
+    """Average of so many neighbouring points."""
+
+
+COMMAND = Command("curves", CurvesConfig, __doc__ or "", 1, None, "run")
+
+
+def run(paths: list[str], config: CurvesConfig) -> None:
+    """`python -m xformer.analysis curves RUN ... key=value ...`"""
+    if config.x not in ("step", "epoch"):
+        raise BadInput(f"x={config.x}: give step or epoch")
+    for path in paths:
+        if not all((Path(path) / name).is_file() for name in ("log.jsonl", "config.json")):
+            raise BadInput(f"{path} is no run directory (it has no log.jsonl and config.json)")
+    groups = grouped(paths)
+    panels = [("train", config.value)]
+    panels += [("validation", config.validation)] if config.validation else []
+    found = []
+    for event, value in panels:
+        series = [{"name": name, "runs": runs, **average(runs, event, value, config)}
+                  for name, runs in groups.items()]  # fmt: skip
+        found.append({"event": event, "value": value, "series": series})
+    result = {"analysis": "curves", "x": config.x, "smooth": config.smooth, "panels": found}
+    first = found[0]["series"]
+    line = f"curves {config.value}: " + "; ".join(
+        f"{s['name']} {s['mean'][-1]:.4g} ± {s['deviation'][-1]:.2g} at {config.x} "
+        f"{s['x'][-1]:g} ({len(s['runs'])} runs)"
+        for s in first
+    )
+    publish(config, result, draw, line, {s["name"]: s["mean"][-1] for s in first})
+
+
+def grouped(paths: list[str]) -> dict[str, list[str]]:
+    """Runs by the name of their curve, in the order in which they are given."""
+    recipes = {path: _flat(_without_seeds(read_json(Path(path) / "config.json")["config"]))
+               for path in paths}  # fmt: skip
+    keys = {key for recipe in recipes.values() for key in recipe}
+    differing = sorted(key for key in keys if len({repr(r.get(key)) for r in recipes.values()}) > 1)
+    groups: dict[str, list[str]] = {}
+    for path, recipe in recipes.items():
+        parts = [f"{key}={_show(recipe.get(key))}" for key in differing]
+        groups.setdefault(", ".join(parts) or Path(path).name, []).append(path)
+    return groups
+
+
+def _without_seeds(value: Any, key: str = "") -> Any:
+    """A recipe without what runs of one curve may differ in."""
+    if isinstance(value, dict):
+        return {k: _without_seeds(v, k) for k, v in value.items() if k not in IGNORED}
+    if isinstance(value, list):
+        return [_without_seeds(v, key) for v in value]
+    if isinstance(value, str) and SEEDED.match(value):
+        return value.partition(":")[0]
+    return value
+
+
+def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _show(value: Any) -> str:
+    """A value as short as a legend wants it: operations by name, paths by their end."""
+    if isinstance(value, list | tuple):
+        return "+".join(v.get("op", "?") if isinstance(v, dict) else str(v) for v in value) or "no"
+    return Path(value).name if isinstance(value, str) and "/" in value else str(value)
+
+
+def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> dict[str, Any]:
+    """Mean and deviation over runs at the points that all of them logged.
+
+    Raises BadInput naming the run that lacks the number, or runs that share no point.
+    """
+    curves = [_curve(path, event, value, config) for path in runs]
+    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
+    if not shared:
+        raise BadInput(f"{', '.join(runs)} have no {config.x} of {event} in common")
+    values = np.array([[curve[x] for x in shared] for curve in curves])
+    ddof = int(len(values) > 1)
+    return {"x": shared, "mean": values.mean(0).tolist(),
+            "deviation": values.std(0, ddof=ddof).tolist(), "values": values.tolist()}  # fmt: skip
+
+
+def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[float, float]:
+    """{x: number} of one run."""
+    points: dict[float, float] = {}
+    names: set[str] = set()
+    for line in (Path(path) / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a killed run
+            continue
+        if record.get("event") != event:
+            continue
+        names |= {k for k, v in record.items() if isinstance(v, int | float)}
+        if value in record and config.x in record and math.isfinite(record[value]):
+            points[float(record[config.x])] = float(record[value])
+    if not points:
+        has = ", ".join(sorted(names - {"time"})) or f"no line of {event}"
+        raise BadInput(f"{path}/log.jsonl has no {value} over {config.x} in {event}; it has {has}")
+    xs = sorted(points)
+    half = config.smooth // 2
+    return {x: float(np.mean([points[n] for n in xs[max(0, i - half) : i + half + 1]]))
+            for i, x in enumerate(xs)}  # fmt: skip
+
+
+def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+    """A panel of training, and one of validation where it is wanted."""
+    panels = found["panels"]
+    drawn, axes = figure.figure(1.2 + 5.0 * len(panels), 3.8, 1, len(panels), squeeze=False)
+    for one, panel in zip(axes[0], panels, strict=True):
+        for i, series in enumerate(panel["series"]):
+            colour = theme.colours[i % len(theme.colours)]
+            x, mean, spread = (np.array(series[k]) for k in ("x", "mean", "deviation"))
+            label = f"{series['name']} ({len(series['runs'])} runs)"
+            one.plot(x, mean, color=colour, lw=1.6, label=label,
+                     marker="o" if len(x) < 12 else None, ms=3.5)  # fmt: skip
+            if len(series["runs"]) > 1:
+                one.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
+        unit = " (nats)" if panel["value"] == "loss" else ""
+        title = {"train": "Training", "validation": "Validation"}[panel["event"]]
+        one.set(xlabel=found["x"], ylabel=f"{panel['value']}{unit}", title=title)
+        one.legend(fontsize=8)
+    drawn.suptitle("Mean over runs, band ± sd", fontsize=9, color=theme.faint)
+    return drawn

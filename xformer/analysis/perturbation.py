@@ -1,0 +1,159 @@
+"""Output variance: how far a model's outputs move when noise is added to its parameters.
+
+    python -m xformer.analysis perturbation CHECKPOINT [CHECKPOINT ...] data=STORE out=DIR
+    python -m xformer.analysis perturbation ckpt/bert ckpt/bert-clean data=stores/rte \\
+      mapping=shift:1000 examples=64 draws=5 out=figures
+
+Gaussian noise of mean 0 and standard deviations 1e-2, 1e-4, 1e-6 and 1e-8 is added to every
+parameter of the encoder (Liu et al. 2020; Kao & Lee 2021, F.3, figures 12 and 13). The L2 distance
+is that between a token's last hidden states without and with noise, averaged over an example's
+tokens; mean and deviation are over examples and draws. Everything is float64: in float32, noise of
+1e-8 is less than the spacing of numbers near 1.
+
+T tokens in a batch, N examples, C hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from xformer.analysis import figure
+from xformer.analysis.command import Command, progress, publish
+from xformer.analysis.examples import (
+    Examples,
+    ExamplesConfig,
+    Reader,
+    check_finite,
+    open_examples,
+)
+from xformer.data.errors import BadInput
+from xformer.model.encoder import to_device
+
+
+class PerturbationConfig(ExamplesConfig):
+    """What noise."""
+
+    examples: int = Field(64, ge=1)
+    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    deviations: tuple[float, ...] = (1e-2, 1e-4, 1e-6, 1e-8)
+    """Standard deviations of the noise."""
+    draws: int = Field(3, ge=1)
+    """Draws of the noise at each size; draw i has the same directions at every size."""
+
+
+COMMAND = Command("perturbation", PerturbationConfig, __doc__ or "", 1, None)
+
+
+def noise(name: str, weight: Tensor, seed: int, draw: int) -> Tensor:
+    """Standard Gaussian noise for one parameter, a function of (seed, draw, name)."""
+    digest = hashlib.sha256(f"noise:{seed}:{draw}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    made = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    return made.to(weight.device)
+
+
+@torch.no_grad()
+def perturbed(model: nn.Module, deviation: float, seed: int, draw: int) -> nn.Module:
+    """A copy of a float64 model with noise of this standard deviation on every parameter."""
+    moved = copy.deepcopy(model)
+    for name, weight in moved.named_parameters():
+        weight += deviation * noise(name, weight, seed, draw)
+    return moved
+
+
+@torch.no_grad()
+def outputs(encoder: nn.Module, reader: Reader, examples: Examples) -> list[Tensor]:
+    """The last hidden states of every example, a list of (L, C). Raises BadInput naming the row
+    where one is not finite."""
+    found: list[Tensor] = []
+    for part in examples.parts():
+        batch = reader.assembler.batch(part)
+        packed = to_device(batch, reader.device)
+        hidden = encoder(packed, "explicit")
+        check_finite(hidden, batch, reader, "the last layer")
+        found += hidden.split(list(packed.layout.lengths))
+    return found
+
+
+def distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """The L2 distance of each example, and that relative to its outputs' length, (N,) each; both
+    are means over the example's tokens."""
+    pairs = list(zip(before, after, strict=True))
+    apart = [float((b - a).norm(dim=1).mean()) for a, b in pairs]
+    size = [float(a.norm(dim=1).mean()) for a, _ in pairs]
+    return np.array(apart), np.array(apart) / np.array(size)
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def run(paths: list[str], config: PerturbationConfig) -> None:
+    """`python -m xformer.analysis perturbation CHECKPOINT ... key=value ...`"""
+    if not config.deviations or min(config.deviations) <= 0:
+        raise BadInput("deviations: give positive numbers, such as deviations=[1e-2,1e-4]")
+    examples = open_examples(config, paths)
+    work = [(reader, draw) for reader in examples.readers for draw in range(config.draws)]
+    measured: dict[str, dict[float, list[tuple[np.ndarray, np.ndarray]]]] = {}
+    encoders = {r.path: copy.deepcopy(r.model.encoder).double() for r in examples.readers}
+    before = {r.path: outputs(encoders[r.path], r, examples) for r in examples.readers}
+    for reader, draw in progress(work, len(work), "draws"):
+        for deviation in config.deviations:
+            moved = perturbed(encoders[reader.path], deviation, config.seed, draw)
+            after = outputs(moved, reader, examples)
+            of_model = measured.setdefault(reader.path, {})
+            of_model.setdefault(deviation, []).append(distances(before[reader.path], after))
+    found = [{"name": r.name, "noise": [_summary(d, measured[r.path][d])
+                                        for d in config.deviations]}
+             for r in examples.readers]  # fmt: skip
+    result = {"analysis": "perturbation", "draws": config.draws, "seed": config.seed,
+              "distance": "L2 of a token's last hidden states, mean over the tokens of an example",
+              **examples.describe(), "models": found}  # fmt: skip
+    line = "perturbation " + "; ".join(
+        f"{f['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in f["noise"])
+        for f in found
+    )
+    line += f" (L2, {len(examples.rows)} examples, {config.draws} draws)"
+    publish(config, result, draw, line, {f"{f['name']}/{n['std']:g}": n["mean"]
+                                         for f in found for n in f["noise"]})  # fmt: skip
+
+
+def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    absolute, relative = (np.concatenate([pair[i] for pair in drawn]) for i in (0, 1))
+    ddof = int(len(absolute) > 1)
+    return {"std": deviation, "mean": float(absolute.mean()),
+            "deviation": float(absolute.std(ddof=ddof)), "relative": float(relative.mean()),
+            "by_draw": [float(a.mean()) for a, _ in drawn]}  # fmt: skip
+
+
+def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+    """Bars of the means with deviations, as figures 12 and 13 of the paper."""
+    models = found["models"]
+    drawn, axes = figure.figure(6.4, 3.8)
+    width = 0.8 / len(models)
+    for i, model in enumerate(models):
+        places = np.arange(len(model["noise"])) + (i + 0.5) * width - 0.4
+        mean = np.array([n["mean"] for n in model["noise"]])
+        spread = np.array([n["deviation"] for n in model["noise"]])
+        # an error bar that reaches 0 has no lower end on this axis
+        below = np.minimum(spread, 0.9 * mean)
+        axes.bar(places, mean, width * 0.92, color=theme.colours[i % len(theme.colours)],
+                 label=figure.short(model["name"]))  # fmt: skip
+        axes.errorbar(places, mean, [below, spread], fmt="none", ecolor=theme.ink, lw=1, capsize=3)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(models[0]["noise"])), [f"{n['std']:g}" for n in models[0]["noise"]])
+    axes.grid(axis="x", visible=False)
+    store = Path(found["data"]["store"]).name
+    axes.set(xlabel="standard deviation of the noise on every parameter",
+             ylabel="L2 distance of last hidden states",
+             title=f"{found['data']['examples']} examples of {store}, {found['draws']} draws "
+                   "(mean ± sd)")  # fmt: skip
+    axes.legend(fontsize=8.5)
+    return drawn
