@@ -17,6 +17,7 @@ from typing import NamedTuple
 from xformer import cost
 from xformer.cost import Work
 from xformer.model.encoder import ModelConfig
+from xformer.model.heads import HeadKind
 
 BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"
 MASKING = 0.15
@@ -104,7 +105,7 @@ def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: 
 
 
 def _row_flops(config: ModelConfig, task: str) -> float:
-    kind = "span" if task == "squad" else "classify"
+    kind: HeadKind = "span" if task == "squad" else "classify"
     return cost.training_flops(config, kind, Work.even(1, TASKS[task].tokens), 2)
 
 
@@ -223,9 +224,9 @@ def batches() -> list[str]:
     for name, config in list(MODELS.items())[1:]:
         for tokens, length in ((19_200, 128), (131_072, 512)):
             seconds, _ = step_seconds(config, tokens, length, 1)
-            hours = [seconds * H200 / peak * 1e5 / 3600 for peak in GPUS.values()]
+            long = [seconds * H200 / peak * 1e5 / 3600 for peak in GPUS.values()]
             rows.append([f"{name}, {tokens:,} tokens of {length}", number(1000 * seconds),
-                         f"{tokens / seconds:,.0f}", *map(number, hours)])  # fmt: skip
+                         f"{tokens / seconds:,.0f}", *map(number, long)])  # fmt: skip
     hours = " | ".join(f"{gpu}-hours of 100 K steps" for gpu in GPUS)
     return table(f"step | ms on one H200 | tokens a second | {hours}", rows)
 

@@ -67,7 +67,7 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
         assert torch.allclose(found[:, place], (ahead - behind) / (2 * step), atol=1e-7)
 
 
-def _packed(batch, reader):  # type: ignore[no-untyped-def]
+def _packed(batch, reader):
     from xformer.model.encoder import to_device
 
     assert isinstance(batch.tokens, np.ndarray)

@@ -265,7 +265,7 @@ def test_a_stream_equals_the_matrix_in_memory() -> None:
     assert pair.x.rank == d
     assert pair.y.rank == e
 
-    def stream():  # type: ignore[no-untyped-def]
+    def stream():
         for a, b in pieces:
             yield [a, b], [b]
 

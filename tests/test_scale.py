@@ -192,7 +192,7 @@ def test_refusals(forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: 
     line = training(SMOKE, data.text, tmp_path / "run")
     refused(forks.run(*line, "system.shard=weights"), "system.shard='weights'", "'model'")
     refused(forks.run(*line, "system.peak_tflops=-1"), "system.peak_tflops=-1")
-    evaluate = ["evaluate.py", learned["text"], f"data={data.text}"]
+    evaluate = ["evaluate.py", str(learned["text"]), f"data={data.text}"]
     refused(forks.run(*evaluate, "system.profile=true"), "unknown key system.profile")
     assert list(tmp_path.iterdir()) == []
 

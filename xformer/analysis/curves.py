@@ -54,7 +54,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     groups = grouped(paths)
     panels = [("train", config.value)]
     panels += [("validation", config.validation)] if config.validation else []
-    found = []
+    found: list[dict[str, Any]] = []
     for event, value in panels:
         series = [{"name": name, "runs": runs, **average(runs, event, value, config)}
                   for name, runs in groups.items()]  # fmt: skip

@@ -105,7 +105,7 @@ def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
     J's n singular values (zeros included where n > L C). `largest` is the largest singular value
     and `residual` a bound of its error: there is a singular value within it.
     """
-    _, back = vjp(function, x)
+    back = vjp(function, x)[1]
     forward_all = vmap(lambda v: jvp(function, (x,), (v,))[1])
     back_all = vmap(lambda u: back(u)[0])
     generator = torch.Generator().manual_seed(seed)
@@ -113,7 +113,8 @@ def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
     m = min(steps, n)
     v = torch.randn(probes, n, generator=generator, dtype=torch.float64).to(x.device)
     v = v / v.norm(dim=1, keepdim=True)
-    vs, us = [v], []
+    vs: list[Tensor] = [v]
+    us: list[Tensor] = []
     alphas, betas = [], []
     for step in range(m):
         u = forward_all(vs[-1].to(x.dtype).unflatten(1, x.shape)).flatten(1).double()

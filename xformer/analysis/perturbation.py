@@ -65,7 +65,7 @@ def perturbed(model: nn.Module, deviation: float, seed: int, draw: int) -> nn.Mo
     """A copy of a float64 model with noise of this standard deviation on every parameter."""
     moved = copy.deepcopy(model)
     for name, weight in moved.named_parameters():
-        weight += deviation * noise(name, weight, seed, draw)
+        weight.add_(deviation * noise(name, weight, seed, draw))
     return moved
 
 
@@ -100,17 +100,17 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
     if not config.deviations or min(config.deviations) <= 0:
         raise BadInput("deviations: give positive numbers, such as deviations=[1e-2,1e-4]")
     examples = open_examples(config, paths)
-    work = [(reader, draw) for reader in examples.readers for draw in range(config.draws)]
+    work = [(reader, n) for reader in examples.readers for n in range(config.draws)]
     measured: dict[str, dict[float, list[tuple[np.ndarray, np.ndarray]]]] = {}
     encoders = {r.path: copy.deepcopy(r.model.encoder).double() for r in examples.readers}
     before = {r.path: outputs(encoders[r.path], r, examples) for r in examples.readers}
-    for reader, draw in progress(work, len(work), "draws"):
+    for reader, number in progress(work, len(work), "draws"):
         for deviation in config.deviations:
-            moved = perturbed(encoders[reader.path], deviation, config.seed, draw)
+            moved = perturbed(encoders[reader.path], deviation, config.seed, number)
             after = outputs(moved, reader, examples)
             of_model = measured.setdefault(reader.path, {})
             of_model.setdefault(deviation, []).append(distances(before[reader.path], after))
-    found = [{"name": r.name, "noise": [_summary(d, measured[r.path][d])
+    found: list[dict[str, Any]] = [{"name": r.name, "noise": [_summary(d, measured[r.path][d])
                                         for d in config.deviations]}
              for r in examples.readers]  # fmt: skip
     result = {"analysis": "perturbation", "draws": config.draws, "seed": config.seed,

@@ -170,8 +170,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     @torch.autocast("cpu", enabled=False)
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        (d_out,) = grads
+    def backward(ctx: Any, d_out: Tensor) -> Any:  # type: ignore[override]
         T, H, D = d_out.size()
         d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0
         for n, L in ctx.layout.blocks(H):
