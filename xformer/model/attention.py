@@ -73,6 +73,12 @@ def drop(x: Tensor, rate: float, training: bool = True) -> Tensor:
     return x * kept(x.size(), rate, x.dtype).mul_(1.0 / (1.0 - rate))
 
 
+def refuse_second_derivative(instead: str) -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"second derivative: {instead}")
+
+
 def choose_backend(qkv: Tensor, dropout: float) -> Backend:
     """The fastest back end that serves this device, type and dropout."""
     if qkv.is_cuda:
@@ -106,7 +112,8 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
         from torch.nn.attention.varlen import varlen_attn
 
         boundaries, longest = layout.cu_seqlens, layout.max_length
-        out = varlen_attn(*qkv.unbind(1), boundaries, boundaries, longest, longest)
+        q, k, v = qkv.unbind(1)
+        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest)
     else:
         blocks = [F.scaled_dot_product_attention(*block) for block in _split(qkv, layout)]
         out = _join(blocks, qkv)
@@ -167,9 +174,9 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("the back end 'fused' has none: use explicit")
         T, H, D = d_out.size()
         d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0
         for n, L in ctx.layout.blocks(H):
