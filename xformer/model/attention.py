@@ -73,6 +73,12 @@ def drop(x: Tensor, rate: float, training: bool = True) -> Tensor:
     return x * kept(x.size(), rate, x.dtype).mul_(1.0 / (1.0 - rate))
 
 
+def refuse_second_derivative(instead: str) -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"second derivative: {instead}")
+
+
 def choose_backend(qkv: Tensor, dropout: float) -> Backend:
     """The fastest back end that serves this device, type and dropout."""
     if qkv.is_cuda:
@@ -168,9 +174,9 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, d_out: Tensor) -> Any:  # type: ignore[override]
+        refuse_second_derivative("the back end 'fused' has none: use explicit")
         T, H, D = d_out.size()
         d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0
         for n, L in ctx.layout.blocks(H):
