@@ -291,17 +291,18 @@ def open_capture(path: str | Path) -> Capture:
             found = dict(h5.attrs)
             if found.get("format") != FORMAT:
                 raise BadInput(f"{path} was not written by `capture` of this version")
+            attributes = {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
+            attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
+            for name, size in attributes["parts"].items():  # before they are read through `h5`
+                part = path.with_name(f"{path.name}.parts") / name
+                if not part.is_file() or part.stat().st_size != size:
+                    raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it "
+                                   "anew with overwrite=true")  # fmt: skip
             rows, offsets = h5["rows"][:], h5["offsets"][:]
     except (OSError, KeyError) as error:
         raise BadInput(
             f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
         ) from None
-    attributes = {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
-    attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
-    for name, size in attributes["parts"].items():
-        part = path.with_name(f"{path.name}.parts") / name
-        if not part.is_file() or part.stat().st_size != size:
-            raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it anew")
     return Capture(path, attributes, rows, offsets)
 
 

@@ -1,0 +1,232 @@
+"""Captures, attention maps, perturbation and curves: values, resuming, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import looking
+import numpy as np
+import pytest
+import torch
+from tiny import seeded
+
+from xformer.analysis import attention, capture, curves, perturbation
+from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
+from xformer.analysis.curves import CurvesConfig
+from xformer.analysis.examples import look_inside, open_examples, parse_layers
+from xformer.analysis.perturbation import PerturbationConfig
+from xformer.data.errors import BadInput
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store `s`, checkpoints `a` and `b`, and `bad`, whose second layer gives NaN."""
+    directory = tmp_path_factory.mktemp("small")
+    looking.store(directory / "s")
+    looking.checkpoint(directory / "a")
+    looking.checkpoint(directory / "b", seed=1)
+    looking.checkpoint(directory / "bad", damage="encoder.layers.1.mlp.up.bias")
+    return directory
+
+
+def config_of(small: Path, out: Path, **changes: Any) -> CaptureConfig:
+    return CaptureConfig(data=str(small / "s"), out=str(out), threads=1, **changes)
+
+
+# ------------------------------------------------------------------------------------ capture
+
+
+def test_a_capture_holds_what_the_encoder_computes(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "PART", 40)  # several parts
+    config = config_of(small, tmp_path / "f.h5", what="hidden,attention", dtype="float32")
+    capture.run([str(small / "a")], config)
+    reader = open_examples(config, [str(small / "a")]).readers[0]
+    monkeypatch.chdir(tmp_path.parent)  # the parts are found from anywhere
+    with h5py.File(tmp_path / "f.h5") as f:
+        assert len(json.loads(f.attrs["parts"])) > 2
+        assert f.attrs["checkpoint"] == str(small / "a")
+        assert sorted(f["rows"][:]) == list(range(looking.ROWS))
+        for i, row in enumerate(f["rows"][:]):
+            batch, inside = look_inside(reader, np.array([row]), "explicit")
+            a, b = f["offsets"][i], f["offsets"][i + 1]
+            assert (f["tokens"][a:b] == batch.tokens).all()
+            for layer, hidden in enumerate(inside.hidden):
+                assert np.allclose(f[f"hidden/{layer}"][a:b], hidden.numpy(), atol=1e-5)
+            a, b = f["attention_offsets"][i], f["attention_offsets"][i + 1]
+            size = len(batch.tokens)
+            found = f["attention/2"][a:b].reshape(size, size, looking.HEADS)
+            assert np.allclose(found, inside.maps[1][0].permute(1, 2, 0).numpy(), atol=1e-5)
+
+
+def test_a_killed_capture_goes_on(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "PART", 40)
+    whole, cut = tmp_path / "whole.h5", tmp_path / "cut.h5"
+    capture.run([str(small / "a")], config_of(small, whole))
+    written, append = [], capture._append
+
+    def dies(h5: Any, *rest: Any) -> None:
+        if len(set(written)) == 2 and h5.filename not in written:
+            raise KeyboardInterrupt
+        written.append(h5.filename)
+        append(h5, *rest)
+
+    monkeypatch.setattr(capture, "_append", dies)
+    with pytest.raises(KeyboardInterrupt):
+        capture.run([str(small / "a")], config_of(small, cut))
+    assert not cut.exists()
+    done = sorted(Path(f"{cut}.parts").glob("0*.h5"))
+    before = [file.stat().st_mtime_ns for file in done]
+    assert len(done) == 2
+    monkeypatch.setattr(capture, "_append", append)
+    capture.run([str(small / "a")], config_of(small, cut))
+    assert [file.stat().st_mtime_ns for file in done] == before  # not written again
+    with h5py.File(whole) as f, h5py.File(cut) as g:
+        for name in ("hidden/0", "hidden/2", "rows", "tokens", "offsets"):
+            assert np.array_equal(f[name][:], g[name][:]), name
+
+
+def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "f.h5"
+    capture.run([str(small / "a")], config_of(small, out))
+    with pytest.raises(BadInput, match=r"holds another capture \(weights="):
+        capture.run([str(small / "b")], config_of(small, out))
+    with pytest.raises(BadInput, match=r"examples=13 is now 5"):
+        capture.run([str(small / "a")], config_of(small, out, examples=5))
+    capture.run([str(small / "a")], config_of(small, out))  # the same again is no error
+    other = tmp_path / "g.h5"
+    capture.run([str(small / "a")], config_of(small, other, examples=5))
+    with pytest.raises(BadInput, match="cannot be aligned"):
+        open_pair([str(out), str(other)])
+    pair = open_pair([str(out), str(out)])
+    with pytest.raises(BadInput, match=r"wanted: hidden of 7"):
+        next(pair.stream([[7], [0]]))
+
+
+def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "f.h5"
+    with pytest.raises(BadInput, match="does not exist"):
+        open_capture(out)
+    capture.run([str(small / "a")], config_of(small, out))
+    part = tmp_path / "f.h5.parts/00000.h5"
+    content = part.read_bytes()
+    part.write_bytes(content[:-10])
+    with pytest.raises(BadInput, match=r"00000.h5 is missing or cut off"):
+        open_capture(out)
+    part.write_bytes(content)
+    out.write_bytes(out.read_bytes()[:1000])
+    with pytest.raises(BadInput, match="cut off or no HDF5 file"):
+        open_capture(out)
+
+
+def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"layer 2 is not finite .* in row \d+ of the split 'valid'"):
+        capture.run([str(small / "bad")], config_of(small, tmp_path / "f.h5"))
+    assert not (tmp_path / "f.h5").exists()
+
+
+def test_layers_by_name_and_number() -> None:
+    assert parse_layers("all", 2) == [0, 1, 2]
+    assert parse_layers("last", 2, first=1) == [2]
+    assert parse_layers("[2, 0]", 2) == [0, 2]
+    for wrong, first in (("3", 0), ("0", 1), ("x", 0), ("-1", 0)):
+        with pytest.raises(BadInput, match="layers="):
+            parse_layers(wrong, 2, first)
+
+
+# ---------------------------------------------------------------------------------- attention
+
+
+def test_matching_finds_heads_that_were_shuffled() -> None:
+    maps = torch.rand(5, 7, 7, generator=seeded(1)).softmax(2)
+    order = [3, 0, 4, 1, 2]
+    cost = attention.distances(maps, maps[order]).numpy()
+    ours, theirs = attention.match(cost)
+    assert [order[j] for j in theirs] == ours.tolist() == [0, 1, 2, 3, 4]
+    assert cost[ours, theirs] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_matching_is_the_cheapest_of_all() -> None:
+    cost = np.random.default_rng(2).random((4, 6))
+    ours, theirs = attention.match(cost)
+    best = min(cost[range(4), list(p)].sum() for p in itertools.permutations(range(6), 4))
+    assert cost[ours, theirs].sum() == pytest.approx(best)
+
+
+def test_distances_of_maps_go_from_0_to_2() -> None:
+    first, last = torch.zeros(1, 3, 3), torch.zeros(1, 3, 3)
+    first[..., 0] = 1
+    last[..., 2] = 1
+    assert float(attention.distances(first, last)) == pytest.approx(2)
+    costs = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
+    found = attention._of_layer(1, costs)
+    assert found["distance"]["mean"] == 0  # matched example by example
+    assert found["unmatched"] == 0.5
+    assert np.mean(found["matching"]["distance"]) == 0.5
+
+
+# ------------------------------------------------------------------------------- perturbation
+
+
+def test_small_noise_moves_outputs_in_proportion_and_by_seed(small: Path) -> None:
+    config = PerturbationConfig(data=str(small / "s"), out="x", threads=1)
+    examples = open_examples(config, [str(small / "a")])
+    reader = examples.readers[0]
+    encoder = copy.deepcopy(reader.model.encoder).double()
+    before = perturbation.outputs(encoder, reader, examples)
+
+    def moved(size: float, seed: int = 0, draw: int = 0) -> float:
+        noisy = perturbation.perturbed(encoder, size, seed, draw)
+        after = perturbation.outputs(noisy, reader, examples)
+        return float(perturbation.distances(before, after)[0].mean())
+
+    tiny = moved(1e-8)
+    assert moved(1e-6) / tiny == pytest.approx(100, rel=1e-3)
+    assert moved(1e-8) == tiny
+    assert len({moved(1e-8, 1), moved(1e-8, 0, 1), tiny}) == 3
+    same = perturbation.outputs(encoder, reader, examples)
+    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))  # a copy was moved
+
+
+def test_noise_is_standard_gaussian() -> None:
+    made = perturbation.noise("a", torch.zeros(200, 100), 3, 4)
+    assert abs(float(made.mean())) < 0.03
+    assert float(made.std()) == pytest.approx(1, abs=0.02)
+
+
+# ------------------------------------------------------------------------------------- curves
+
+
+def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
+    path.mkdir()
+    recipe = {"seed": seed, "run": str(path), "mapping": f"symbols:{seed}", "optim": {"lr": lr},
+              "surgery": [{"op": "clean", "seed": seed}]}  # fmt: skip
+    (path / "config.json").write_text(json.dumps({"config": recipe}))
+    lines = [json.dumps({"event": "train", "step": s, "time": 1, "loss": 5 - s + offset})
+             for s in (1, 2, 3)]  # fmt: skip
+    (path / "log.jsonl").write_text("\n".join(lines) + '\n{"event": "tr')  # it was killed
+    return str(path)
+
+
+def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
+    made = (("a", 0, 1e-3, 0.0), ("b", 1, 1e-3, 0.2), ("c", 0, 1e-4, 1.0))
+    runs = [run_of(tmp_path / name, *rest) for name, *rest in made]
+    groups = curves.grouped(runs)
+    assert groups == {"optim.lr=0.001": runs[:2], "optim.lr=0.0001": runs[2:]}
+    config = CurvesConfig(out="x")
+    found = curves.average(runs[:2], "train", "loss", config)
+    assert found["x"] == [1, 2, 3]
+    assert found["mean"] == pytest.approx([4.1, 3.1, 2.1])
+    assert found["deviation"] == pytest.approx([0.02**0.5] * 3)
+    smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=3))
+    assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
+    with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
+        curves.average(runs, "train", "accuracy", config)
