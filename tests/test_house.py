@@ -26,9 +26,10 @@ FLOORS = (
     ("xformer.model.encoder",),
     ("xformer.model.hilbert",),
     ("xformer.model.heads",),
+    ("xformer.cost",),
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
-     "xformer.monitor", "xformer.run"),
+     "xformer.monitor", "xformer.run", "xformer.profile", "xformer.shard", "xformer.feed"),
     ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans"),
     ("xformer.study",),
 )  # fmt: skip

@@ -20,6 +20,10 @@ from torch import Tensor
 from xformer.config import Settings
 from xformer.data.errors import BadInput, Failure
 
+# two collectives under the names that torch 2.13 gives them, and older ones
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why
 
 
@@ -32,6 +36,19 @@ class SystemConfig(Settings):
     """CPU threads a process; 0 shares the machine's cores among its processes."""
     deterministic: bool = False
     """On CUDA, use only kernels that repeat bit for bit; the CPU always does."""
+
+
+class TrainingSystem(SystemConfig):
+    """How a run is executed; none of it belongs to the run's identity."""
+
+    shard: Literal["none", "optimizer", "model"] = "none"
+    """What the ranks divide among them, to save memory: nothing, the optimizer's moments (ZeRO-1),
+    or weights, gradients and moments (FSDP2)."""
+    peak_tflops: float = Field(0.0, ge=0)
+    """Peak of a device in 10^12 operations a second, of which `mfu` is a share; 0 takes that of a
+    known GPU in this precision, and where there is none logs no mfu."""
+    profile: bool = False
+    """Trace a few steps of rank 0, write RUN/profile/ and say where the time goes."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,17 @@ def start(config: SystemConfig) -> Ranks:
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     return Ranks(rank, world_size, device)
+
+
+def slow_precision(device: torch.device, precision: str) -> str:
+    """What to tell who asks for bf16 on a processor without instructions for it, or nothing."""
+    probe = getattr(torch.cpu, "get_capabilities", None)  # older torch has none
+    if precision != "bf16" or device.type != "cpu" or probe is None:
+        return ""
+    has = probe()
+    if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")):
+        return ""
+    return "this processor has no bf16 instructions: system.precision=fp32 is faster here"
 
 
 @contextmanager

@@ -18,12 +18,13 @@ from xformer import distributed, metrics, predict, spans
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
-from xformer.data.batch import Assembler, chunks
+from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model.encoder import to_device
 from xformer.model.heads import Model, padded
+from xformer.shard import is_divided
 
 PAIRS = Head("classify", ("0", "1"))  # what the pair head beside an MLM head is scored as
 MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
@@ -84,14 +85,16 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     sums = torch.zeros(len(all_chunks), 3, dtype=torch.float64, device=ranks.device)
     width = {"mlm": 2, "span": 4}.get(head.kind, head.outputs)
     outputs = torch.zeros(rows, width, device=ranks.device)
+
+    def build(part: np.ndarray) -> Batch:
+        if head.kind != "mlm":
+            return assembler.batch(part)
+        return assembler.masked_batch(part, np.zeros_like(part), MASKING_SEED, head.masking)
+
     for i, part in enumerate(all_chunks):
         if i % ranks.world_size != ranks.rank:
             continue
-        if head.kind == "mlm":
-            zeros = np.zeros_like(part)
-            batch = assembler.masked_batch(part, zeros, MASKING_SEED, head.masking)
-        else:
-            batch = assembler.batch(part)
+        batch = build(part)
         packed = to_device(batch, ranks.device)
         places = torch.from_numpy(batch.rows).to(ranks.device)
         with ranks.autocast(precision):
@@ -108,6 +111,10 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             b = torch.from_numpy(assembler.lengths(batch.rows)[1]).to(ranks.device)
             second = packed.layout.cu_seqlens.diff() - 1 - b
             outputs[places] = spans.best_spans(padded(logits, packed), second, b)
+    over = len(all_chunks) % ranks.world_size
+    if is_divided(model) and over and ranks.rank >= over:  # all ranks pass equally often
+        with ranks.autocast(precision):
+            model.logits(to_device(build(all_chunks[0]), ranks.device))
     model.train(was_training)
     if head.kind == "mlm":
         total, count, correct = ranks.sum(sums).sum(0).tolist()

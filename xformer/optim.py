@@ -5,6 +5,7 @@ step is one fused kernel a group and the gradient of all ranks is one reduction.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.adam import adam
 
 from xformer.config import Settings
 from xformer.data.errors import BadInput
+from xformer.distributed import Ranks, all_gather, reduce_scatter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGN = 64  # elements: every parameter starts where vector loads like it
@@ -62,12 +64,15 @@ class FlatOptimizer:
     """Adam or AdamW over a model's parameters, moved into one flat buffer.
 
     `gradient` is the flat gradient; its last COUNTS entries travel with it through `reduce` and
-    belong to the caller (`counts`).
+    belong to the caller (`counts`). With `sliced` each of the ranks has the moments of its slice of
+    the buffer alone and steps that slice (ZeRO-1, Rajbhandari et al. 2020, section 5.1).
     """
 
     COUNTS = 4
 
-    def __init__(self, model: nn.Module, config: OptimConfig):
+    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None,
+                 sliced: bool = False):  # fmt: skip
+        self.slices, self.slice = (ranks.world_size, ranks.rank) if ranks and sliced else (1, 0)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         decayed = [(n, p) for n, p in named if p.ndim > 1]
         plain = [(n, p) for n, p in named if p.ndim <= 1]
@@ -77,18 +82,26 @@ class FlatOptimizer:
             self.places[name] = (offset, parameter.shape)
             offset += -(-parameter.numel() // ALIGN) * ALIGN
         split = self.places[plain[0][0]][0] if plain else offset
+        length = -(-offset // (self.slices * ALIGN)) * ALIGN
+        offset = length * self.slices
         device = named[0][1].device
         self.flat = torch.zeros(offset, device=device)
         self.gradient = torch.zeros(offset + self.COUNTS, device=device)
         for name, parameter in named:
             parameter.data = self._view(self.flat, name).copy_(parameter.data)
             parameter.grad = self._view(self.gradient, name)
-        self.moments = {name: torch.zeros_like(self.flat) for name in MOMENTS}
-        # where each group lies, its decay, and the steps it took
+        # this rank's slice of weights and summed gradient, its moments
+        start = self.slice * length
+        self.mine = self.flat[start : start + length]
+        whole = self.slices == 1
+        self.summed = self.gradient[: -self.COUNTS] if whole else torch.zeros_like(self.mine)
+        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS}
+        # where each group lies in the slice, its decay, and the steps it took
+        middle = min(max(split - start, 0), length)
         self.groups = [
-            (slice(begin, end), decay, torch.zeros((), device=device))
-            for begin, end, decay in ((0, split, config.weight_decay), (split, offset, 0.0))
-            if end > begin
+            (part, decay, torch.zeros((), device=device))
+            for part, decay in ((slice(middle), config.weight_decay), (slice(middle, length), 0.0))
+            if len(self.mine[part])
         ]
         self.config = config
         self.buffers = list(model.buffers())
@@ -109,7 +122,11 @@ class FlatOptimizer:
         """Sum gradient and counts over the ranks, and give all the mean of their buffers (the
         running statistics of batch norms)."""
         if world_size > 1:
-            dist.all_reduce(self.gradient)
+            if self.slices == 1:
+                dist.all_reduce(self.gradient)
+            else:
+                reduce_scatter(self.summed, self.gradient[: -self.COUNTS])
+                dist.all_reduce(self.counts)
             for buffer in self.buffers:
                 dist.all_reduce(buffer)
                 buffer /= world_size
@@ -117,9 +134,13 @@ class FlatOptimizer:
     @torch.no_grad()
     def step(self, count: Tensor, lr: float) -> Tensor:
         """Divide the gradient by `count`, clip it, take a step; the norm before clipping, ()."""
-        gradient = self.gradient[: -self.COUNTS]
+        gradient = self.summed
         scale = 1.0 / count.clamp(min=1.0)
         norm = torch.linalg.vector_norm(gradient) * scale
+        if self.slices > 1:
+            norm = norm.square()
+            dist.all_reduce(norm)
+            norm = norm.sqrt()
         config = self.config
         if config.clip > 0:
             scale = scale * (config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -128,29 +149,43 @@ class FlatOptimizer:
             # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
             first, second = (moment[part] for moment in self.moments.values())
             adam(
-                [self.flat[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
+                [self.mine[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
                 decoupled_weight_decay=config.name == "adamw", lr=lr, weight_decay=decay,
                 beta1=config.betas[0], beta2=config.betas[1], eps=config.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
+        if self.slices > 1:
+            all_gather(self.flat, self.mine.clone())
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """The moments by parameter name, and the step count."""
-        tensors = {
-            f"{moment}.{name}": self._view(flat, name).cpu().clone()
-            for moment, flat in self.moments.items()
-            for name in self.places
-        }
+        """The moments by parameter name, and the step count. Where moments are sliced, all ranks
+        call it together; those other than rank 0 get no moments."""
+        tensors: dict[str, Tensor] = {}
+        for moment, mine in self.moments.items():
+            flat = mine if self.slices == 1 else torch.empty_like(self.flat)
+            if self.slices > 1:
+                all_gather(flat, mine)
+            if self.slice == 0:
+                for name in self.places:
+                    tensors[f"{moment}.{name}"] = self._view(flat, name).cpu().clone()
         return {**tensors, "step": self.groups[0][2].cpu().clone()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Continue from `state()`. Raises BadInput if the parameters were others."""
-        wanted = {f"{m}.{name}" for m in MOMENTS for name in self.places}
-        if wanted | {"step"} != set(tensors):
-            raise BadInput("the checkpoint's optimizer state belongs to another model")
-        for moment, flat in self.moments.items():
+        check_state(tensors, self.places)
+        start = self.slice * len(self.mine)
+        for moment, mine in self.moments.items():
+            flat = mine if self.slices == 1 else torch.zeros_like(self.flat)
             for name in self.places:
                 self._view(flat, name).copy_(tensors[f"{moment}.{name}"])
+            if self.slices > 1:
+                mine.copy_(flat[start : start + len(mine)])
         for _, _, steps in self.groups:
             steps.copy_(tensors["step"])
+
+
+def check_state(tensors: dict[str, Tensor], names: Collection[str]) -> None:
+    """Raise BadInput unless these are the moments of parameters of these names."""
+    if {f"{m}.{name}" for m in MOMENTS for name in names} | {"step"} != set(tensors):
+        raise BadInput("the checkpoint's optimizer state belongs to another model")

@@ -34,7 +34,6 @@ class Batch:
     places: np.ndarray | None = None  # (M,) int64
     targets: np.ndarray | None = None  # (M,) int64
 
-
     def part(self, row: int, token: int, place: int, last_row: int, last_token: int,
              last_place: int) -> Batch:  # fmt: skip
         """The batch from a row, its first token and place on, up to others."""

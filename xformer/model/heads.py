@@ -28,6 +28,10 @@ class Loss:
     correct: Tensor  # (), float
     pairs: Tensor | None = None  # (N, 2) logits of the pair head, where it trains too
 
+    def nothing(self) -> Loss:
+        """The same pass, counting nothing and with a gradient of zero."""
+        return Loss(0.0 * self.total, 0, 0.0 * self.correct)
+
 
 class MLMHead(nn.Module):
     """Dense, activation, LayerNorm, then the word embeddings as decoder with a bias of its own."""

@@ -1,0 +1,153 @@
+"""xformer.cost against torch's own counter, against sums by hand, against published sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import LENGTHS, random_batch
+from torch.utils.flop_counter import FlopCounterMode
+
+from xformer import cost
+from xformer.cost import Work
+from xformer.model.encoder import ModelConfig
+from xformer.model.heads import HeadKind, Model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97, "layers": 2, "hidden": 39, "heads": 3, "intermediate": 53,
+    "max_positions": 17, "dropout": 0.1, "attention_dropout": 0.1,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "albert": {"layers": 3, "embedding": 11, "shared_layers": True},
+    "roberta": {"first_position": 2, "token_types": 1},
+    "distilbert": {"token_types": 0, "pooler": "relu", "positions": "sinusoidal"},
+    "plus": {"norm": "pre", "pooler": "none"},
+}
+BASE = ModelConfig(vocab_size=30522)
+
+
+def counted(model: Model, labels: torch.Tensor | None = None) -> int:
+    """Operations that torch counts in a forward and backward pass of random_batch."""
+    batch = random_batch()
+    if labels is not None:
+        batch = type(batch)(**{**batch.__dict__, "labels": labels})
+    with FlopCounterMode(display=False) as counter:
+        model.loss(batch)[0].total.backward()
+    return int(counter.get_total_flops())
+
+
+def work(masked: bool) -> Work:
+    """random_batch as numbers."""
+    places = random_batch().places
+    assert places is not None
+    return Work(sum(LENGTHS), sum(n * n for n in LENGTHS), len(LENGTHS),
+                len(places) if masked else 0)  # fmt: skip
+
+
+def initialised(config: ModelConfig, kind: HeadKind, outputs: int, **more: Any) -> Model:
+    """A model of finite weights, in training mode: its attention is the written-out one."""
+    model = Model(config, kind, outputs, **more).train()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    return model
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operations_are_those_that_torch_counts(shape: str) -> None:
+    config = ModelConfig(**{**SMALL, **SHAPES[shape]})
+    found = counted(initialised(config, "mlm", 0))
+    assert found == cost.training_flops(config, "mlm", work(masked=True))
+    classes = counted(initialised(config, "classify", 4))
+    assert classes == cost.training_flops(config, "classify", work(False), outputs=4)
+    scores = counted(initialised(config, "regress", 1), torch.rand(len(LENGTHS)))
+    assert scores == cost.training_flops(config, "regress", work(False))
+    spans = counted(initialised(config, "span", 2), torch.zeros(len(LENGTHS), 2, dtype=torch.long))
+    assert spans == cost.training_flops(config, "span", work(False))
+
+
+def test_operations_of_a_pair_head_beside_masked_tokens() -> None:
+    config = ModelConfig(**SMALL)
+    model = initialised(config, "mlm", 0, parts=("pooler", "pair_head"), pair_scale=1.5)
+    labels = torch.arange(len(LENGTHS)) % 2
+    assert counted(model, labels) == cost.training_flops(
+        config, "mlm", work(masked=True), pairs=True
+    )
+
+
+def test_operations_of_the_convolutional_network() -> None:
+    config = ModelConfig(architecture="hilbert_cnn", vocab_size=97, kmer=2, letters=(5, 6, 7, 8),
+                         max_positions=17)  # fmt: skip
+    found = counted(initialised(config, "classify", 4))
+    assert found == cost.training_flops(config, "classify", work(False), outputs=4)
+
+
+def test_evaluation_is_a_third_of_training() -> None:
+    some = Work.even(150, 128, 0.15)
+    assert some == Work(19_200, 150 * 128**2, 150, 2_880)
+    assert cost.training_flops(BASE, "mlm", some) == 3 * cost.forward_flops(BASE, "mlm", some)
+    # Chiang & Lee 2020's step by hand: layers, attention, MLM head
+    layers = 12 * (8 * 768**2 + 4 * 768 * 3072) * 19_200
+    attention = 12 * 4 * 768 * 128 * 19_200
+    head = (2 * 768 * 768 + 2 * 768 * 30_522) * 2_880
+    assert cost.forward_flops(BASE, "mlm", some) == layers + attention + head
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_by_part_are_all_of_them(shape: str) -> None:
+    config = ModelConfig(**{**SMALL, **SHAPES[shape]})
+    parts = cost.parameters(config, "mlm", parts=("pooler",))
+    assert sum(parts.values()) == sum(
+        p.numel() for p in Model(config, "mlm", parts=("pooler",)).parameters()
+    )
+    assert parts["word embeddings"] == 97 * config.width
+    assert parts["attention"] == config.stored_layers * (4 * 39 * 39 + 4 * 39)
+    assert parts["feed-forward"] == config.stored_layers * (2 * 39 * 53 + 39 + 53)
+    assert parts["norms"] == config.stored_layers * 4 * 39
+
+
+def test_published_sizes() -> None:
+    """Devlin et al. 2019: 110 M and 340 M; Lan et al. 2020: 12 M; Sanh et al. 2019: 66 M; Yin et
+    al. 2018: 961 K."""
+    large = ModelConfig(vocab_size=30522, layers=24, hidden=1024, heads=16, intermediate=4096)
+    albert = ModelConfig(vocab_size=30000, embedding=128, shared_layers=True)
+    distil = ModelConfig(vocab_size=30522, layers=6, token_types=0)
+    cnn = ModelConfig(architecture="hilbert_cnn", vocab_size=9, max_positions=502)
+
+    def millions(config: ModelConfig, *more: Any) -> float:
+        return sum(cost.parameters(config, *more).values()) / 1e6
+
+    assert millions(BASE, "classify", 2) == pytest.approx(109.5, abs=0.05)
+    assert millions(large, "classify", 2) == pytest.approx(335.1, abs=0.1)
+    assert millions(albert) == pytest.approx(11.1, abs=0.1)
+    assert millions(distil) == pytest.approx(66.4, abs=0.1)
+    assert millions(cnn, "classify", 2) == pytest.approx(0.963, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("Tesla V100-SXM2-16GB", 125e12, 15.7e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("AMD EPYC", None, None),
+    ],
+)
+def test_peaks_by_name(name: str, bf16: float | None, fp32: float | None) -> None:
+    assert cost.peak_flops(name, "bf16") == bf16
+    assert cost.peak_flops(name, "fp32") == fp32
+
+
+def test_memory_and_network_by_hand() -> None:
+    assert cost.state_bytes(1000) == 16_000
+    assert cost.state_bytes(1000, 4, "optimizer") == 8_000 + 2_000
+    assert cost.state_bytes(1000, 4, "model") == 4_000
+    assert cost.reduction_seconds(1000, 4, 1e3) == pytest.approx(6.0)
+    assert cost.reduction_seconds(1000, 1, 1e3) == 0
+    assert cost.utilisation(4e12, 2.0, 1e12, 4) == pytest.approx(0.5)

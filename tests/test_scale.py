@@ -1,0 +1,318 @@
+"""Scale as its users meet it: ranks that divide the state, machines, utilisation, profiles."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import (
+    CLASSIFY,
+    NO_DROPOUT,
+    PATIENCE,
+    ROOT,
+    SMOKE,
+    Forks,
+    _free_port,
+    good,
+    refused,
+    training,
+)
+from safetensors.torch import load_file
+from test_train import AT_STEP, board, log, same
+from torch.autograd import DeviceType
+from torch.testing import assert_close
+from toys import Toys
+
+from xformer import cost
+from xformer.data.files import read_json
+from xformer.model.encoder import ModelConfig
+from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
+
+SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6",
+         "train.log_every=3"]  # fmt: skip
+# more micro-batches than rows: some ranks have nothing to do, and pass with the others
+IDLE = ["batch.rows=3", "batch.accumulate=2"]
+
+
+def shard(how: str) -> list[str]:
+    return [f"system.shard={how}"]
+
+
+def close(run: Path, reference: Path) -> None:
+    """Assert that two runs agree to the rounding of sums in another order."""
+    for a, b in zip(log(reference), log(run), strict=True):
+        for key in ("loss", "grad_norm", "lr", "accuracy"):
+            assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-5), key
+    name = "checkpoints/step_9/{}.safetensors"
+    for kind, tolerance in (("model", 1e-5), ("optimizer", 1e-7)):
+        ours, theirs = (load_file(r / name.format(kind)) for r in (run, reference))
+        assert set(ours) == set(theirs)
+        for key, tensor in theirs.items():
+            assert_close(ours[key], tensor, rtol=1e-4, atol=tolerance)
+
+
+# --------------------------------------------------------------------------- divided state
+
+
+def test_divided_state_gives_the_same_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Without dropout, 2 and 3 ranks that divide moments or all are one process, also where a rank
+    has no row, and a checkpoint of each continues as the other."""
+    runs = {
+        "one": (1, SMOKE, []),
+        "moments": (2, SMOKE, shard("optimizer")),
+        "all": (2, SMOKE, [*shard("model"), "system.precision=fp32"]),
+        "task": (1, CLASSIFY, IDLE),
+        "task-moments": (3, CLASSIFY, [*IDLE, *shard("optimizer")]),
+        "task-all": (3, CLASSIFY, [*IDLE, *shard("model"), "model.shared_layers=true"]),
+    }
+    runs["task"][2].append("model.shared_layers=true")
+    runs["task-moments"][2].append("model.shared_layers=true")
+    stores = {SMOKE: data.text, CLASSIFY: data.classes}
+    lines = {
+        name: (ranks, training(recipe, stores[recipe], tmp_path / name, *SHORT, *NO_DROPOUT, *more))
+        for name, (ranks, recipe, more) in runs.items()
+    }
+    going = [forks.start(*line, ranks=ranks) for ranks, line in lines.values()]
+    for fork in going:
+        good(fork.wait())
+    stop = AT_STEP.format(step=4, signal="SIGTERM", ranks="0")
+    for begin, end in (("model", "none"), ("none", "model"), ("optimizer", "model")):
+        run = tmp_path / f"{begin}-{end}"
+        line = training(SMOKE, data.text, run, *SHORT, *NO_DROPOUT)
+        assert forks.run(*line, *shard(begin), ranks=2, before=stop).status == 128 + 15
+        good(forks.run(*line, *shard(end), ranks=2))
+        close(run, tmp_path / "one")
+    for name in runs:
+        close(tmp_path / name, tmp_path / ("task" if name.startswith("task") else "one"))
+
+
+@pytest.mark.parametrize("how", ["optimizer", "model"])
+def test_divided_state_resumes_exactly(how: str, forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Bit for bit at 3 ranks, dropout on."""
+    runs = [tmp_path / "straight", tmp_path / "stopped"]
+    straight, stopped = [training(SMOKE, data.text, run, *SHORT, *shard(how)) for run in runs]
+    reference = forks.start(*straight, ranks=3)
+    stop = AT_STEP.format(step=4, signal="SIGTERM", ranks="2")
+    assert forks.run(*stopped, ranks=3, before=stop).status == 128 + 15
+    good(forks.run(*stopped, ranks=3))
+    good(reference.wait())
+    same(runs[1], runs[0])
+
+
+def test_memory_is_divided(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """What each of 2 ranks holds, in elements of the whole: weights, gradient and moments."""
+    spy = """
+from xformer import shard
+original = shard.place
+def place(model, config, ranks, how):
+    whole = sum(p.numel() for p in model.parameters())
+    optimizer = original(model, config, ranks, how)
+    moments = [optimizer.moments["exp_avg"]]
+    if how == "model":
+        moments = [m.to_local() for m in moments[0].values()]
+        weights = [p.to_local() for p in model.parameters()]
+    else:
+        weights = list(model.parameters())
+    print(*(round(sum(t.numel() for t in ts) / whole, 2) for ts in (weights, moments)))
+    return optimizer
+shard.place = place
+"""
+    found = {}
+    for how in ("none", "optimizer", "model"):
+        line = training(SMOKE, data.text, tmp_path / how, "train.steps=1", *shard(how))
+        found[how] = good(forks.run(*line, ranks=2, before=spy)).out.split()
+    assert found == {"none": ["1.0", "1.0"], "optimizer": ["1.0", "0.5"], "model": ["0.5", "0.5"]}
+
+
+def test_one_reduction_a_step(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """However many micro-batches, gradient and counts travel once; divided moments add the counts,
+    the norm and the gathering of weights."""
+    spy = """
+import torch.distributed as dist
+from xformer import optim
+from xformer.monitor import Monitor
+calls = []
+def counted(module, name):
+    original = getattr(module, name)
+    def call(*arguments, **options):
+        calls.append(name)
+        return original(*arguments, **options)
+    setattr(module, name, call)
+counted(dist, "all_reduce")
+counted(optim, "reduce_scatter")
+counted(optim, "all_gather")
+original = optim.FlatOptimizer.zero
+def zero(self):
+    calls.append("step")
+    original(self)
+optim.FlatOptimizer.zero = zero
+advance = Monitor.advance
+def report(self, done):
+    advance(self, done)
+    print(*calls, sep="\\n")
+    calls.clear()
+Monitor.advance = report
+"""
+    for how, expected in (
+        ("none", ["all_reduce"]),
+        ("optimizer", ["reduce_scatter", "all_reduce", "all_reduce", "all_gather"]),
+    ):
+        line = training(SMOKE, data.text, tmp_path / how, "train.steps=2", "batch.accumulate=3",
+                        *shard(how))  # fmt: skip
+        done = good(forks.run(*line, ranks=2, before=spy))
+        assert done.out.split() == ["step", *expected] * 2
+
+
+def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Two torchrun agents that meet over loopback, as on two nodes: the losses of one process."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    lines = [training(SMOKE, data.text, run, *SHORT, *NO_DROPOUT) for run in runs]
+    good(forks.run(*lines[0]))
+    port = str(_free_port())
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(i),
+             "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port,
+             *lines[1]],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    for agent in agents:
+        _, err = agent.communicate(timeout=PATIENCE)
+        assert agent.returncode == 0, err
+    close(runs[1], runs[0])
+
+
+def test_refusals(forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path) -> None:
+    cnn = ["recipes/finetune/hilbert-cnn.toml", f"data={data.splice}", f"run={tmp_path / 'run'}"]
+    refused(forks.run("train.py", *cnn, "system.shard=model"), "layers of a transformer")
+    line = training(SMOKE, data.text, tmp_path / "run")
+    refused(forks.run(*line, "system.shard=weights"), "system.shard='weights'", "'model'")
+    refused(forks.run(*line, "system.peak_tflops=-1"), "system.peak_tflops=-1")
+    evaluate = ["evaluate.py", learned["text"], f"data={data.text}"]
+    refused(forks.run(*evaluate, "system.profile=true"), "unknown key system.profile")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- utilisation, profile
+
+
+def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """`mfu` is the operations of the step's real rows over time and peak, of both ranks."""
+    run = tmp_path / "run"
+    steps = ["train.steps=4", "train.log_every=2", "train.select=last", "system.peak_tflops=0.5"]
+    good(forks.run(*training(SMOKE, data.text, run, *steps), ranks=2))
+    lines = [record for record in log(run) if record["event"] == "train"]
+    shown = board(run).Scalars("train/mfu")
+    assert [e.value for e in shown] == pytest.approx([line["mfu"] for line in lines])
+    config = ModelConfig(**read_json(run / "checkpoints/step_4/config.json")["model"])
+    for line in lines:
+        # of 8 rows of at most 20 tokens no step has more work than full rows, nor a tenth of it
+        seconds = 1.0 / line["real_tokens_per_second"]
+        most = cost.training_flops(config, "mlm", cost.Work(100, 2000, 100, 40)) / 100
+        least = cost.training_flops(config, "mlm", cost.Work(100, 300, 5, 5)) / 100
+        assert least < line["mfu"] * 2 * 0.5e12 * seconds < most
+    plain = tmp_path / "plain"
+    good(forks.run(*training(SMOKE, data.text, plain, *steps[:3])))
+    assert not any("mfu" in record for record in log(plain))  # the CPU has no known peak
+
+
+def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """A trace and its summary are written after 15 steps; the run and its results are the same."""
+    last = SKIP + STEPS
+    steps = [f"train.steps={last + 3}", "train.validate_every=8", "train.log_every=3"]
+    plain, traced = tmp_path / "plain", tmp_path / "traced"
+    going = forks.start(*training(SMOKE, data.text, plain, *steps))
+    line = training(SMOKE, data.text, traced, *steps, "system.profile=true")
+    done = good(forks.run(*line))
+    good(going.wait())
+    same(traced, plain)
+    assert not (plain / "profile").exists()
+    (path,) = (traced / "profile").glob("*.json.gz")
+    assert path.name == f"steps_{SKIP + 1}-{last}.pt.trace.json.gz"
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    names = [event.get("name") for event in events if event.get("ph") == "X"]
+    assert names.count("waiting for data") == names.count("optimizer") == STEPS
+    assert sum(name == "aten::_fused_adam_" for name in names) == 2 * STEPS
+    text = path.with_name(path.name.replace(".pt.trace.json.gz", ".txt")).read_text()
+    assert text in done.err
+    title, *lines = text.splitlines()
+    assert title.startswith(f"steps {SKIP + 1} to {last}: ")
+    shares = {line[:24].strip(): float(line[24:].split()[0]) for line in lines}
+    assert len(shares) == 10
+    assert sum(shares.values()) == pytest.approx(100, abs=1)
+    for kind in ("matrix products", "attention", "LayerNorm", "dropout", "optimizer"):
+        assert 0 < shares[kind] < 100, kind
+    good(forks.run(*line, "overwrite=true", "system.profile=false"))
+    assert not (traced / "profile").exists()
+
+
+def test_profile_of_a_short_run_says_so(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", "train.steps=12", "system.profile=true")
+    done = good(forks.run(*line))
+    assert f"no profile: it takes {SKIP + STEPS} steps, this run made 12" in done.err
+    assert not (tmp_path / "run/profile").exists()
+
+
+def test_profile_of_a_gpu() -> None:
+    """Kernels count for the operator that started them, else by their own name, and gaps are
+    idle time."""
+
+    def kernel(name: str, begin: float, end: float) -> Any:
+        span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
+        return SimpleNamespace(device_type=DeviceType.CUDA, name=name, time_range=span)
+
+    def operator(name: str, own: float, parent: Any = None, started: Any = None) -> Any:
+        kernels = [SimpleNamespace(name=k.name, duration=k.time_range.elapsed_us())
+                   for k in started or []]  # fmt: skip
+        return SimpleNamespace(device_type=DeviceType.CPU, name=name, self_cpu_time_total=own,
+                               cpu_parent=parent, kernels=kernels)  # fmt: skip
+
+    product = kernel("nvjet_tst_128x256", 0, 40)
+    scale = kernel("void at::native::vectorized_elementwise_kernel<4, Mul>", 40, 45)
+    norm = kernel("triton_per_fused_add_native_layer_norm_3", 45, 60)
+    overlapping = kernel("ncclDevKernel_AllReduce_Sum_f32", 50, 70)
+    step = operator("optimizer", 3.0)
+    events = [
+        operator("aten::addmm", 5.0, started=[product]),
+        step,
+        operator("aten::mul_", 1.0, parent=step, started=[scale]),
+        operator("waiting for data", 20.0),
+        product, scale, norm, overlapping,
+    ]  # fmt: skip
+    lines = summary(events, 100e-6, cuda=True)
+    shares = {line[:24].strip(): float(line[24:].split()[0]) for line in lines}
+    assert lines[0].split() == ["GPU", "idle", "30.0", "%"]
+    expected = {"matrix products": 40, "optimizer": 5, "LayerNorm": 15, "communication": 20,
+                "waiting for data": 20, "GPU idle": 30}  # fmt: skip
+    assert {kind: share for kind, share in shares.items() if share} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "matrix products"),
+        ("mkldnn::_linear_pointwise", "matrix products"),
+        ("aten::bmm", "attention"),
+        ("aten::_softmax_backward_data", "attention"),
+        ("pytorch_flash::flash_fwd_kernel<attention>", "attention"),
+        ("aten::_log_softmax", "activations and loss"),
+        ("aten::native_layer_norm_backward", "LayerNorm"),
+        ("aten::bernoulli_", "dropout"),
+        ("aten::_fused_adam_", "optimizer"),
+        ("gloo:all_reduce", "communication"),
+        ("aten::index_select", "embeddings and copies"),
+        ("Memcpy HtoD (Pinned -> Device)", "embeddings and copies"),
+        ("aten::add", OTHER),
+    ],
+)
+def test_kinds_of_work(name: str, kind: str) -> None:
+    assert kind_of_name(name) == kind

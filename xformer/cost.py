@@ -1,0 +1,162 @@
+"""What a model costs: parameters, operations, memory, seconds. Values in, values out.
+
+T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
+embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
+
+Operations are those of matrix products (two for a multiplication and an addition), which the model
+needs for its real tokens: padding, recomputation and all that is element-wise count nothing, so
+that the share of a device's peak is comparable between programs (Chowdhery et al. 2022, appendix
+B, counts so too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from xformer.model.encoder import ModelConfig
+from xformer.model.heads import HeadKind, Model
+
+BACKWARD = 2  # a product's backward pass is two products of its size
+BYTES = 4  # of a weight, a gradient or a moment, all fp32
+
+# Peak of a device in 10^12 operations a second, by a part of its name: (16-bit matrix units with
+# fp32 sums and dense matrices, fp32). From NVIDIA's data sheets; the first name that fits counts.
+PEAKS = (
+    ("H200", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.0, 67.0),
+    ("A100", 312.0, 19.5),
+    ("L40S", 362.0, 91.6),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 30.3),
+    ("V100", 125.0, 15.7),
+    ("RTX 4090", 165.2, 82.6),
+    ("RTX 3090", 71.0, 35.6),
+    ("T4", 65.0, 8.1),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much went through a model: `squares` is the sum over rows of their squared lengths, on
+    which attention depends; `masked` the tokens that an MLM head predicted."""
+
+    tokens: int
+    squares: int
+    rows: int
+    masked: int = 0
+
+    @staticmethod
+    def even(rows: int, length: int, masking: float = 0.0) -> Work:
+        """`rows` of one length, of whose tokens the share `masking` is predicted."""
+        tokens = rows * length
+        return Work(tokens, tokens * length, rows, round(tokens * masking))
+
+
+def parameters(config: ModelConfig, kind: HeadKind | None = None, outputs: int = 0,
+               parts: Collection[str] = ()) -> dict[str, int]:  # fmt: skip
+    """Parameters by part, tied and shared ones once; arguments as of `Model`.
+
+    The parts that a model has of: word embeddings, other embeddings, attention, feed-forward,
+    norms, final norm, convolutions, heads.
+    """
+    with torch.device("meta"):
+        model = Model(config, kind, outputs, parts)
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = _part(name)
+        found[part] = found.get(part, 0) + parameter.numel()
+    return found
+
+
+def _part(name: str) -> str:
+    if name.startswith("encoder.embeddings"):
+        return "word embeddings" if ".word." in name else "other embeddings"
+    if name.startswith("encoder.layers"):
+        inside = name.split(".")[3]  # encoder.layers.N.attention...
+        return {"attention": "attention", "mlp": "feed-forward"}.get(inside, "norms")
+    if name.startswith("encoder"):
+        return "final norm"
+    return "convolutions" if name.startswith("cnn") else "heads"
+
+
+def forward_flops(config: ModelConfig, kind: HeadKind | None, work: Work, outputs: int = 0,
+                  pairs: bool = False) -> int:  # fmt: skip
+    """Operations of a forward pass; `outputs` of a task head, `pairs` whether a pair head runs
+    beside an MLM head."""
+    if config.architecture == "hilbert_cnn":
+        return sum(_convolutions(config, outputs)) * work.rows
+    C, E, F, V = config.hidden, config.width, config.intermediate, config.vocab_size
+    # qkv 3CC, out CC, up CF, down CF; for each token as many scores and sums as its row is long
+    flops = config.layers * ((8 * C * C + 4 * C * F) * work.tokens + 4 * C * work.squares)
+    if config.embedding:
+        flops += 2 * E * C * work.tokens
+    if kind == "mlm":
+        flops += (2 * C * E + 2 * E * V) * work.masked
+    pooled = kind in ("classify", "regress") or pairs
+    if pooled and config.pooler != "none":
+        flops += 2 * C * C * work.rows
+    K = {"regress": 1, "span": 2}.get(kind or "", 2 if pairs else outputs)
+    return flops + 2 * C * K * (work.tokens if kind == "span" else work.rows)
+
+
+def training_flops(config: ModelConfig, kind: HeadKind, work: Work, outputs: int = 0,
+                   pairs: bool = False) -> int:  # fmt: skip
+    """Operations of forward and backward passes that train all weights."""
+    flops = (1 + BACKWARD) * forward_flops(config, kind, work, outputs, pairs)
+    if config.architecture == "hilbert_cnn":  # its input, one-hot words, takes no gradient
+        flops -= _convolutions(config, outputs)[0] * work.rows
+    return flops
+
+
+def _convolutions(config: ModelConfig, outputs: int) -> list[int]:
+    """Operations of each product of a HilbertCNN's forward pass, the first convolution first."""
+    with torch.device("meta"):
+        model = Model(config, "classify", outputs)
+    assert model.cnn is not None
+    cells, (height, width) = [], model.cnn.size
+    for _ in range(3):
+        cells.append(height * width)
+        height, width = -(-height // 2), -(-width // 2)
+    halvings = {"first": 0, "second": 0, "blocks": 1}
+    flops = []
+    for name, weight in model.cnn.named_parameters():
+        if weight.ndim > 1:
+            times = halvings.get(name.split(".")[0])
+            if name.startswith("blocks") and not name.startswith("blocks.0"):
+                times = 2
+            flops.append(2 * weight.numel() * (1 if times is None else cells[times]))
+    assert model.task_head is not None
+    return [*flops, 2 * model.task_head.weight.numel()]
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Operations a second that a device of this name can do at most, None where it is not known."""
+    for name, half, full in PEAKS:
+        if name in device:
+            return 1e12 * (half if precision == "bf16" else full)
+    return None
+
+
+def utilisation(flops: float, seconds: float, peak: float, devices: int = 1) -> float:
+    """Model FLOPs utilisation (MFU): the share of the peak of `devices` that the model used."""
+    return flops / (max(seconds, 1e-9) * peak * devices)
+
+
+def state_bytes(parameters: int, ranks: int = 1, shard: str = "none") -> int:
+    """Bytes a device holds of weights, gradient and Adam's two moments, all fp32; `shard` as in
+    `system.shard`."""
+    share = -(-parameters // ranks)
+    weights = share if shard == "model" else parameters
+    moments = share if shard in ("model", "optimizer") else parameters
+    return BYTES * (2 * weights + 2 * moments)
+
+
+def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> float:
+    """Seconds that a ring of ranks takes to sum the gradient, at the speed of its slowest link: it
+    sends and receives 2 (ranks - 1) / ranks times the buffer (Patarasuk & Yuan 2009)."""
+    return 2 * (ranks - 1) / ranks * parameters * BYTES / bytes_per_second

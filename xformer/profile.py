@@ -1,0 +1,173 @@
+"""Where the time of a step goes: a trace of a few steps and a summary of it.
+
+RUN/profile/steps_A-B.pt.trace.json.gz    for https://ui.perfetto.dev, chrome://tracing, or
+                                          TensorBoard's profiler plugin
+RUN/profile/steps_A-B.txt                 percent of the time by kind of work
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+SKIP, STEPS = 10, 5  # steps before the trace, in which kernels are chosen and compiled; its length
+# Kinds of work by words in the names of operators and kernels; the first that fits counts.
+WORDS = {
+    "waiting for data": "^waiting for data$",
+    "communication": "nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter",
+    "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss",
+    "attention": "attention|attn|softmax|bmm",
+    "LayerNorm": "layer_?norm|batch_?norm",
+    "dropout": "dropout|bernoulli",
+    "optimizer": "^optimizer$|adam|vector_norm",
+    "matrix products": "mm|matmul|linear|gemm|cublas|cutlass|nvjet|mkldnn|conv(?!ert)",
+    "embeddings and copies": "embedding|index|copy|memcpy|memset|aten::to$|cat$",
+}
+KINDS = {kind: re.compile(words, re.IGNORECASE) for kind, words in WORDS.items()}
+OTHER = "everything else"
+
+
+class Profiler:
+    """Traces the steps SKIP + 1 to SKIP + STEPS that a process makes; does nothing unless `active`.
+
+    Use as a context manager, and call `step` after every step.
+    """
+
+    def __init__(self, run: Path, active: bool, device: torch.device, say: Callable[[str], None]):
+        self.run, self.active, self.device, self.say = run, active, device, say
+        self.steps, self.begin = 0, 0.0
+        self.trace: torch.profiler.profile | None = None
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        if self.trace is not None:
+            self.trace.stop()
+        if self.active and error is None and self.steps < SKIP + STEPS:
+            self.say(f"no profile: it takes {SKIP + STEPS} steps, this run made {self.steps}")
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """A range of the trace: "waiting for data" or "optimizer"."""
+        if self.trace is None:
+            return nullcontext()
+        return torch.profiler.record_function(name)
+
+    def step(self, step: int) -> float:
+        """Note that `step` is done. Returns the seconds spent on the trace, which the run's clock
+        should not count."""
+        self.steps += 1
+        if not self.active or self.steps not in (SKIP, SKIP + STEPS):
+            return 0.0
+        self._wait()
+        begin = time.perf_counter()
+        if self.trace is None:
+            self.trace = torch.profiler.profile()  # of all activities that the machine has
+            self.trace.start()
+        else:
+            self._write(begin - self.begin, step)
+            self.trace = None
+        self.begin = time.perf_counter()
+        return self.begin - begin
+
+    def _write(self, seconds: float, step: int) -> None:
+        assert self.trace is not None
+        self.trace.stop()
+        (self.run / "profile").mkdir(exist_ok=True)
+        path = self.run / "profile" / f"steps_{step - STEPS + 1}-{step}.pt.trace.json.gz"
+        self.trace.export_chrome_trace(str(path))
+        lines = summary(self.trace.events() or [], seconds, self.device.type == "cuda")
+        title = f"steps {step - STEPS + 1} to {step}: {1000 * seconds / STEPS:,.1f} ms a step"
+        text = "\n".join([title, *lines])
+        path.with_name(path.name.replace(".pt.trace.json.gz", ".txt")).write_text(text + "\n")
+        self.say(f"{text}\ntrace: {path}")
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
+    """Lines of percent of `seconds` by kind of work, from a profiler's events.
+
+    Of a GPU the time of its kernels and how long it was idle, to which waiting for data on the host
+    is added for information; else the operators' own time on this process's main thread.
+    """
+    events = list(events)
+    times = _kernel_times(events) if cuda else _operator_times(events)
+    whole = 1e6 * max(seconds, 1e-9)  # events are in microseconds
+    lines = []
+    if cuda:
+        busy = _union([e for e in events if e.device_type != DeviceType.CPU])
+        lines.append(_line("GPU idle", whole - busy, whole))
+        waited = _operator_times(events).get("waiting for data", 0.0)
+        times["waiting for data"] = waited
+    else:
+        times[OTHER] = times.get(OTHER, 0.0) + whole - sum(times.values())
+    order = sorted(KINDS, key=lambda kind: -times.get(kind, 0.0))
+    return lines + [_line(kind, times.get(kind, 0.0), whole) for kind in (*order, OTHER)]
+
+
+def _line(kind: str, time: float, whole: float) -> str:
+    return f"  {kind:<22} {100 * time / whole:5.1f} %"
+
+
+def _operator_times(events: list[Any]) -> dict[str, float]:
+    """Microseconds of operators by kind, without what they call."""
+    times: dict[str, float] = {}
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            kind = _kind_of(event)
+            times[kind] = times.get(kind, 0.0) + event.self_cpu_time_total
+    return times
+
+
+def _kernel_times(events: list[Any]) -> dict[str, float]:
+    """Microseconds of a GPU's kernels by the kind of the operator that started them, or else by
+    their own."""
+    started: dict[tuple[str, float], list[str]] = {}
+    for event in events:
+        for kernel in event.kernels if event.device_type == DeviceType.CPU else ():
+            kind = _kind_of(event)
+            if kind != OTHER:
+                started.setdefault((kernel.name, kernel.duration), []).append(kind)
+    times: dict[str, float] = {}
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            duration = event.time_range.elapsed_us()
+            kinds = started.get((event.name, duration))
+            kind = kinds.pop() if kinds else kind_of_name(event.name)
+            times[kind] = times.get(kind, 0.0) + duration
+    return times
+
+
+def _kind_of(event: Any) -> str:
+    """The kind of the nearest of an operator and its callers that has one."""
+    while event is not None:
+        if (kind := kind_of_name(event.name)) != OTHER:
+            return kind
+        event = event.cpu_parent
+    return OTHER
+
+
+def kind_of_name(name: str) -> str:
+    """The kind of work of an operator or kernel."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
+
+
+def _union(events: list[Any]) -> float:
+    """Microseconds in which at least one event ran."""
+    total, reached = 0.0, -1.0
+    for begin, end in sorted((e.time_range.start, e.time_range.end) for e in events):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
