@@ -28,7 +28,7 @@ from xformer.data.errors import Failure
 from xformer.data.store import open_store
 from xformer.distributed import SystemConfig
 from xformer.evaluate import score
-from xformer.train import Feed, Recipe, prepare
+from xformer.train import Recipe, prepare
 from xformer.train import train as training
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
@@ -98,15 +98,16 @@ def batches(store: str, init: str, batch: list[str], count: int) -> Took:
     the store are in memory."""
     arguments = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
     job = prepare(load(Recipe, arguments), distributed.Ranks(0, 1, torch.device("cpu")))
-    feed, tokens, position = Feed(job), 0, 0
+    feed, tokens, position = job.feed(), 0, 0
     job.store.verify_in_background(lambda damage: None).join()  # reads every page
     for number in range(count + count // 10 + 1):
         if number == count // 10 + 1:
             started, tokens = time.perf_counter(), 0
-        position, micro, total = feed.take(position)
-        if not micro or micro[0].places is None:
+        step = feed.take(position)
+        position = step.end
+        if not step.batches or step.batches[0].places is None:
             raise Failure("the feed gave a batch without masks")
-        tokens += total.tokens
+        tokens += step.work.tokens
     return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / count}
 
 

@@ -71,7 +71,8 @@ def test_a_killed_capture_goes_on(
     monkeypatch.setattr(capture, "PART", 40)
     whole, cut = tmp_path / "whole.h5", tmp_path / "cut.h5"
     capture.run([str(small / "a")], config_of(small, whole))
-    written, append = [], capture._append
+    written: list[int] = []
+    append = capture._append
 
     def dies(h5: Any, *rest: Any) -> None:
         if len(set(written)) == 2 and h5.filename not in written:
@@ -218,7 +219,7 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
 
 def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     made = (("a", 0, 1e-3, 0.0), ("b", 1, 1e-3, 0.2), ("c", 0, 1e-4, 1.0))
-    runs = [run_of(tmp_path / name, *rest) for name, *rest in made]
+    runs = [run_of(tmp_path / name, seed, lr, offset) for name, seed, lr, offset in made]
     groups = curves.grouped(runs)
     assert groups == {"optim.lr=0.001": runs[:2], "optim.lr=0.0001": runs[2:]}
     config = CurvesConfig(out="x")

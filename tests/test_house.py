@@ -30,7 +30,8 @@ FLOORS = (
     ("xformer.cost",),
     ("xformer.checkpoint",),
     ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
-     "xformer.monitor", "xformer.run", "xformer.profile", "xformer.shard", "xformer.freeze"),
+     "xformer.monitor", "xformer.run", "xformer.profile", "xformer.shard", "xformer.freeze",
+     "xformer.feed"),
     ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
     ("xformer.study",),
 )  # fmt: skip

@@ -39,7 +39,7 @@ from xformer.cost import Work
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.distributed import Ranks
-from xformer.train import Feed, Recipe, prepare
+from xformer.train import Recipe, prepare
 
 SHORT = ["train.steps=15", "train.checkpoint_every=4", "train.validate_every=6",
          "train.log_every=3"]  # fmt: skip
@@ -338,15 +338,49 @@ def everything(
     rows: dict[int, tuple[list[int], ...]] = {}
     sizes, ends = [], []
     for rank in range(ranks):
-        feed = Feed(prepare(recipe, Ranks(rank, ranks, torch.device("cpu"))))
-        position, batches, work = feed.take(feed.take(0)[0])
-        for batch in batches:
+        feed = prepare(recipe, Ranks(rank, ranks, torch.device("cpu"))).feed()
+        step = feed.take(feed.take(0).end)
+        for batch in step.batches:
             found = by_row(batch)
             assert not set(found) & set(rows)
             rows |= found
-        sizes.append(sum(len(batch.tokens) for batch in batches))
-        ends.append((position, work))
+        sizes.append(sum(len(batch.tokens) for batch in step.batches))
+        ends.append((step.end, step.work))
     return rows, sizes, ends
+
+
+@pytest.mark.parametrize("overrides", [["batch.tokens=150"], ["train.steps=0", "batch.rows=7"]])
+def test_a_step_is_the_same_wherever_a_run_goes_on(
+    overrides: list[str], data: Toys, tmp_path: Path
+) -> None:
+    """Many steps are made at once: each is what it is when made first, to the end of the run."""
+    line = training(SMOKE, data.text, tmp_path / "run", *overrides)[1:]
+    job = prepare(load(Recipe, line), Ranks(0, 1, torch.device("cpu")))
+    position, steps = 0, 0
+    for step, packed in job.feed().steps(0):
+        fresh = job.feed().take(position)
+        assert (step.end, step.work, len(packed)) == (fresh.end, fresh.work, 1)
+        assert step.work.tokens == len(fresh.batches[0].tokens)
+        for name in ("tokens", "positions", "segments", "places", "targets"):
+            found = getattr(packed[0], name)
+            assert np.array_equal(found.numpy(), getattr(fresh.batches[0], name)), name
+        assert packed[0].layout.cu_seqlens.tolist() == fresh.batches[0].cu_seqlens.tolist()
+        position, steps = step.end, steps + 1
+        if steps == 200:
+            break
+    if "train.steps=0" in overrides:
+        assert (position, steps) == (900, -(-900 // 7))
+
+
+def test_ranks_without_rows_get_a_batch_that_does_not_count(data: Toys, tmp_path: Path) -> None:
+    recipe = load(Recipe, [*training(SMOKE, data.text, tmp_path / "run", "batch.rows=2",
+                                     "batch.accumulate=2", "system.shard=model")[1:]])  # fmt: skip
+    own = []
+    for rank in range(3):
+        step = prepare(recipe, Ranks(rank, 3, torch.device("cpu"))).feed().take(0)
+        assert len(step.batches) == 2
+        own.append(step.own)
+    assert sum(own) == 2
 
 
 def by_row(batch: Batch) -> dict[int, tuple[list[int], ...]]:

@@ -23,10 +23,12 @@ KEEP = 2  # newest checkpoints, beside the best
 
 
 class Run:
-    """An opened run directory, locked on rank 0 until this process ends."""
+    """An opened run directory, locked on rank 0 until this process ends; `earlier` is the content
+    of its config.json where it goes on."""
 
-    def __init__(self, path: Path, lock: TextIO | None):
-        self.path = path
+    def __init__(self, path: Path, lock: TextIO | None = None,
+                 earlier: dict[str, Any] | None = None):  # fmt: skip
+        self.path, self.earlier = path, earlier
         self._lock = lock
 
     def checkpoint_path(self, step: int) -> Path:
@@ -91,8 +93,9 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
         raise BadInput(
             f"run={path} exists and is not a run (it holds {strangers[0]}); give another"
         )
-    if known.exists() and not overwrite:
-        _refuse_other_settings(path, read_json(known), config)
+    earlier = read_json(known) if known.exists() and not overwrite else None
+    if earlier is not None:
+        _refuse_other_settings(path, earlier, config)
     path.mkdir(parents=True, exist_ok=True)
     lock = (path / ".lock").open("a")
     try:
@@ -104,7 +107,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
             shutil.rmtree(path / name, ignore_errors=True)
         for name in ("result.json", "log.jsonl", "config.json"):
             (path / name).unlink(missing_ok=True)
-    return Run(path, lock)
+    return Run(path, lock, earlier)
 
 
 def _is_run(config: Path) -> bool:

@@ -9,10 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from xformer import cost, distributed, shard, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
-from xformer.data.batch import Assembler, Batch, Masks
+from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.hashing import key
@@ -33,8 +32,9 @@ from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
 from xformer.distributed import Ranks, TrainingSystem
 from xformer.evaluate import check_task, score
+from xformer.feed import Feed, Step
 from xformer.freeze import account, chosen, freeze
-from xformer.model.encoder import ModelConfig, to_device
+from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
@@ -44,10 +44,9 @@ from xformer.shard import ShardedOptimizer
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-FED = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
 DROPOUT = 4  # what a key is for
-# summed since the last line of the log: over all ranks, but for this rank's "real" of "fed" tokens
-SINCE_LOG = ("loss", "count", "correct", "tokens", "squares", "rows", "seconds", "real", "fed")
+# summed over all ranks since the last line of the log; the first three on the device
+SINCE_LOG = ("loss", "count", "correct", "tokens", "squares", "rows", "seconds")
 
 
 class DataConfig(Settings):
@@ -160,6 +159,12 @@ class State:
     real_tokens: int = 0
     since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
 
+    def advance(self, step: Step) -> None:
+        self.step, self.position = self.step + 1, step.end
+        self.real_tokens += step.work.tokens
+        for name in ("tokens", "squares", "rows"):
+            self.since_log[name] += getattr(step.work, name)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -174,12 +179,32 @@ class Job:
     metric: str
     notes: list[str]
 
-    @property
-    def end(self) -> int:
-        """Samples of the whole run; with `train.steps` there is no such bound."""
-        if self.recipe.train.steps:
-            return 2**62
-        return max(1, round(self.recipe.train.epochs * self.samples.per_epoch))
+    def length(self, steps: int, epochs: float) -> int:
+        """Steps of a run, or samples where there is no number of steps."""
+        return steps or max(1, round(epochs * self.samples.per_epoch))
+
+    def progress(self, step: int, position: int) -> tuple[int, int]:
+        """How much of a run lies behind a step and sample, and how much there is."""
+        settings = self.recipe.train
+        done = step if settings.steps else position
+        return done, self.length(settings.steps, settings.epochs)
+
+    def share(self, step: int, position: int) -> float:
+        done, whole = self.progress(step, position)
+        return done / whole
+
+    def done(self, state: State) -> bool:
+        """Whether a run is at its end, or out of patience."""
+        patience = self.recipe.train.patience
+        return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
+
+    def feed(self) -> Feed:
+        recipe, batch = self.recipe, self.recipe.batch
+        end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
+        stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
+        masking = recipe.masking.probability if recipe.head == "mlm" else 0.0
+        even = recipe.system.shard == "model" and self.ranks.world_size > 1
+        return Feed(self.train, stream, self.ranks, batch.accumulate, recipe.seed, masking, even)
 
     def assembler(self, split: str) -> Assembler:
         return replace(self.train, split=self.store.split(split))
@@ -290,60 +315,6 @@ def _metric(recipe: Recipe, store: Store) -> str:
 # --------------------------------------------------------------------------------- the loop
 
 
-class Feed:
-    """The micro-batches of each step for this rank, made for several steps at once."""
-
-    def __init__(self, job: Job):
-        self.job, batch = job, job.recipe.batch
-        self.stream = Stream(job.samples, job.end, job.train.sizes, batch.rows, batch.tokens)
-        self.steps: dict[int, tuple[int, list[Batch], cost.Work]] = {}  # by position
-
-    def take(self, position: int) -> tuple[int, list[Batch], cost.Work]:
-        """(position after the step, this rank's micro-batches, the step's size on all ranks)."""
-        if position not in self.steps:
-            self.steps = self._make(position)
-        return self.steps[position]
-
-    def _make(self, position: int) -> dict[int, tuple[int, list[Batch], cost.Work]]:
-        """The step at `position` and as many more as FED tokens allow."""
-        recipe, ranks = self.job.recipe, self.job.ranks
-        accumulate = recipe.batch.accumulate
-        pieces = ranks.world_size * accumulate
-        steps: list[tuple[int, int, int, cost.Work]] = []
-        parts: list[tuple[np.ndarray, np.ndarray]] = []
-        made = 0
-        while made < FED and (not steps or position < self.job.end):
-            rows, epochs, ends = self.stream.take(position)
-            tokens = int(ends[-1])
-            bounds = [0, len(rows)]
-            if pieces > 1:
-                bounds[1:1] = ends.searchsorted(tokens * np.arange(1, pieces) / pieces).tolist()
-                bounds = bounds[ranks.rank * accumulate :][: accumulate + 1]
-            mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
-            parts += mine
-            squares = int((np.diff(ends, prepend=0).astype(np.int64) ** 2).sum())
-            steps.append((position, len(rows), len(mine), cost.Work(tokens, squares, len(rows))))
-            position += len(rows)
-            made += tokens // ranks.world_size
-        batches = iter(self._batches(parts))
-        return {
-            at: (at + rows, list(islice(batches, micro)), work) for at, rows, micro, work in steps
-        }
-
-    def spare(self) -> Batch:
-        """The first row, for a rank that has none left and must pass with the others."""
-        return self._batches([(np.zeros(1, np.int64), np.zeros(1, np.int64))])[0]
-
-    def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> list[Batch]:
-        if not parts:
-            return []
-        recipe = self.job.recipe
-        rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
-        masks = Masks(recipe.seed, recipe.masking.probability, epochs)
-        counts = [len(rows) for rows, _ in parts]
-        return self.job.train.batches(rows, counts, masks if recipe.head == "mlm" else None)
-
-
 def train(recipe: Recipe, ranks: Ranks) -> None:
     """Run a recipe to its end, from wherever its run directory stands.
 
@@ -355,7 +326,7 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
     found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     state = State(**read_json(Path(found) / "state.json")) if found else State()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
-    if _done(job, state) and (run.path / "result.json").is_file():
+    if job.done(state) and (run.path / "result.json").is_file():
         if ranks.rank == 0:
             print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
         return
@@ -368,14 +339,16 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
     if ranks.rank == 0:
         cut_log(run.path, state.step if found else -1)
-    bar = (state.position, job.end, "sample")
-    if recipe.train.steps:
-        bar = (state.step, recipe.train.steps, "step")
-    with Monitor(run.path, ranks.rank == 0, *bar) as monitor:
+    unit = "step" if recipe.train.steps else "sample"
+    bar = job.progress(state.step, state.position)
+    with Monitor(run.path, ranks.rank == 0, *bar, unit) as monitor:
         if found:
             monitor.say(f"continuing {run.path} from step {state.step}")
+            _say_longer(job, run, state, monitor)
         else:
             _announce(job, model, monitor)
+        if slow := distributed.slow_precision(ranks.device, recipe.system.precision):
+            monitor.say(slow)
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         with _signals() as signals:
             loop(job, run, model, optimizer, state, monitor, signals)
@@ -385,77 +358,112 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
 def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
          state: State, monitor: Monitor, signals: list[int]) -> None:  # fmt: skip
     """Step until the end: rate, micro-batches, reduce, clip, step, log, validate, checkpoint."""
-    recipe, ranks, feed = job.recipe, job.ranks, Feed(job)
-    warmup = _warmup_share(job)
+    recipe, ranks, every = job.recipe, job.ranks, job.recipe.train
+    warmup = _warmup_share(job, job.length(every.steps, every.epochs))
     carried = [state.since_log[name] for name in SINCE_LOG[:3]]
     sums = torch.tensor(carried, dtype=torch.float64, device=ranks.device)
     tracing = recipe.system.profile and ranks.rank == 0
     profiler = Profiler(run.path, tracing, ranks.device, monitor.say)
-    mark = time.perf_counter()
-    with _store_checked(job) as damage, ThreadPoolExecutor(1) as pool, profiler:
-        if not _done(job, state):
-            ahead: Future[Any] = pool.submit(feed.take, state.position)
-        while not _done(job, state):
+    stop, clock, done = StopFlag(ranks.device), Clock(state), job.done(state)
+    feed = job.feed().steps(state.position)
+    with _store_checked(job) as damage, closing(feed), profiler:
+        while not done:
             with profiler.part("waiting for data"):
-                position, micro_batches, work = ahead.result()
-            own = len(micro_batches)
-            if isinstance(optimizer, ShardedOptimizer):  # all ranks pass equally often
-                micro_batches += [feed.spare()] * (recipe.batch.accumulate - own)
-            if not _ends(job, state.step + 1, position):
-                ahead = pool.submit(feed.take, position)
-            before, after = _share(job, state.step, state.position, position)
+                step, batches = next(feed)
+            before = job.share(state.step, state.position)
+            after = job.share(state.step + 1, step.end)
             lr = learning_rate(recipe.optim, before, after, warmup)
 
             optimizer.zero()
-            for i, batch in enumerate(micro_batches):
+            for i, batch in enumerate(batches):
                 torch.manual_seed(int(key(recipe.seed, DROPOUT, state.step, i, ranks.rank) >> 1))
                 with ranks.autocast(recipe.system.precision):
-                    loss, _ = model.loss(to_device(batch, ranks.device))
-                loss = loss if i < own else loss.nothing()
+                    loss, _ = model.loss(batch)
+                loss = loss if i < step.own else loss.nothing()
                 loss.total.backward()
                 optimizer.counts[0] += loss.total.detach()
                 optimizer.counts[1] += loss.count
                 optimizer.counts[2] += loss.correct
-                state.since_log["real"] += int(batch.cu_seqlens[-1])
-                state.since_log["fed"] += len(batch.tokens)
             optimizer.counts[3] += float(bool(signals))
             with profiler.part("optimizer"):
                 optimizer.reduce(ranks.world_size)
                 norm = optimizer.step(optimizer.counts[1], lr)
             sums += optimizer.counts[:3]
 
-            crossed = position // job.samples.per_epoch > state.position // job.samples.per_epoch
-            state.step, state.position = state.step + 1, position
-            state.real_tokens += work.tokens
-            for name in ("tokens", "squares", "rows"):
-                state.since_log[name] += getattr(work, name)
-            monitor.advance(state.step if recipe.train.steps else position)
-            done = _done(job, state)
-            if state.step % recipe.train.log_every == 0 or done:
-                mark = _log(job, state, sums, norm, lr, monitor, mark)
-            mark += profiler.step(state.step)
+            epoch = state.position // job.samples.per_epoch
+            state.advance(step)
+            monitor.advance(job.progress(state.step, state.position)[0])
+            done = job.done(state)
+            if state.step % every.log_every == 0 or done:
+                _log(job, state, sums, norm, lr, monitor, clock)
+            clock.mark += profiler.step(state.step)
             if damage:
                 raise Failure(damage[0])
-            every = recipe.train.validate_every
-            due = state.step % every == 0 if every else crossed
+            due = state.position // job.samples.per_epoch > epoch
+            if every.validate_every:
+                due = state.step % every.validate_every == 0
             best = False
             if (due or done) and "valid" in job.store.splits:
-                mark = _pause(state, mark)
-                best = _validate(job, model, state, monitor)
-                mark = time.perf_counter()
-            stopped = _may_stop(ranks, state.step) and bool(optimizer.counts[3] > 0)
-            done = _done(job, state)
-            every = recipe.train.checkpoint_every
-            if best or done or stopped or (every and state.step % every == 0):
-                mark = _pause(state, mark)
-                state.since_log |= dict(zip(SINCE_LOG, sums.tolist(), strict=False))
-                whole = shard.snapshot(model, optimizer, ranks)
-                ranks.on_rank_zero(lambda: _save(job, run, *whole, state))  # noqa: B023
-                mark = time.perf_counter()
+                with clock.stopped():
+                    best = _validate(job, model, state, monitor)
+                done = job.done(state)
+                if done:  # of patience
+                    _log(job, state, sums, norm, lr, monitor, clock)
+            stopped = stop.read(state.step, optimizer.counts[3])
+            due = bool(every.checkpoint_every) and state.step % every.checkpoint_every == 0
+            if best or done or stopped or due:
+                with clock.stopped():
+                    state.since_log |= dict(zip(SINCE_LOG, sums.tolist(), strict=False))
+                    whole = shard.snapshot(model, optimizer, ranks)
+                    ranks.on_rank_zero(partial(_save, job, run, *whole, state))
             if stopped and not done:
                 number = signals[0] if signals else signal.SIGTERM
                 message = f"stopped at step {state.step}; the same command continues {run.path}"
                 raise Interrupted(number, message)
+
+
+class Clock:
+    """Counts the seconds of a run's steps, without what is done between them."""
+
+    def __init__(self, state: State):
+        self.state, self.mark = state, time.perf_counter()
+
+    def read(self) -> None:
+        """Bring the state up to date."""
+        now = time.perf_counter()
+        self.state.seconds += now - self.mark
+        self.state.since_log["seconds"] += now - self.mark
+        self.mark = now
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.read()
+        yield
+        self.mark = time.perf_counter()
+
+
+class StopFlag:
+    """Whether any rank was told to stop, in the same step on all. On CUDA known some steps late, so
+    that nobody waits for the device."""
+
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self.value = torch.zeros((), pin_memory=self.on_cuda)
+        self.copied: torch.cuda.Event | None = None
+
+    def read(self, step: int, told: torch.Tensor) -> bool:
+        """`told` () is above 0 where a rank was told, in this step or an earlier one."""
+        if not self.on_cuda:
+            return bool(told > 0)
+        if step % 8:
+            return False
+        if self.copied is not None:
+            self.copied.synchronize()  # recorded 8 steps ago
+        stop = bool(self.value > 0)
+        self.value.copy_(told, non_blocking=True)
+        self.copied = torch.cuda.Event()
+        self.copied.record()
+        return stop
 
 
 def _open(job: Job) -> tuple[Run, dict[str, Any]]:
@@ -476,7 +484,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     path = Path(job.recipe.run)
     opened: list[Run] = []
     job.ranks.on_rank_zero(lambda: opened.append(open_run(path, content, job.recipe.overwrite)))
-    return opened[0] if opened else Run(path, None), content
+    return opened[0] if opened else Run(path), content
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
@@ -516,55 +524,47 @@ def _store_checked(job: Job) -> Iterator[list[str]]:
         raise Failure(damage[0])
 
 
-def _ends(job: Job, step: int, position: int) -> bool:
-    steps = job.recipe.train.steps
-    return step >= steps if steps else position >= job.end
-
-
-def _done(job: Job, state: State) -> bool:
-    patience = job.recipe.train.patience
-    return _ends(job, state.step, state.position) or 0 < patience <= state.worse
-
-
-def _share(job: Job, step: int, before: int, after: int) -> tuple[float, float]:
-    """Shares of the run that lie behind before and after a step."""
-    steps = job.recipe.train.steps
-    return (step / steps, (step + 1) / steps) if steps else (before / job.end, after / job.end)
-
-
-def _warmup_share(job: Job) -> float:
-    """`optim.warmup` as a share of the run's samples."""
+def _warmup_share(job: Job, length: int) -> float:
+    """`optim.warmup` as a share of a run of this length."""
     warmup, batch = job.recipe.optim.warmup, job.recipe.batch
     if warmup < 1:
         return warmup
     if job.recipe.train.steps:
-        return warmup / job.recipe.train.steps
+        return warmup / length
     rows: float = batch.rows
     if batch.tokens:
         some = np.arange(min(job.samples.rows, 10_000))
         rows = batch.tokens / float(job.train.sizes(some).mean())
-    return warmup * rows / job.end
+    return warmup * rows / length
 
 
-def _may_stop(ranks: Ranks, step: int) -> bool:
-    # reading the flag waits for the device: on CUDA only now and then
-    return ranks.device.type == "cpu" or step % 8 == 0
-
-
-def _pause(state: State, mark: float) -> float:
-    """Add the time since `mark` to the run's clock, before something that is not a step."""
-    now = time.perf_counter()
-    state.since_log["seconds"] += now - mark
-    state.seconds += now - mark
-    return now
+def _say_longer(job: Job, run: Run, state: State, monitor: Monitor) -> None:
+    """Say what a raised train.steps or train.epochs does to the learning rate."""
+    if run.earlier is None:
+        return
+    before, now = run.earlier["config"]["train"], job.recipe.train
+    name = "steps" if now.steps else "epochs"
+    if before[name] == getattr(now, name):
+        return
+    done, rates = job.progress(state.step, state.position)[0], []
+    for steps, epochs in ((before["steps"], before["epochs"]), (now.steps, now.epochs)):
+        length = job.length(steps, epochs)
+        warmup = _warmup_share(job, length)
+        rates.append(learning_rate(job.recipe.optim, done / length, done / length, warmup))
+    monitor.say(
+        f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule spans the "
+        f"longer run, so the rate goes on at {rates[1]:.3g}; it stood at {rates[0]:.3g}"
+    )
 
 
 def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: float,
-         monitor: Monitor, mark: float) -> float:  # fmt: skip
-    """One line of the log: means since the last one. Returns the time it was written."""
-    total, count, correct = sums.tolist()
-    mark = _pause(state, mark)
+         monitor: Monitor, clock: Clock) -> None:  # fmt: skip
+    """One line of the log, if there is something to tell: means since the last one."""
     since = state.since_log
+    if not since["tokens"]:
+        return
+    total, count, correct = sums.tolist()
+    clock.read()
     loss = total / max(count, 1)
     if not math.isfinite(loss):
         raise Failure(
@@ -580,7 +580,7 @@ def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: flo
         "grad_norm": float(norm),
         "epoch": state.position / job.samples.per_epoch,
         "real_tokens_per_second": since["tokens"] / max(since["seconds"], 1e-9),
-        "padding": 1.0 - since["real"] / max(since["fed"], 1),
+        "padding": 0.0,  # batches are packed
         "memory_gib": round(peak_memory(job.ranks.device), 3),
     }
     if (share := _utilisation(job, since, count)) is not None:
@@ -588,7 +588,6 @@ def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: flo
     monitor.event("train", state.step, **values)
     sums.zero_()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0)
-    return mark
 
 
 def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float | None:

@@ -86,19 +86,18 @@ class Stream:
         self._look_up(0, 0)
 
     def take(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows, epochs, tokens up to the end of each row) of the step that begins at sample
-        `position`, which is below `end`."""
+        """(rows, epochs, sizes) of the step that begins at sample `position`, below `end`."""
         count = max(min(AHEAD, self.samples.per_epoch), self.per_step + 1)
         while True:
             first, seen = position - self.first, len(self.rows)
             if 0 <= first < seen:
-                before = self.totals[first] - self.row_sizes[first]
                 last = first + self.per_step
                 if self.tokens:
-                    last = max(first + 1, self.totals.searchsorted(before + self.tokens, "right"))
+                    full = self.totals[first] - self.row_sizes[first] + self.tokens
+                    last = max(first + 1, int(self.totals.searchsorted(full, "right")))
                 if last < seen or self.first + seen >= self.end:
                     part = slice(first, last)
-                    return self.rows[part], self.epochs[part], self.totals[part] - before
+                    return self.rows[part], self.epochs[part], self.row_sizes[part]
             self._look_up(position, count)
             count *= 4
 

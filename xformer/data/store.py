@@ -56,7 +56,7 @@ class Ragged:
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Tokens in each of the rows, int64."""
-        return self.offsets[rows + 1] - self.offsets[rows]
+        return (self.offsets[rows + 1] - self.offsets[rows]).astype(np.int64)
 
 
 @dataclass(frozen=True)

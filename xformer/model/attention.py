@@ -175,7 +175,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
-    def backward(ctx: Any, d_out: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> Any:
         refuse_second_derivative("the back end 'fused' has none: use explicit")
         T, H, D = d_out.size()
         d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0

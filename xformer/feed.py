@@ -1,0 +1,126 @@
+"""The micro-batches of a run, step after step, made and copied to the device while it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xformer.cost import Work
+from xformer.data.batch import Assembler, Batch, Masks
+from xformer.data.sampler import Stream
+from xformer.distributed import Ranks
+from xformer.model.encoder import Packed, to_device
+
+MADE = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes: `batches` are this rank's micro-batches, of which the first `own` count;
+    `work` is the size of the step on all ranks, `end` the sample after it."""
+
+    end: int
+    batches: list[Batch]
+    own: int
+    work: Work
+
+
+class Feed:
+    """Cuts the samples of a stream into steps and a step into micro-batches, `accumulate` a rank,
+    of about as many tokens each. `masking` is the share of tokens to predict, 0 for none. With
+    `even` every rank gets as many micro-batches, if need be such as do not count."""
+
+    def __init__(self, assembler: Assembler, stream: Stream, ranks: Ranks, accumulate: int = 1,
+                 seed: int = 0, masking: float = 0.0, even: bool = False):  # fmt: skip
+        self.assembler, self.stream, self.ranks = assembler, stream, ranks
+        self.accumulate, self.seed, self.masking, self.even = accumulate, seed, masking, even
+        self.made: dict[int, Step] = {}  # by position
+        self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+
+    def take(self, position: int) -> Step:
+        """The step that begins at sample `position`."""
+        if position not in self.made:
+            self.made = self._make(position)
+        return self.made[position]
+
+    def steps(self, position: int) -> Generator[tuple[Step, list[Packed]], None, None]:
+        """The steps from a sample on, with their micro-batches on the device. The next one is made
+        ahead by a thread."""
+        with ThreadPoolExecutor(1) as pool:
+            ahead = pool.submit(self._on_device, position)
+            while position < self.stream.end:
+                step, packed, copied = ahead.result()
+                position = step.end
+                if position < self.stream.end:
+                    ahead = pool.submit(self._on_device, position)
+                if copied is not None:
+                    _hand_over(packed, copied)
+                yield step, packed
+
+    def _on_device(self, position: int) -> tuple[Step, list[Packed], torch.cuda.Event | None]:
+        """The step, its micro-batches, and on CUDA the event that they are there: copies have a
+        stream of their own, so that they wait for no computation."""
+        step, device = self.take(position), self.ranks.device
+        if self.side is None:
+            return step, [to_device(batch, device) for batch in step.batches], None
+        with torch.cuda.stream(self.side):
+            packed = [to_device(batch, device) for batch in step.batches]
+            return step, packed, self.side.record_event()
+
+    def _make(self, position: int) -> dict[int, Step]:
+        """The step at `position` and as many more as MADE tokens allow, by position."""
+        steps: list[tuple[int, int, Work]] = []  # position, micro-batches, work
+        parts: list[tuple[np.ndarray, np.ndarray]] = []  # rows and epochs of a micro-batch
+        made = 0
+        while made < MADE and (not steps or position < self.stream.end):
+            rows, epochs, sizes = self.stream.take(position)
+            work = Work(int(sizes.sum()), int(sizes @ sizes), len(rows))
+            bounds = self._bounds(sizes)
+            mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
+            steps.append((position, len(mine), work))
+            parts += mine
+            position += len(rows)
+            made += work.tokens // self.ranks.world_size
+        batches = self._batches(parts)
+        spare = self._spare() if self.even else []
+        return {
+            at: Step(at + work.rows, [*islice(batches, own), *spare[own:]], own, work)
+            for at, own, work in steps
+        }
+
+    def _bounds(self, sizes: np.ndarray) -> list[int]:
+        """Where this rank's micro-batches begin and end among the rows of a step."""
+        pieces = self.ranks.world_size * self.accumulate
+        if pieces == 1:
+            return [0, len(sizes)]
+        ends = np.cumsum(sizes)
+        cuts = ends.searchsorted(ends[-1] * np.arange(1, pieces) / pieces).tolist()
+        first = self.ranks.rank * self.accumulate
+        return [0, *cuts, len(sizes)][first : first + self.accumulate + 1]
+
+    def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
+        if not parts:
+            return iter(())
+        rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
+        masks = Masks(self.seed, self.masking, epochs) if self.masking else None
+        return iter(self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks))
+
+    def _spare(self) -> list[Batch]:
+        first = np.zeros(1, np.int64)
+        return [*self._batches([(first, first)])] * self.accumulate
+
+
+def _hand_over(packed: list[Packed], copied: torch.cuda.Event) -> None:
+    """Let the computing stream wait for the copies, and keep their memory until it is done."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(copied)
+    for batch in packed:
+        for value in (*vars(batch).values(), *vars(batch.layout).values()):
+            if isinstance(value, Tensor):
+                value.record_stream(stream)
