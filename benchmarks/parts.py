@@ -64,7 +64,8 @@ def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) ->
     """A row of ours beside every other contestant, with its target."""
     rows = []
     for name, target in targets.items():
-        notes = [f"{took[name][0]['padding']:.0%} padding"] if "padding" in took[name][0] else []
+        padding = took[name][0].get("padding", 0.0)
+        notes = [f"{padding:.0%} padding"] if padding else []
         if name != CEILING and CEILING in took:
             most = median(rates(took[CEILING])) / median(rates(took[name]))
             notes.append(f"the ceiling over it: {most:.2f}x")

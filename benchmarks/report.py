@@ -18,12 +18,13 @@ FIGURE = "figures/beside-transformers"
 
 @dataclass(frozen=True)
 class Measured:
-    """A part's rows, and when and under which load they were measured."""
+    """A part's rows, when and under which load they were measured, and whether in short form."""
 
     part: str
     date: str
     load: float
     rows: list[Row]
+    short: bool = False
 
 
 def number(value: float) -> str:
@@ -63,7 +64,8 @@ HEAD = [
 
 
 def section(machine: str, versions: str, measured: list[Measured], footnotes: list[Measured],
-            gpu: list[Measured], gpu_targets: Iterable[str]) -> str:  # fmt: skip
+            gpu: list[Measured], gpu_targets: Iterable[str], missing: Iterable[str] = (),
+            ) -> str:  # fmt: skip
     """The part of the page that is written anew each time."""
     rows = [row for part in measured for row in part.rows]
     parts = [*measured, *footnotes, *gpu]
@@ -74,6 +76,10 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
         f"{max(part.load for part in parts):.1f} processes wanted a core.", "",
         "Medians over the rounds, with the smallest and the largest in brackets.", "",
     ]  # fmt: skip
+    if short := [part.part for part in parts if part.short]:
+        lines += [f"Measured in short form, a first look and no more: {', '.join(short)}.", ""]
+    if absent := list(missing):
+        lines += [f"Not measured yet: {', '.join(absent)}.", ""]
     if rows:
         lines += [*HEAD, *map(line, rows), ""]
         if drawable(rows):
@@ -82,8 +88,8 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
                     key=lambda r: r.share)  # fmt: skip
     if missed:
         worst = missed[0]
-        lines += [f"Furthest from its target: {worst.what}, beside {worst.other or 'nothing'}, at "
-                  f"{worst.share:.0%} of it.", ""]  # fmt: skip
+        whom = f", beside {worst.other}" if worst.other else ""
+        lines += [f"Furthest from its target: {worst.what}{whom}, at {worst.share:.0%} of it.", ""]
     for part in footnotes:
         lines += [f"{TITLES[part.part]}:", "", *HEAD, *map(line, part.rows), ""]
     lines += ["### On CUDA", ""]

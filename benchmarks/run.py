@@ -68,7 +68,7 @@ def main() -> None:
         kept = _kept(page, words["versions"]) if arguments.parts else []
         new = []
         for name in arguments.parts or _all_parts():
-            new.append(measure(name, bench))
+            new.append(replace(measure(name, bench), short=arguments.short))
             kept = [*(part for part in kept if part.part != name), new[-1]]
             _write(page, words, kept)  # so that an end in the middle leaves what is done
         print("\n".join([*report.HEAD, *(report.line(row) for part in new for row in part.rows)]))
@@ -144,7 +144,7 @@ def _kept(page: Path, versions: str) -> list[Measured]:
         raise BadInput(f"{page} was measured with {old['versions']}, not {versions}: its rows do "
                        "not belong beside new ones; measure all parts, or delete it")  # fmt: skip
     return [
-        Measured(part["part"], part["date"], part["load"], [Row(**row) for row in part["rows"]])
+        Measured(**{**part, "rows": [Row(**row) for row in part["rows"]]})
         for part in old["measured"]
     ]
 
@@ -156,8 +156,12 @@ def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
     table, footnotes, on_cuda = (
         [part for part in measured if part.part in names] for names in (TABLE, FOOTNOTES, gpu.PARTS)
     )
+    done = {part.part for part in measured}
+    missing = [name for name in (*TABLE, *FOOTNOTES) if name not in done]
+    if machine.has_bf16() and "bf16" in missing:  # the table itself has it
+        missing.remove("bf16")
     text = report.section(**words, measured=table, footnotes=footnotes, gpu=on_cuda,
-                          gpu_targets=gpu.WANTED)  # fmt: skip
+                          gpu_targets=gpu.WANTED, missing=missing)  # fmt: skip
     rows = [row for part in table for row in part.rows]
     if report.drawable(rows):
         report.draw(rows, page.parent / report.FIGURE)
