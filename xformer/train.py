@@ -573,9 +573,8 @@ def _save(job: Job, run: Run, model: Model, optimizer: FlatOptimizer, state: Sta
     weights = dict(model.state_dict())
     record = {"op": "train", "head": job.recipe.head, "data": job.store.key, "steps": state.step,
               "seed": job.recipe.seed, "mapping": job.recipe.mapping}  # fmt: skip
-    if job.recipe.train.only:
-        record["only"] = list(job.recipe.train.only)
-    made = replace(job.start, weights=weights, history=(*job.start.history, record))
+    part = {"only": list(job.recipe.train.only)} if job.recipe.train.only else {}
+    made = replace(job.start, weights=weights, history=(*job.start.history, {**record, **part}))
     path = run.checkpoint_path(state.step)
     try:
         checkpoints.save(made, path, True, optimizer.state(), asdict(state))
