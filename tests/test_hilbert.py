@@ -138,9 +138,9 @@ def test_the_image_is_one_hot_words_on_the_curve(k: int, pairs: bool) -> None:
 
 
 def test_the_network_has_the_parameters_of_its_widths() -> None:
-    """For 500 letters and two classes (the chromatin tasks of Yin et al. 2018), counted by hand from
-    the widths. Without the scales and shifts of the norms they are 961 thousand, as published; the
-    paper does not say what it counts."""
+    """For 500 letters and two classes (the chromatin tasks of Yin et al. 2018), counted by hand.
+    Without the scales and shifts of the norms they are 961 thousand, as published; the paper does
+    not say what it counts."""
     weights = fresh(4, 502, 2).model()
     counts: dict[str, int] = {}
     for name, parameter in weights.named_parameters():
