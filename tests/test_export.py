@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import CASES, FAMILIES, class_of, labels_of
+from oracle import HEADS as CLASSES
 from safetensors.torch import load_file, save_file
-from test_families import CASES, FAMILIES, class_of, labels_of
-from test_families import HEADS as CLASSES
 from test_tokenizers import TEXTS
 from tiny import LONGEST, PIECES, distance, family_of, packed, padded, random_batch, tiny
 from tokenizers import AddedToken

@@ -135,8 +135,10 @@ def packed(x: Tensor, batch: Packed) -> Tensor:
     return torch.cat([row[:n] for row, n in zip(x, batch.layout.lengths, strict=True)])
 
 
-def in_our_names(theirs: dict[str, Tensor], family: Family, table: Table) -> dict[str, Tensor]:
+def in_our_names(
+    theirs: dict[str, Tensor], family: Family, table: Table, layers: int
+) -> dict[str, Tensor]:
     """Tensors of transformers' parameters under our names, query, key and value joined."""
     bare = {name.removeprefix(family.prefix): tensor for name, tensor in theirs.items()}
-    names = expand(table, 1 if family.fixed.get("shared_layers") else LAYERS)
+    names = expand(table, layers)
     return {ours: torch.cat([bare[name] for name in names[ours]]) for ours in names}
