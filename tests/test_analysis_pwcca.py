@@ -270,7 +270,8 @@ def test_a_stream_equals_the_matrix_in_memory() -> None:
             yield [a, b], [b]
 
     cells = grid(stream)
-    assert cells[0][0].pwcca == pytest.approx(expected, abs=1e-10)
+    # the second pass of a grid adds what the directions of close correlations are uncertain by
+    assert cells[0][0].pwcca == pytest.approx(expected, abs=1e-9)
     assert cells[1][0].pwcca == pytest.approx(1, abs=1e-10)
     assert cells[0][0].cka == pytest.approx(compare(x, y).cka, abs=1e-10)
 

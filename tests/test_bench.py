@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Forks, command, good
-from tiny import padded
+from tiny import IN_PLACE, padded
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import ceiling, gpu, ours, prepare, report, run
@@ -144,6 +144,7 @@ def test_our_rate_weighs_the_lines_of_the_log_by_their_time() -> None:
 
 
 def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
+    pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
     trial, _ = prepare.trial(quick, prepare.lines(quick), "lines", 8)
     init = prepare.model(quick)[0]
     found = ceiling.shapes(trial, init, rows=8, length=QUICK.length, count=3)
@@ -157,7 +158,7 @@ def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
     assert sum(n * length for n, length in found[1].runs) == len(batch.tokens)
     config = checkpoints.load(init).config
     products = ceiling.Products(config, torch.float32, found)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         products.run(found[1])
         ceiling.attend(config, torch.float32, found[1], fused=False)
     squares = sum(n * length**2 for n, length in found[1].runs)
@@ -182,7 +183,7 @@ def test_the_operations_of_a_step_are_those_torch_counts() -> None:
         layout(np.arange(0, T + 1, length)), places=torch.arange(masked),
         targets=torch.arange(masked),
     )  # fmt: skip
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         model.train().loss(batch)[0].total.backward()
     expected = gpu.training_flops(config, length, masked / T) * T
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-12)
@@ -207,6 +208,7 @@ def test_a_peak_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_the_parts_for_cuda_run(quick: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
     monkeypatch.setattr(gpu, "peak", lambda name: 1e9)
     monkeypatch.setattr(gpu, "theirs", lambda bench, **job: {"rate": 50.0, "memory_gib": 4.0})
     monkeypatch.setattr(gpu, "PAPER_ROWS", 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LENGTHS, random_batch
+from tiny import IN_PLACE, LENGTHS, random_batch
 from torch.utils.flop_counter import FlopCounterMode
 
 from xformer import cost
@@ -36,7 +36,7 @@ def counted(model: Model, labels: torch.Tensor | None = None) -> int:
     batch = random_batch()
     if labels is not None:
         batch = type(batch)(**{**batch.__dict__, "labels": labels})
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         model.loss(batch)[0].total.backward()
     return int(counter.get_total_flops())
 

@@ -213,7 +213,7 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("text", ["text="], ["put [MASK] where a word is wanted"]),
     ("text", ["text=[MASK] {long}"], ["tokens; the model takes 64"]),
     ("classes", ["text=bam [MASK]"], ["no MLM head"]),
-    ("text", ["input={others}/header.tsv"], ["input= needs a checkpoint with a class or score"]),
+    ("text", ["input={others}/header.tsv"], ["needs a checkpoint with a class, score or tag"]),
     ("classes", ["input={others}/absent.tsv"], ["absent.tsv does not exist"]),
     ("classes", ["input={others}"], ["is a directory"]),
     ("classes", ["input={others}/empty.tsv"], ["empty.tsv is empty"]),

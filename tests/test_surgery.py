@@ -518,6 +518,7 @@ ALL = (*LAYERED, "clean", "clean_embeddings", "shuffle_embeddings", "reinit_scal
 KINDS: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": {"first_position": 2, "token_types": 1},
+    "xlm-roberta": {"first_position": 2, "token_types": 1},
     "albert": {"shared_layers": True, "embedding": 4},
     "distilbert": {"token_types": 0, "pooler": "relu"},
     "pre-LN": {"norm": "pre"},

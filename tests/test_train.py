@@ -720,7 +720,7 @@ def test_help_explains_every_key() -> None:
     for line in (
         "  data.store: str (required)",
         "  init: str (optional)",
-        '  head: "mlm" | "classify" | "regress" | "span" (required)',
+        '  head: "mlm" | "classify" | "regress" | "span" | "tag" (required)',
         "  optim.betas: [float, float] = [0.9, 0.999]",
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",

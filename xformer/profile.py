@@ -26,7 +26,7 @@ WORDS = {
     "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss",
     "attention": "attention|attn|softmax|bmm",
     "LayerNorm": "layer_?norm|batch_?norm",
-    "dropout": "dropout|bernoulli",
+    "dropout": "dropout|bernoulli|random_|aten::ge$",
     "optimizer": "^optimizer$|adam|vector_norm",
     "matrix products": "mm|matmul|linear|gemm|cublas|cutlass|nvjet|mkldnn|conv(?!ert)",
     "embeddings and copies": "embedding|index|copy|memcpy|memset|aten::to$|cat$",
