@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import seeded
 
-from xformer.analysis import attention, capture, curves, perturbation
+from xformer.analysis import attention, capture, curves, figure, perturbation
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
@@ -231,3 +231,14 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
     with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
         curves.average(runs, "train", "accuracy", config)
+
+
+def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
+    noise = [{"std": 10.0**-k, "mean": 10.0**-k, "deviation": 0.0} for k in (2, 4)]
+    found: dict[str, Any] = {"models": [{"name": "a $ sign", "noise": noise}], "rows": [0],
+                             "draws": 3, "data": {"store": "words", "examples": 1}}  # fmt: skip
+    written = figure.save(found, perturbation.draw, tmp_path, "noise")
+    svg = next(path for path in written if path.name == "noise.svg").read_text()
+    assert "mathdefault" not in svg
+    assert "<!-- 0.01 -->" in svg
+    assert "<!-- a $ sign -->" in svg

@@ -93,6 +93,15 @@ def save(found: dict[str, Any], draw: Draw, directory: Path, name: str) -> list[
     return written
 
 
+def plain_ticks(axis: Any) -> None:
+    """Numbers as they are on a logarithmic axis (`axes.xaxis`): names may hold any sign, so that
+    the mathematical notation that such an axis takes is off."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def short(name: str) -> str:
     """A name that fits a legend."""
     return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"

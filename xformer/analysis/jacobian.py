@@ -254,6 +254,7 @@ def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme:
         if kind == "log":
             middle = np.sqrt(bounds[1:] * bounds[:-1])
             panel.set_xscale("log")
+            figure.plain_ticks(panel.xaxis)
         for i, s in enumerate(spectra):
             shares = np.array([_shares(values, weights, bounds) for values, weights in s])
             mean, colour = shares.mean(0), theme.colours[i % len(theme.colours)]

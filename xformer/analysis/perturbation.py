@@ -148,6 +148,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
                  label=figure.short(model["name"]))  # fmt: skip
         axes.errorbar(places, mean, [below, spread], fmt="none", ecolor=theme.ink, lw=1, capsize=3)
     axes.set_yscale("log")
+    figure.plain_ticks(axes.yaxis)
     axes.set_xticks(range(len(models[0]["noise"])), [f"{n['std']:g}" for n in models[0]["noise"]])
     axes.grid(axis="x", visible=False)
     store = Path(found["data"]["store"]).name
