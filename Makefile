@@ -1,4 +1,4 @@
-# make demo    the main job on an embedded default, about 6 minutes on 2 cores
+# make demo    the main job on an embedded default, 6 to 10 minutes on 2 cores
 # make test    the whole suite
 # make check   lint, format, types
 # make bench DATA=DIR   the speed beside transformers, about 40 minutes on 2 cores

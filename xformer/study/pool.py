@@ -78,8 +78,8 @@ class Local:
 
 
 def local(jobs: int, per_device: int) -> Local:
-    """The executor of this machine: a run for each GPU (`per_device` of them), else two cores a
-    run; `jobs` above 0 says how many runs at once."""
+    """The executor of this machine: `per_device` runs on each GPU, else a run on each core;
+    `jobs` above 0 says how many runs at once."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
