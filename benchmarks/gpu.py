@@ -10,12 +10,10 @@ import torch
 from benchmarks import ours, prepare
 from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
 from benchmarks.parts import OURS, theirs
+from xformer import cost
 from xformer.data.errors import BadInput
 from xformer.model.encoder import ModelConfig
 
-# the makers' figures, 10^12 dense bf16 operations a second, by a part of the device's name
-PEAKS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
-         "L4": 121.0}  # fmt: skip
 COMPILED = "`transformers`, SDPA, compiled, length-grouped"
 PAPER_STEPS, PAPER_ROWS = 200_000, 150  # Chiang & Lee 2020, section 3, in rows of 128
 MASKED = 0.15
@@ -35,19 +33,17 @@ WANTED = (
 
 def peak(name: str) -> float:
     """Operations a second of a device, bf16. Raises BadInput for one that is not in the table."""
-    for part, tera in PEAKS.items():
-        if part in name:
-            return tera * 1e12
-    raise BadInput(f"the peak of a {name} is not known; add it to PEAKS in benchmarks/gpu.py")
+    found = cost.peak_flops(name, "bf16")
+    if found is None:
+        raise BadInput(f"the peak of a {name} is not known; add it to PEAKS in xformer/cost.py")
+    return found
 
 
 def training_flops(config: ModelConfig, length: int, masked: float = MASKED) -> float:
-    """Operations a token of a training step, matrix products alone: forward, and twice that
-    backward (Chowdhery et al. 2022, appendix B), with a row's `length` for attention and the
-    vocabulary product at the share `masked` of the tokens."""
-    C, F, V = config.hidden, config.intermediate, config.vocab_size
-    layer = 8 * C * C + 4 * C * F + 4 * C * length
-    return 3 * (config.layers * layer + masked * (2 * C * C + 2 * C * V))
+    """Operations a token of a training step on rows of this length, of which a share is masked."""
+    rows = 10_000  # many, so that the masked tokens come in whole numbers
+    work = cost.Work.even(rows, length, masked)
+    return cost.training_flops(config, "mlm", work) / work.tokens
 
 
 def at(bench: Bench, length: int, rows: int = 0) -> Bench:

@@ -186,7 +186,7 @@ def test_the_operations_of_a_step_are_those_torch_counts() -> None:
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         model.train().loss(batch)[0].total.backward()
     expected = gpu.training_flops(config, length, masked / T) * T
-    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-12)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-5)
 
 
 def test_idle_is_what_no_kernel_covers() -> None:

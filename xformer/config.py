@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 import tomllib
+from collections.abc import Mapping
 from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
@@ -228,6 +229,17 @@ def _operations(annotation: Any) -> list[type[BaseModel]]:
     if _is_group(annotation):
         return [annotation] if "op" in annotation.model_fields else []
     return [found for argument in get_args(annotation) for found in _operations(argument)]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim.lr": 1e-4} of {"optim": {"lr": 1e-4}}, and of keys that are dotted already."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def toml_text(values: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from xformer.analysis import figure
 from xformer.analysis.command import Command, Output, publish
+from xformer.config import flat
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 
@@ -71,7 +72,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
 
 def grouped(paths: list[str]) -> dict[str, list[str]]:
     """Runs by the name of their curve, in the order in which they are given."""
-    recipes = {path: _flat(_without_seeds(read_json(Path(path) / "config.json")["config"]))
+    recipes = {path: flat(_without_seeds(read_json(Path(path) / "config.json")["config"]))
                for path in paths}  # fmt: skip
     keys = {key for recipe in recipes.values() for key in recipe}
     differing = sorted(key for key in keys if len({repr(r.get(key)) for r in recipes.values()}) > 1)
@@ -91,16 +92,6 @@ def _without_seeds(value: Any, key: str = "") -> Any:
     if isinstance(value, str) and SEEDED.match(value):
         return value.partition(":")[0]
     return value
-
-
-def _flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in recipe.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def _show(value: Any) -> str:

@@ -1,8 +1,4 @@
-"""What the runs of a study will cost, before they run: products of matrices over a measured rate.
-
-A step costs 6 floating-point operations for each weight and token (Kaplan et al. 2020, section
-2.1); the decoder's weights count for the masked tokens alone.
-"""
+"""What the runs of a study will cost, before they run: their operations over a measured rate."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from xformer import cost
 from xformer.config import validate
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
@@ -52,16 +49,13 @@ class Costs:
         if model is None or size is None:
             return None
         rows, tokens = size
-        length = min(tokens / rows + 2, recipe.batch.max_tokens)
+        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens)
         if recipe.train.steps:
-            total = recipe.train.steps * (recipe.batch.tokens or recipe.batch.rows * length)
+            total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
-            total = recipe.train.epochs * rows * recipe.data.fraction * length
-        C = model.hidden
-        weights: float = model.layers * (4 * C * C + 2 * C * model.intermediate)
-        if recipe.head == "mlm":
-            weights += recipe.masking.probability * C * model.vocab_size
-        return 6.0 * weights * total
+            total = recipe.train.epochs * rows * recipe.data.fraction
+        done = cost.Work.even(max(1, round(total)), length, recipe.masking.probability)
+        return float(cost.training_flops(model, recipe.head, done))
 
     def _model(self, recipe: Recipe) -> ModelConfig | None:
         """The shape of the model that a recipe trains; None where its start is not made yet."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xformer.config import merge, nearest, read_recipe, validate
+from xformer.config import flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
-from xformer.study.spec import PLACE, Levels, Need, Stage, Study, flat
+from xformer.study.spec import PLACE, Levels, Need, Stage, Study
 from xformer.train import Recipe
 
 RESULTS = 1  # raised by hand when a change of the code changes results

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from xformer import checkpoint as checkpoints
 from xformer import predict
 from xformer.data.files import read_json
 from xformer.data.store import Store, open_store
+from xformer.study.statistics import compare
 
 # Okabe and Ito's palette, distinct to colour-blind eyes
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
@@ -58,13 +58,6 @@ def unigram_cross_entropy(store: Store, probability_of: str = "train", of: str =
     ]
     known = (counts[0] + 1) / (counts[0] + 1).sum()
     return float(-(counts[1] * np.log(known)).sum() / counts[1].sum())
-
-
-def paired_interval(a: list[float], b: list[float]) -> tuple[float, float]:
-    """Mean of a - b over paired seeds, and the half-width of its 95 % t interval."""
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    spread = statistics.stdev(differences) / len(differences) ** 0.5
-    return statistics.mean(differences), float(stats.t.ppf(0.975, len(differences) - 1)) * spread
 
 
 def score_table(fine_tuned: list[FineTuned], metrics: list[str]) -> list[str]:
@@ -116,7 +109,8 @@ def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: lis
     lines += ["", f"Always the most frequent class: accuracy {majority_share(task):.3f}."]
     *starts, twin = fine_tuned
     for start in starts:
-        mean, half = paired_interval(start.scores("accuracy"), twin.scores("accuracy"))
+        difference = compare(start.scores("accuracy"), twin.scores("accuracy"))
+        mean, half = difference.mean, difference.half or 0.0
         decided = "" if abs(mean) > half else ": undecided at this number of seeds"
         lines.append(
             f"{start.name} - {twin.name}: {mean:+.3f} ± {half:.3f} "

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from xformer.config import Settings, merge, nearest, read_recipe, validate
+from xformer.config import Settings, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 
 Levels = dict[str, str]  # {factor: level}
@@ -215,17 +215,6 @@ def _same_key_twice(study: Study, stage: str) -> None:
                     f"set {key}; let one of them do it"
                 )
             owner[key] = factor
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim.lr": 1e-4} of {"optim": {"lr": 1e-4}}, and of keys that are dotted already."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def _places(study: Study) -> Iterator[tuple[str, str, str, str]]:
