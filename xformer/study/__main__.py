@@ -114,7 +114,9 @@ def check_version(root: Path) -> None:
 
 
 def prepare(work: Work) -> None:
-    """Write the recipe that a run is started with."""
+    """Write the recipe that a run is started with, or make the directory of a command's result."""
+    if work.stage and work.recipe is None:
+        work.path.mkdir(parents=True, exist_ok=True)
     if work.recipe is not None:
         work.path.parent.mkdir(parents=True, exist_ok=True)
         text = f"# {work.name}\n{toml_text(work.recipe)}"

@@ -83,9 +83,12 @@ class Results:
                 content = read_json(work.proof)
                 if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
                     raise BadInput(f"{work.proof} is no result: it has no metrics")
-                self.metrics[work.key] = content["metrics"]
+                found = content["metrics"]
+                if "split" in content:  # evaluate.py scores one split
+                    found = {content["split"]: found}
                 if logs and work.recipe is not None:
-                    self.metrics[work.key] = {**content["metrics"], "train": _last(work.path)}
+                    found = {**found, "train": _last(work.path)}
+                self.metrics[work.key] = found
 
     def score(self, work: Work, table: Table, column: str) -> float | None:
         """The run's score in a column of a table, in its units, less that of the run that `minus`

@@ -60,7 +60,7 @@ class Stage(Settings):
     command: tuple[str, ...] = ()
     """Instead of a recipe: the arguments of `python`; `{out}` is its directory."""
     result: str = "result.json"
-    """The JSON file of `metrics` that a command writes into `{out}`."""
+    """The JSON file of `metrics` that a command writes into `{out}`, a directory that is there."""
     settings: dict[str, Any] = Field({})
     """Settings of every run, over the recipe's."""
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
@@ -228,12 +228,30 @@ def read_study(path: Path, scale: str) -> Study:
     if not isinstance(scales, dict) or scale not in scales:
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
     study = validate(Study, {**merge(values, scales[scale]), "path": path})
+    _check_levels(study)
+    study = _at_scale(study)
     _check(study)
     return study
 
 
-def _check(study: Study) -> None:
-    """Refuse a study whose parts do not fit together."""
+def _at_scale(study: Study) -> Study:
+    """The study without what shows only runs `where` a factor has a level that `levels` leaves
+    out."""
+
+    def there(shows: Table | Curves) -> bool:
+        vary = study.stages[shows.stage].vary if shows.stage in study.stages else {}
+        return all(level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
+                   for factor, level in shows.where.items())  # fmt: skip
+
+    tables = tuple(filter(there, study.tables))
+    gone = {table.name for table in study.tables} - {table.name for table in tables}
+    summaries = tuple(summary for summary in study.summaries if summary.table not in gone)
+    curves = tuple(filter(there, study.curves))
+    return study.model_copy(update={"tables": tables, "summaries": summaries, "curves": curves})
+
+
+def _check_levels(study: Study) -> None:
+    """Refuse `levels` that name a factor or a level that there is not."""
     every = {factor for name in study.stages for factor in study.stages[name].vary}
     for factor, kept in study.levels.items():
         _known(study, f"levels.{factor}", factor, every)
@@ -241,6 +259,10 @@ def _check(study: Study) -> None:
             places = [n for n, s in study.stages.items() if factor in s.vary]
             found = {str(v) for n in places for v in study.stages[n].vary[factor]}
             _known(study, f"levels.{factor}", level, found)
+
+
+def _check(study: Study) -> None:
+    """Refuse a study whose parts do not fit together."""
     for name, stage in study.stages.items():
         if bool(stage.recipe) == bool(stage.command):
             raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
