@@ -267,7 +267,7 @@ def _check(study: Study) -> None:
         if bool(stage.recipe) == bool(stage.command):
             raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
         for factor, levels in study.factors(name).items():
-            if not levels:
+            if not levels and name in study.shown():
                 raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
         _same_key_twice(study, name)
     for kind, name, *_ in _places(study):
