@@ -222,6 +222,9 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
     if recipe.system.shard == "model" and start.config.architecture == "hilbert_cnn":
         raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
+    if recipe.system.shard != "none" and recipe.optim.name not in ("adam", "adamw"):
+        name = recipe.optim.name
+        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer)
     pairs = recipe.masking.pair_weight > 0
