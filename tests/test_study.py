@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -533,10 +535,50 @@ def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
     refused(command(*arguments), "holds results of version 0", "another output=")
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+def stop(*_):
+    (P.parent / "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+if (P.parent / "saved").exists():
+    P.touch()
+else:
+    text = str(os.getppid())
+    (P.parent / "new").write_text(text)
+    (P.parent / "new").rename(P.parent / "begun")
+    time.sleep(120)
+"""
+
+
+def test_jobs_of_a_cluster(tmp_path: Path) -> None:
+    """submitit's stand-in for Slurm: output in the work's log, and interrupted jobs go on."""
+    pytest.importorskip("submitit")
+    works = [
+        work(tmp_path, "good", "print('said'); P.touch()"),
+        work(tmp_path, "bad", "raise ValueError('no luck')"),
+        work(tmp_path, "after", "P.touch()", "good"),
+        work(tmp_path, "long", INTERRUPTED),
+    ]
+
+    def interrupt(_: object) -> None:
+        if (tmp_path / "begun").exists():
+            os.kill(int((tmp_path / "begun").read_text()), signal.SIGUSR2)
+            (tmp_path / "begun").unlink()
+
+    executor = pool.Slurm(tmp_path, {"timeout_min": 5}, cluster="local")
+    outcomes = pool.execute(works, executor, interrupt, lambda _: None, 0.05)
+    states = {key: outcome.state for key, outcome in outcomes.items()}
+    assert states == {"good": "done", "bad": "failed", "after": "done", "long": "done"}
+    assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
+    assert (tmp_path / "good.log").read_text() == "said\n"
+    assert (tmp_path / "saved").exists()
+
+
 def test_slurm_is_missed_by_name(file: Path, data: Path, tmp_path: Path) -> None:
     found = command("-m", "xformer.study", file, "scale=mini", "executor=slurm",
                     f"output={tmp_path / 's'}", f"needs.data={data}")  # fmt: skip
-    refused(found, "executor=")
+    refused(found, "executor=local" if shutil.which("sbatch") is None else "executor=")
 
 
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
