@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers import (
     CLASSIFY,
     NO_DROPOUT,
@@ -29,7 +31,7 @@ from torch.autograd import DeviceType
 from torch.testing import assert_close
 from toys import Toys
 
-from xformer import cost
+from xformer import cost, distributed
 from xformer.data.files import read_json
 from xformer.model.encoder import ModelConfig
 from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
@@ -312,3 +314,22 @@ def test_profile_of_a_gpu() -> None:
 )
 def test_kinds_of_work(name: str, kind: str) -> None:
     assert kind_of_name(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("asked", "setting", "processes", "threads"),
+    [("1", 0, 1, 1), ("1", 2, 1, 2), ("3", 0, 1, 3), ("1", 0, 2, None), ("", 0, 1, None)],
+)
+def test_threads_of_a_process(
+    asked: str, setting: int, processes: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OMP_NUM_THREADS counts, but for torchrun's own 1; None: its share of the cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    before = torch.get_num_threads()
+    try:
+        distributed.start(distributed.SystemConfig(threads=setting))
+        share = max(1, len(os.sched_getaffinity(0)) // processes)
+        assert torch.get_num_threads() == (threads or share)
+    finally:
+        torch.set_num_threads(before)

@@ -35,7 +35,7 @@ class SystemConfig(Settings):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads a process; 0 shares the machine's cores among its processes."""
+    """CPU threads a process; 0: OMP_NUM_THREADS, else its share of the cores."""
     deterministic: bool = False
     """On CUDA, use only kernels that repeat bit for bit; the CPU always does."""
 
@@ -129,6 +129,9 @@ def start(config: SystemConfig) -> Ranks:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if local_world_size == 1 and asked.isdigit() and int(asked):  # torchrun sets it to 1 by itself
+        cores = int(asked)
     torch.set_num_threads(config.threads or max(1, cores // local_world_size))
     if world_size > 1 and not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
