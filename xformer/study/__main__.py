@@ -25,6 +25,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted, run
 from xformer.data.files import read_json, write_json
 from xformer.study import pool
 from xformer.study.cost import Costs, hours
+from xformer.study.curves import averaged, curves_figure
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
 from xformer.study.results import Results, write_csv
@@ -84,6 +85,9 @@ def main() -> None:
     write_csv(directory / "results.csv", results, outcomes)
     text = markdown(results, outcomes)
     (directory / "report.md").write_text(text, encoding="utf-8")
+    for curves in study.curves:
+        if panels := averaged(results, curves):
+            (directory / f"{curves.name}.svg").write_text(curves_figure(panels), encoding="utf-8")
     page = html(results, outcomes, directory)
     (directory / "report.html").write_text(page, encoding="utf-8")
     print(text)
@@ -110,7 +114,9 @@ def check_version(root: Path) -> None:
 
 
 def prepare(work: Work) -> None:
-    """Write the recipe that a run is started with."""
+    """Write the recipe that a run is started with, or make the directory of a command's result."""
+    if work.stage and work.recipe is None:
+        work.path.mkdir(parents=True, exist_ok=True)
     if work.recipe is not None:
         work.path.parent.mkdir(parents=True, exist_ok=True)
         text = f"# {work.name}\n{toml_text(work.recipe)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,19 +19,36 @@ INK = "#7a7a7a"  # readable on white and on black
 MORE = ("#56B4E9", "#D55E00", "#F0E442", "#999999")  # the rest of Okabe and Ito's palette
 
 
-def table_figure(table: Table, cells: list[list[Cell]]) -> str:
-    """An SVG: a group a column, a colour a row, a dashed line for each published number."""
+@contextmanager
+def ink(salt: str) -> Iterator[Any]:
+    """pyplot in the look of a report, which is read on white and on black; ids depend on `salt`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    columns = len(cells[0])
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10,
                   "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
                   "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none",
-                  "svg.hashsalt": table.name, "legend.frameon": False}  # fmt: skip
+                  "svg.hashsalt": salt, "legend.frameon": False}  # fmt: skip
     with plt.rc_context(style):
+        yield plt
+
+
+def svg(figure: Any) -> str:
+    """A figure as SVG without its preamble; the figure is closed."""
+    from matplotlib import pyplot as plt
+
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
+
+
+def table_figure(table: Table, cells: list[list[Cell]]) -> str:
+    """An SVG: a group a column, a colour a row, a dashed line for each published number."""
+    columns = len(cells[0])
+    with ink(table.name) as plt:
         figure, axes = plt.subplots(
             figsize=(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8), layout="constrained"
         )
@@ -48,10 +67,7 @@ def table_figure(table: Table, cells: list[list[Cell]]) -> str:
         if any(cell.published is not None for row in cells for cell in row):
             axes.plot([], [], "--", color=INK, lw=1.2, label="published")
         axes.legend(ncols=min(len(cells), 4), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-        plt.close(figure)
-    return re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
+        return svg(figure)
 
 
 def _row(axes: Any, places: np.ndarray, row: list[Cell], width: float, colour: str) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from xformer.config import toml_text
+from xformer.study.curves import averaged, curves_figure
 from xformer.study.figure import table_figure
 from xformer.study.plan import Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
 from xformer.study.results import Cell, Results, Verdict
-from xformer.study.spec import Table
-from xformer.study.write import ground, head, legend, spread
+from xformer.study.spec import STATISTICS, Summary, Table
+from xformer.study.write import ground, head, legend, spread, statistic, summary_legend
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --good: #00805f; --bad: #c0491c; }
@@ -67,11 +68,18 @@ def html(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str
         cells = results.cells(table)
         body += [
             f"<h2>{escape(table.title)}</h2>",
-            f"<p class=note>{escape(legend(table).replace('`', ''))}</p>",
+            f"<p class=note>{escape(legend(results, table).replace('`', ''))}</p>",
         ]
         body += [_table(table, cells)]
-        if any(cell.summary for row in cells for cell in row):
+        if table.show == "mean" and any(cell.summary for row in cells for cell in row):
             body += [table_figure(table, cells)]
+    for summary in study.summaries:
+        body += [f"<h2>{escape(summary.title)}</h2>", _summary(results, summary)]
+    for curves in study.curves:
+        panels = averaged(results, curves)
+        if panels:
+            body += [f"<h2>{escape(curves.title)}</h2>", curves_figure(panels)]
+            body += ["<p class=note>Mean over runs; bands are one standard deviation.</p>"]
     body += _not_done(outcomes)
     body += ["<h2>Runs</h2>"]
     body += [_run(work, results, outcomes, directory) for work in results.plan.works.values()]
@@ -99,18 +107,35 @@ def _rows(heads: list[str], rows: list[str]) -> str:
 
 def _table(table: Table, cells: list[list[Cell]]) -> str:
     heads = [table.rows, *(head(table, cell.column) for cell in cells[0])]
-    rows = [f"<td>{escape(row[0].row)}{''.join(map(_cell, row))}" for row in cells]
+    rows = [f"<td>{escape(row[0].row)}{_cells(row, table.digits)}" for row in cells]
     return _rows(heads, rows)
 
 
-def _cell(cell: Cell) -> str:
-    value = "" if cell.summary is None else f" data-value={cell.summary.mean:.6g}"
-    text = "-" if cell.summary is None else escape(spread(cell.summary))
+def _summary(results: Results, summary: Summary) -> str:
+    note = f"<p class=note>{escape(summary_legend(results, summary))}</p>"
+    rows = []
+    for row in results.described(summary):
+        text = f"<td>{escape(row[0].row)}"
+        for one in row:
+            value = "" if one.value is None else f" data-value={one.value:.6g}"
+            printed = "" if one.published is None else f"<small>published {one.published:g}</small>"
+            text += f"<td{value}>{escape(statistic(one))}{printed}"
+        rows.append(text)
+    return note + _rows([summary.by, *STATISTICS], rows)
+
+
+def _cells(row: list[Cell], digits: int) -> str:
+    return "".join(_cell(cell, digits) for cell in row)
+
+
+def _cell(cell: Cell, digits: int) -> str:
+    value = "" if cell.value is None else f" data-value={cell.value:.6g}"
+    text = "-" if cell.summary is None else escape(spread(cell, digits))
     if cell.runs:
         text = f'<a href="#run-{cell.runs[0].key}">{text}</a>'
     if cell.published is not None:
         text += f"<small>published {cell.published:g}"
-        text += "" if cell.difference is None else f" ({cell.difference:+.1f})"
+        text += "" if cell.difference is None else f" ({cell.difference:+.{digits}f})"
         text += "</small>"
     return f"<td{value}>{text}"
 

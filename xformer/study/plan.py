@@ -65,8 +65,9 @@ class Plan:
         depended = {name for kind, name, *_ in self._all_places() if kind == "stage"}
         for stage in study.stages:
             self._refuse_circle(stage)
-        for stage in study.stages:
-            if stage not in depended or any(table.stage == stage for table in study.tables):
+        every = not (study.tables or study.curves)  # then all that no other stage waits for
+        for stage in study.shown():
+            if stage not in depended or not every:
                 for levels in study.combinations(stage):
                     self._run(stage, levels)
         self._digests.save()

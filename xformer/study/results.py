@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.study.plan import Plan, Work
 from xformer.study.pool import Outcome
-from xformer.study.spec import Claim, Levels, Study, Table
+from xformer.study.report import events
+from xformer.study.spec import METRIC, STATISTICS, Claim, Levels, Study, Table
+from xformer.study.spec import Summary as SummaryTable
 from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
 
 Replicate = tuple[tuple[str, str], ...]  # a level of each factor that is averaged over
@@ -29,13 +33,31 @@ class Cell:
     runs: tuple[Work, ...]  # the finished ones
     summary: Summary | None  # None where none is finished
     published: float | None
+    show: str = "mean"
+
+    @property
+    def value(self) -> float | None:
+        """What the cell shows, in the units of the table; None where there is nothing."""
+        if self.summary is None:
+            return None
+        return self.summary.deviation if self.show == "deviation" else self.summary.mean
 
     @property
     def difference(self) -> float | None:
         """Ours less the published, in the units of the table."""
-        if self.summary is None or self.published is None:
+        if self.value is None or self.published is None:
             return None
-        return self.summary.mean - self.published
+        return self.value - self.published
+
+
+@dataclass(frozen=True)
+class Described:
+    """A statistic of a table's cells: ours, and the published one."""
+
+    row: str
+    column: str
+    value: float | None
+    published: float | None
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,7 @@ class Verdict:
     claim: Claim
     state: str
     parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
+    digits: int = 1
 
 
 class Results:
@@ -53,57 +76,123 @@ class Results:
     def __init__(self, study: Study, plan: Plan):
         self.study, self.plan = study, plan
         self.metrics: dict[str, dict[str, dict[str, float]]] = {}
+        logs = any(metric.startswith("train.") for table in study.tables
+                   for metric in _metrics(table))  # fmt: skip
         for work in plan.works.values():
             if work.stage and work.done:
                 content = read_json(work.proof)
                 if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
                     raise BadInput(f"{work.proof} is no result: it has no metrics")
-                self.metrics[work.key] = content["metrics"]
+                found = content["metrics"]
+                if "split" in content:  # evaluate.py scores one split
+                    found = {content["split"]: found}
+                if logs and work.recipe is not None:
+                    found = {**found, "train": _last(work.path)}
+                self.metrics[work.key] = found
 
-    def score(self, work: Work, table: Table) -> float | None:
-        """The run's score in a table, in its units; None where it is not there yet."""
-        metric = table.metric
-        if isinstance(metric, dict):
-            metric = metric[work.levels[table.columns]]
+    def score(self, work: Work, table: Table, column: str) -> float | None:
+        """The run's score in a column of a table, in its units, less that of the run that `minus`
+        names; None where it is not there yet."""
+        value = self._score(work, table, column)
+        if not table.minus or value is None:
+            return value
+        levels = {factor: work.levels[factor] for factor in self.study.factors(table.minus)}
+        base = next((w for w in self.plan.runs(table.minus) if w.levels == levels), None)
+        less = None if base is None else self._score(base, table, column)
+        return None if less is None else value - less
+
+    def _score(self, work: Work, table: Table, column: str) -> float | None:
+        metric = table.metric[column] if isinstance(table.metric, dict) else table.metric
+        split, _, metric = metric.rpartition(".")
+        split = split or table.split
         splits = self.metrics.get(work.key)
         if splits is None:
             return None
-        if metric not in splits.get(table.split, {}):
+        if metric not in splits.get(split, {}):
             known = ", ".join(f"{s}.{m}" for s, scores in splits.items() for m in scores)
             raise BadInput(
                 f"{self.study.path}: table {table.name}: {work.name} has no "
-                f"{table.split}.{metric}; it has {known}"
+                f"{split}.{metric}; it has {known}"
             )
-        return splits[table.split][metric] * (100 if table.percent else 1)
+        return splits[split][metric] * (100 if table.percent else 1)
+
+    def _runs(self, table: Table, wanted: Levels) -> list[Work]:
+        """The table's runs at these levels."""
+        wanted = {**table.where, **wanted}
+        return [w for w in self.plan.runs(table.stage) if wanted.items() <= w.levels.items()]
 
     def cells(self, table: Table) -> list[list[Cell]]:
-        """The cells of a table, row by row."""
-        factors = self.study.factors(table.stage)
+        """The cells of a table, row by row: its columns, then their means."""
+        columns = self.study.columns(table)
+        means = self.means(table)
         return [
-            [self._cell(table, row, column) for column in factors[table.columns]]
-            for row in factors[table.rows]
+            [self._cell(table, row, column) for column in columns]
+            + [self._mean(table, row, name, parts) for name, parts in means.items()]
+            for row in self.study.factors(table.stage)[table.rows]
         ]
 
+    def means(self, table: Table) -> dict[str, tuple[str, ...]]:
+        """The columns of each mean that there are at this scale."""
+        columns = self.study.columns(table)
+        found = {name: tuple(part for part in parts if part in columns)
+                 for name, parts in table.means.items()}  # fmt: skip
+        return {name: parts for name, parts in found.items() if parts}
+
     def _cell(self, table: Table, row: str, column: str) -> Cell:
+        wanted = {table.rows: row}
+        if table.columns != METRIC:
+            wanted[table.columns] = column
         runs, scores = [], []
-        for work in self.plan.runs(table.stage):
-            if work.levels[table.rows] == row and work.levels[table.columns] == column:
-                score = self.score(work, table)
-                if score is not None:
-                    runs.append(work)
-                    scores.append(score)
+        for work in self._runs(table, wanted):
+            score = self.score(work, table, column)
+            if score is not None:
+                runs.append(work)
+                scores.append(score)
         summary = summarise(scores) if scores else None
-        return Cell(row, column, tuple(runs), summary, self._published(table, row, column))
+        published = self._published(table, row, column)
+        return Cell(row, column, tuple(runs), summary, published, table.show)
+
+    def _mean(self, table: Table, row: str, name: str, parts: tuple[str, ...]) -> Cell:
+        """The mean of some columns of each replicate that has them all."""
+        found = [self._by_replicate(table, {table.rows: row, table.columns: p}) for p in parts]
+        scores = [mean(one[key] for one in found) for key in found[0]
+                  if all(key in one for one in found)]  # fmt: skip
+        summary = summarise(scores) if scores else None
+        whole = len(parts) == len(table.means[name])
+        published = self._published(table, row, name) if whole else None
+        runs = tuple(w for p in parts for w in self._cell(table, row, p).runs) if scores else ()
+        return Cell(row, name, runs, summary, published, table.show)
 
     def _published(self, table: Table, row: str, column: str) -> float | None:
-        printed, like = table.published, self.study.like
-        if printed is None:
+        if table.published is None:
             return None
-        row, column = like.get(row, row), like.get(column, column)
-        if row not in printed.rows or column not in printed.columns:
-            return None
-        number = printed.rows[row][printed.columns.index(column)]
-        return number if isinstance(number, float) else None
+        names = (self.study.stands_for(table.rows, row),
+                 self.study.stands_for(table.columns, column))  # fmt: skip
+        return table.published.number(*names)
+
+    def described(self, summary: SummaryTable) -> list[list[Described]]:
+        """A summary's rows: the statistics of a table's cells at each level of a factor.
+
+        A cell counts once, by its mean over runs. The deviation is that of a sample, the quartiles
+        are interpolated, as pandas does. The differences of the papers.
+        """
+        table = next(t for t in self.study.tables if t.name == summary.table)
+        cells = [cell for row in self.cells(table) for cell in row]
+        by_row = summary.by == table.rows
+        groups: dict[str, list[float]] = {}
+        for cell in cells:
+            group = groups.setdefault(cell.row if by_row else cell.column, [])
+            if cell.summary is not None:
+                group.append(cell.summary.mean)
+        rows = []
+        for level, values in groups.items():
+            name = self.study.stands_for(summary.by, level)
+            printed = summary.published
+            rows.append([
+                Described(level, what, value, printed.number(name, what) if printed else None)
+                for what, value in describe(values).items()
+            ])  # fmt: skip
+        return rows
 
     def verdicts(self) -> list[Verdict]:
         """Every claim; its parts are tests corrected for their number (Holm)."""
@@ -112,7 +201,9 @@ class Results:
 
     def _verdict(self, claim: Claim, table: Table) -> Verdict:
         factors = self.study.factors(table.stage)
-        levels = list(factors[claim.each]) if claim.each else [""]
+        levels = list(factors.get(claim.each) or [""])
+        if claim.each == METRIC:
+            levels = list(self.study.columns(table))
         found = []
         for level in levels:
             fixed = {claim.each: level} if claim.each else {}
@@ -136,19 +227,40 @@ class Results:
             state = "undecided"
         else:
             state = "holds"
-        return Verdict(claim, state, parts)
+        return Verdict(claim, state, parts, table.digits)
 
     def _by_replicate(self, table: Table, wanted: Levels) -> dict[Replicate, float]:
         """Scores of the runs at these levels by seed (or mapping), averaged over the rest of the
         table: one that lacks a part of it is left out, lest unlike averages be compared."""
         inside = {table.rows, table.columns} | set(wanted)
         groups: dict[Replicate, list[float | None]] = {}
-        for work in self.plan.runs(table.stage):
-            if wanted.items() <= work.levels.items():
-                key = tuple((f, v) for f, v in work.levels.items() if f not in inside)
-                groups.setdefault(key, []).append(self.score(work, table))
+        levels = {factor: level for factor, level in wanted.items() if factor != METRIC}
+        for work in self._runs(table, levels):
+            column = {**work.levels, **wanted}[table.columns]
+            key = tuple((f, v) for f, v in work.levels.items() if f not in inside)
+            groups.setdefault(key, []).append(self.score(work, table, column))
         whole = {k: [s for s in scores if s is not None] for k, scores in groups.items()}
         return {k: mean(s) for k, s in whole.items() if s and len(s) == len(groups[k])}
+
+
+def _metrics(table: Table) -> tuple[str, ...]:
+    return tuple(table.metric.values()) if isinstance(table.metric, dict) else (table.metric,)
+
+
+def _last(run: Path) -> dict[str, float]:
+    """The numbers of the last training line of a run's log."""
+    line = (events(run, "train") or [{}])[-1]
+    return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+
+
+def describe(values: Sequence[float]) -> dict[str, float | None]:
+    """STATISTICS of some numbers, by name; None for what so few numbers have not."""
+    if not values:
+        return {"count": 0.0, **dict.fromkeys(STATISTICS[1:])}
+    quartiles = np.quantile(values, [0.25, 0.5, 0.75])
+    spread = stdev(values) if len(values) > 1 else None
+    found = (len(values), mean(values), spread, min(values), *map(float, quartiles), max(values))
+    return dict(zip(STATISTICS, found, strict=True))
 
 
 def _state(difference: Difference, p: float | None, margin: float) -> str:

@@ -3,8 +3,10 @@
     [needs.NAME]             what the user brings: a checkpoint, a directory of data
     [made.NAME]              made from these by a command: stores, tokenizers, imported checkpoints
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
-    [[tables]] [[claims]]    what to show, and the paper's statements, checked
+    [[tables]] [[summaries]] [[curves]] [[claims]]
+                             what to show, and the paper's statements, checked
     [scales.NAME]            laid over all of the above: scale=mini, scale=paper
+    base = "other.toml"      laid over another study, whose runs it shares where they are the same
 
 In any string {need.X}, {made.X} and {stage.X} stand for a path, {FACTOR} for the name of a level,
 also in what is made: {made.{model}} is made for each model that some run needs. A run finds in
@@ -14,10 +16,10 @@ also in what is made: {made.{model}} is made for each model that some run needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +27,8 @@ from xformer.config import Settings, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 
 Levels = dict[str, str]  # {factor: level}
+METRIC = "metric"  # what a table's columns are where they are no factor
+STATISTICS = ("count", "mean", "std", "min", "25%", "50%", "75%", "max")
 PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}")
 
 
@@ -56,7 +60,7 @@ class Stage(Settings):
     command: tuple[str, ...] = ()
     """Instead of a recipe: the arguments of `python`; `{out}` is its directory."""
     result: str = "result.json"
-    """The JSON file of `metrics` that a command writes into `{out}`."""
+    """The JSON file of `metrics` that a command writes into `{out}`, a directory that is there."""
     settings: dict[str, Any] = Field({})
     """Settings of every run, over the recipe's."""
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
@@ -75,6 +79,13 @@ class Published(Settings):
     rows: dict[str, tuple[float | str, ...]]
     """Its numbers by row; "" where the paper has none."""
 
+    def number(self, row: str, column: str) -> float | None:
+        """The number in a row and column; None where there is none."""
+        if row not in self.rows or column not in self.columns:
+            return None
+        number = self.rows[row][self.columns.index(column)]
+        return number if isinstance(number, float) else None
+
 
 class Table(Settings):
     """Scores of one stage by two of its factors; every other factor is averaged over."""
@@ -84,13 +95,57 @@ class Table(Settings):
     stage: str
     rows: str
     columns: str
+    """A factor; or "metric": then there is a column for each name in `metric`."""
     metric: str | dict[str, str] = "accuracy"
-    """Name of the metric, or one for each column."""
+    """Name of the metric, or one for each column; "train.loss" names the split too, where train
+    stands for the last line of the log."""
     split: str = "test"
     """The split that is scored."""
     percent: bool = True
     """Show 100 times the score, as the papers do."""
+    where: Levels = Field({})
+    """Only the runs at these levels."""
+    minus: str = ""
+    """A stage whose scores are subtracted, each at the same levels of the factors it has."""
+    show: Literal["mean", "deviation"] = "mean"
+    """What a cell is: the mean over runs, or their standard deviation."""
+    means: dict[str, tuple[str, ...]] = Field({})
+    """Further columns, each the mean of some columns of a run's mapping or seed."""
     published: Published | None = None
+
+    @property
+    def digits(self) -> int:
+        """Decimals that are shown."""
+        return 1 if self.percent else 3
+
+
+class Summary(Settings):
+    """Count, mean, deviation, extremes and quartiles of a table's cells by row, or by column."""
+
+    title: str
+    table: str
+    """Name of the table."""
+    by: str
+    """Its row factor, or its column factor."""
+    published: Published | None = None
+    """Its columns: count, mean, std, min, 25%, 50%, 75%, max."""
+
+
+class Curves(Settings):
+    """Curves of the logs of one stage's runs: a panel for each level of a factor, a line for each
+    level of another; the mean over all other factors, in a band of a standard deviation."""
+
+    name: str
+    title: str
+    stage: str
+    panels: str
+    lines: str
+    value: str = "loss"
+    """A number of the log's training lines."""
+    validation: str | dict[str, str] = ""
+    """A number of its validation lines, drawn below; or one for each panel."""
+    where: Levels = Field({})
+    """Only the runs at these levels."""
 
 
 class Claim(Settings):
@@ -118,11 +173,13 @@ class Study(Settings):
     made: dict[str, Made] = Field({})
     stages: dict[str, Stage]
     tables: tuple[Table, ...] = ()
+    summaries: tuple[Summary, ...] = ()
+    curves: tuple[Curves, ...] = ()
     claims: tuple[Claim, ...] = ()
     levels: dict[str, tuple[str, ...]] = Field({})
     """Of a factor, only these levels."""
     like: dict[str, str] = Field({})
-    """Our level -> the published row or column it stands beside."""
+    """Our level, or FACTOR=LEVEL, -> the published row or column it stands beside."""
     notes: tuple[str, ...] = ()
     """What a reader of the results must know."""
     path: Path = Field(exclude=True)
@@ -136,6 +193,23 @@ class Study(Settings):
             kept = self.levels.get(factor, tuple(levels))
             found[factor] = {level: levels[level] for level in kept if level in levels}
         return found
+
+    def columns(self, table: Table) -> tuple[str, ...]:
+        """The columns of a table, without its means."""
+        if table.columns != METRIC:
+            return tuple(self.factors(table.stage)[table.columns])
+        assert isinstance(table.metric, dict)
+        return tuple(table.metric)
+
+    def stands_for(self, factor: str, level: str) -> str:
+        """The published name of a level."""
+        return self.like.get(f"{factor}={level}", self.like.get(level, level))
+
+    def shown(self) -> tuple[str, ...]:
+        """The stages that a table or figure shows; all, where there is none."""
+        stages = [table.stage for table in self.tables] + [table.minus for table in self.tables]
+        stages += [curves.stage for curves in self.curves]
+        return tuple(name for name in self.stages if name in stages or not any(stages))
 
     def combinations(self, stage: str) -> Iterator[Levels]:
         """Every combination of levels of a stage that makes sense."""
@@ -154,12 +228,30 @@ def read_study(path: Path, scale: str) -> Study:
     if not isinstance(scales, dict) or scale not in scales:
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
     study = validate(Study, {**merge(values, scales[scale]), "path": path})
+    _check_levels(study)
+    study = _at_scale(study)
     _check(study)
     return study
 
 
-def _check(study: Study) -> None:
-    """Refuse a study whose parts do not fit together."""
+def _at_scale(study: Study) -> Study:
+    """The study without what shows only runs `where` a factor has a level that `levels` leaves
+    out."""
+
+    def there(shows: Table | Curves) -> bool:
+        vary = study.stages[shows.stage].vary if shows.stage in study.stages else {}
+        return all(level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
+                   for factor, level in shows.where.items())  # fmt: skip
+
+    tables = tuple(filter(there, study.tables))
+    gone = {table.name for table in study.tables} - {table.name for table in tables}
+    summaries = tuple(summary for summary in study.summaries if summary.table not in gone)
+    curves = tuple(filter(there, study.curves))
+    return study.model_copy(update={"tables": tables, "summaries": summaries, "curves": curves})
+
+
+def _check_levels(study: Study) -> None:
+    """Refuse `levels` that name a factor or a level that there is not."""
     every = {factor for name in study.stages for factor in study.stages[name].vary}
     for factor, kept in study.levels.items():
         _known(study, f"levels.{factor}", factor, every)
@@ -167,6 +259,10 @@ def _check(study: Study) -> None:
             places = [n for n, s in study.stages.items() if factor in s.vary]
             found = {str(v) for n in places for v in study.stages[n].vary[factor]}
             _known(study, f"levels.{factor}", level, found)
+
+
+def _check(study: Study) -> None:
+    """Refuse a study whose parts do not fit together."""
     for name, stage in study.stages.items():
         if bool(stage.recipe) == bool(stage.command):
             raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
@@ -177,31 +273,74 @@ def _check(study: Study) -> None:
     for kind, name, *_ in _places(study):
         known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
         _known(study, f"{{{kind}.{name}}}", name, set(known))
-    tables = {table.name: table for table in study.tables}
     for table in study.tables:
         _check_table(study, table)
+    for curves in study.curves:
+        place = f"curves {curves.name}"
+        _known(study, place, curves.stage, set(study.stages))
+        _check_factors(study, place, curves.stage, (curves.panels, curves.lines), curves.where)
+    tables = {table.name: table for table in study.tables}
+    for summary in study.summaries:
+        place = f"summary {summary.title!r}"
+        _known(study, place, summary.table, set(tables))
+        table = tables[summary.table]
+        _known(study, place, summary.by, {table.rows, table.columns})
+        if summary.published is not None:
+            _check_published(study, place, summary.published)
     for claim in study.claims:
-        _known(study, f"claim {claim.text!r}", claim.table, set(tables))
-        factors = study.factors(tables[claim.table].stage)
-        for factor in (*claim.better, *claim.than, *([claim.each] if claim.each else [])):
-            _known(study, f"claim {claim.text!r}", factor, set(factors))
-        for factor, level in (*claim.better.items(), *claim.than.items()):
-            _known(study, f"claim {claim.text!r}", level, set(factors[factor]))
+        place = f"claim {claim.text!r}"
+        _known(study, place, claim.table, set(tables))
+        _check_claim(study, place, claim, tables[claim.table])
+
+
+def _check_claim(study: Study, place: str, claim: Claim, table: Table) -> None:
+    factors = {name: set(levels) for name, levels in study.factors(table.stage).items()}
+    if table.columns == METRIC:
+        factors[METRIC] = set(study.columns(table))
+        for side in (claim.better, claim.than):
+            if METRIC not in (*side, claim.each):
+                raise BadInput(f"{study.path}: {place}: say which {METRIC} of table {table.name}")
+    for factor in (*claim.better, *claim.than, *([claim.each] if claim.each else [])):
+        _known(study, place, factor, set(factors))
+    for factor, level in (*claim.better.items(), *claim.than.items()):
+        _known(study, place, level, factors[factor])
 
 
 def _check_table(study: Study, table: Table) -> None:
     place = f"table {table.name}"
     _known(study, place, table.stage, set(study.stages))
-    for factor in (table.rows, table.columns):
-        _known(study, place, factor, set(study.factors(table.stage)))
+    named = [table.rows] + ([table.columns] if table.columns != METRIC else [])
+    _check_factors(study, place, table.stage, named, table.where)
+    if table.columns == METRIC and not isinstance(table.metric, dict):
+        raise BadInput(f'{study.path}: {place}: columns="{METRIC}" needs metric.NAME=METRIC')
+    if isinstance(table.metric, dict):
+        for column in study.columns(table):
+            if column not in table.metric:
+                raise BadInput(f"{study.path}: {place}: metric.{column} must be given")
+    if table.minus:
+        _known(study, place, table.minus, set(study.stages))
+        _check_factors(study, place, table.stage, study.stages[table.minus].vary, {})
     if table.published is not None:
-        wanted = len(table.published.columns)
-        for row, numbers in table.published.rows.items():
-            if len(numbers) != wanted:
-                raise BadInput(
-                    f"{study.path}: {place}: the published row {row!r} has {len(numbers)} numbers, "
-                    f"its columns are {wanted}"
-                )
+        _check_published(study, place, table.published)
+
+
+def _check_factors(study: Study, place: str, stage: str, factors: Iterable[str],
+                   where: Levels) -> None:  # fmt: skip
+    known = study.factors(stage)
+    for factor in (*factors, *where):
+        _known(study, place, factor, set(known))
+    for factor, level in where.items():
+        _known(study, place, level, set(known[factor]))
+
+
+def _check_published(study: Study, place: str, published: Published) -> None:
+    wanted = len(published.columns)
+    for row, numbers in published.rows.items():
+        if len(numbers) != wanted:
+            raise BadInput(
+                f"{study.path}: {place}: the published row {row!r} has {len(numbers)} numbers, "
+                f"its columns are {wanted}"
+            )
 
 
 def _same_key_twice(study: Study, stage: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 
+from xformer.study.curves import Panel, averaged
 from xformer.study.pool import Outcome
-from xformer.study.results import Cell, Results, Verdict
-from xformer.study.spec import Table
-from xformer.study.statistics import LEVEL, Summary
+from xformer.study.results import Cell, Described, Results, Verdict
+from xformer.study.spec import METRIC, STATISTICS, Summary, Table
+from xformer.study.statistics import LEVEL
 
 
 def markdown(results: Results, outcomes: dict[str, Outcome]) -> str:
@@ -20,8 +21,15 @@ def markdown(results: Results, outcomes: dict[str, Outcome]) -> str:
         parts += ["## What the paper claims, and what holds here", _claims(verdicts)]
     for table in study.tables:
         cells = results.cells(table)
-        parts += [f"## {table.title}", legend(table), _table(results, table, cells)]
-        parts += ["Every score:", _scores(cells)]
+        parts += [f"## {table.title}", legend(results, table), _table(table, cells)]
+        parts += ["Every score:", _scores(table, cells)]
+    for summary in study.summaries:
+        parts += [f"## {summary.title}", summary_legend(results, summary)]
+        parts += [_summary(results, summary)]
+    for curves in study.curves:
+        found = averaged(results, curves)
+        if found:
+            parts += [f"## {curves.title}", f"![{curves.title}]({curves.name}.svg)", _ends(found)]
     parts += _not_done(outcomes)
     parts += ["## How it was made", _commands(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -50,64 +58,120 @@ def ground(verdict: Verdict) -> str:
     said = []
     for level, difference, p in verdict.parts:
         text = f"{level} " if level else ""
-        text += f"{difference.mean:+.1f}"
+        text += f"{difference.mean:+.{verdict.digits}f}"
         if difference.half is not None:
-            text += f" ± {difference.half:.1f}"
+            text += f" ± {difference.half:.{verdict.digits}f}"
         said.append(text + (f" (p {p:.3f})" if p is not None else " (one pair)"))
     return "; ".join(said) or "no runs to compare"
 
 
-def legend(table: Table) -> str:
+def legend(results: Results, table: Table) -> str:
     """What the numbers of a table are, in words."""
     unit = "100 times the " if table.percent else ""
     metric = table.metric if isinstance(table.metric, str) else "metric named in each column"
-    text = f"{unit}{metric} on the split `{table.split}`: mean ± standard deviation (runs)"
+    text = f"{unit}{metric} on the split `{table.split}`"
+    if table.where:
+        text += ", " + ", ".join(f"{factor} {level}" for factor, level in table.where.items())
+    if table.minus:
+        text += f", less that of the stage {table.minus}"
+    text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
+    text += " (runs)"
     if table.published is not None:
         text += f"; then what {table.published.source} prints, and ours less theirs"
+    for name, parts in results.means(table).items():
+        text += f". {name}: mean of {', '.join(parts)}"
     return f"{text}."
 
 
-def _table(results: Results, table: Table, cells: list[list[Cell]]) -> str:
+def summary_legend(results: Results, summary: Summary) -> str:
+    """What the numbers of a summary are, in words."""
+    table = next(t for t in results.study.tables if t.name == summary.table)
+    text = f"Of the cells of the table above, {table.title!r}, by {summary.by}"
+    if summary.published is not None:
+        text += f"; then what {summary.published.source} prints"
+    return f"{text}."
+
+
+def _table(table: Table, cells: list[list[Cell]]) -> str:
     heads = [head(table, cell.column) for cell in cells[0]]
     lines = [f"| {table.rows} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for row in cells:
-        lines.append(f"| {_cell(row[0].row)} | " + " | ".join(map(_shown, row)) + " |")
+        shown = [_shown(cell, table.digits) for cell in row]
+        lines.append(f"| {_cell(row[0].row)} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
 def head(table: Table, column: str) -> str:
     """The name of a column, with its metric where each has its own."""
-    named = isinstance(table.metric, dict)
-    return f"{column} ({table.metric[column]})" if named else column  # type: ignore[index]
+    if table.columns == METRIC or isinstance(table.metric, str):
+        return column
+    return f"{column} ({table.metric[column]})" if column in table.metric else column
 
 
-def _shown(cell: Cell) -> str:
-    text = "-" if cell.summary is None else spread(cell.summary)
+def _shown(cell: Cell, digits: int) -> str:
+    text = "-" if cell.summary is None else spread(cell, digits)
     if cell.published is not None:
         text += f"<br>{cell.published:g}"
         if cell.difference is not None:
-            text += f" ({cell.difference:+.1f})"
+            text += f" ({cell.difference:+.{digits}f})"
     return text
 
 
-def spread(summary: Summary) -> str:
-    """ "83.6 ± 1.3 (6)"."""
-    text = f"{summary.mean:.1f}"
+def spread(cell: Cell, digits: int) -> str:
+    """ "83.6 ± 1.3 (6)", or "1.3 (6)" where the deviation is what is shown."""
+    summary = cell.summary
+    assert summary is not None
+    if cell.show == "deviation":
+        text = "-" if summary.deviation is None else f"{summary.deviation:.{digits}f}"
+        return f"{text} ({len(summary.scores)})"
+    text = f"{summary.mean:.{digits}f}"
     if summary.deviation is not None:
-        text += f" ± {summary.deviation:.1f}"
+        text += f" ± {summary.deviation:.{digits}f}"
     return f"{text} ({len(summary.scores)})"
 
 
-def _scores(cells: list[list[Cell]]) -> str:
+def _scores(table: Table, cells: list[list[Cell]]) -> str:
     lines = [f"| cell | scores | median | {LEVEL:.0%} bootstrap interval of the mean |",
              "|---|---|---|---|"]  # fmt: skip
+    d = table.digits
     for cell in (cell for row in cells for cell in row):
         if cell.summary is not None:
-            scores = ", ".join(f"{score:.1f}" for score in cell.summary.scores)
+            scores = ", ".join(f"{score:.{d}f}" for score in cell.summary.scores)
             interval = cell.summary.interval
-            low = "-" if interval is None else f"{interval[0]:.1f} to {interval[1]:.1f}"
+            low = "-" if interval is None else f"{interval[0]:.{d}f} to {interval[1]:.{d}f}"
             lines.append(f"| {_cell(cell.row)}, {_cell(cell.column)} | {scores} "
-                         f"| {cell.summary.median:.1f} | {low} |")  # fmt: skip
+                         f"| {cell.summary.median:.{d}f} | {low} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _summary(results: Results, summary: Summary) -> str:
+    rows = results.described(summary)
+    lines = [f"| {summary.by} | " + " | ".join(STATISTICS) + " |",
+             "|---" * (len(STATISTICS) + 1) + "|"]  # fmt: skip
+    for row in rows:
+        lines.append(f"| {_cell(row[0].row)} | " + " | ".join(map(_statistic, row)) + " |")
+    return "\n".join(lines)
+
+
+def _statistic(one: Described) -> str:
+    return statistic(one) + (f"<br>{one.published:g}" if one.published is not None else "")
+
+
+def statistic(one: Described) -> str:
+    """ "12" for a count, "-0.008" for all else."""
+    if one.value is None:
+        return "-"
+    return f"{one.value:.0f}" if one.column == "count" else f"{one.value:.3f}"
+
+
+def _ends(panels: list[Panel]) -> str:
+    """Where each curve ends."""
+    lines = ["| panel | line | runs | number | last point |", "|---|---|---|---|---|"]
+    for panel in panels:
+        for line in panel.lines:
+            lines.append(f"| {_cell(panel.name)} | {_cell(line.name)} | {line.runs} "
+                         f"| {_cell(panel.value)} | {line.mean[-1]:.4g} ± {line.deviation[-1]:.2g} "
+                         f"at step {line.x[-1]:g} |")  # fmt: skip
     return "\n".join(lines)
 
 
