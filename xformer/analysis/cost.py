@@ -109,8 +109,8 @@ def run(paths: list[str], config: CostConfig) -> None:
              "device": ranks.device.type, "repeats": config.repeats}  # fmt: skip
     line = "cost " + "; ".join(_words(one) for one in found)
     line += f" ({config.rows} rows of {config.length} tokens, {_threads(batch)})"
-    scalars = {f"{f['name']}/{key}": value for f in found for key, value in numbers(f).items()}
-    publish(config, {"analysis": "cost", "batch": batch, "models": found}, draw, line, scalars)
+    metrics = {one["name"]: numbers(one) for one in found}
+    publish(config, {"analysis": "cost", "batch": batch, "models": found}, draw, line, metrics)
 
 
 def _threads(batch: dict[str, Any]) -> str:

@@ -361,8 +361,9 @@ def run(paths: list[str], config: GradientsConfig) -> None:
         for f in found
     )
     line += f" over {found[0]['pairs']:,} pairs of examples"
-    scalars = {f"{name}/{f['name']}": f[name] for f in found for name in ("mean", "minimum")}
-    publish(config, result, draw, line, scalars)
+    metrics = {f["name"]: {name: f[name] for name in ("mean", "median", "minimum", "negative")}
+               for f in found}  # fmt: skip
+    publish(config, result, draw, line, metrics)
 
 
 def _labelled(examples: Examples) -> np.ndarray:

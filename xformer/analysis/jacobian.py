@@ -37,6 +37,7 @@ Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B b
 TOKENS = 2048  # of all copies of an example whose products are taken at once
 BINS = 40  # of a histogram
 LONGEST = 64  # tokens of an example, where nothing else is said
+SUMMARY = ("median", "largest", "rms", "near_one")  # of the singular values of an example
 LEAST = 1e-6  # singular values drawn on the logarithmic axis, of the largest
 
 
@@ -198,12 +199,12 @@ def run(paths: list[str], config: JacobianConfig) -> None:
               "spectra": found}  # fmt: skip
     line = "jacobian " + "; ".join(
         f"{f['name']}: median {f['median']['mean']:.3g} ± {f['median']['deviation']:.2g}, largest "
-        f"{f['largest']['mean']:.3g}, root mean square {f['rms']['mean']:.3g}"
+        f"{f['largest']['mean']:.3g}, {100 * f['near_one']['mean']:.1f} % between 1/2 and 2"
         for f in found
     )
     line += f" on {len(examples.rows)} examples, output token {config.token}"
-    publish(config, result, draw, line,
-            {f"median/{f['name']}": f["median"]["mean"] for f in found})  # fmt: skip
+    metrics = {f["name"]: {name: f[name]["mean"] for name in SUMMARY} for f in found}
+    publish(config, result, draw, line, metrics)
 
 
 def _of_example(reader: Reader, row: int, config: JacobianConfig) -> dict[str, Any]:
@@ -236,6 +237,7 @@ def _summary(rows: list[dict[str, Any]], config: JacobianConfig) -> dict[str, An
         "median": over([float(np.median(v)) for v in values]),
         "largest": over([float(v.max()) for v in values]),
         "rms": over([float(np.sqrt((v**2).mean())) for v in values]),
+        "near_one": over([float(((v > 0.5) & (v < 2)).mean()) for v in values]),
         "examples": rows,
     }
 

@@ -121,8 +121,8 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         for f in found
     )
     line += f" (L2, {len(examples.rows)} examples, {config.draws} draws)"
-    publish(config, result, draw, line, {f"{f['name']}/{n['std']:g}": n["mean"]
-                                         for f in found for n in f["noise"]})  # fmt: skip
+    metrics = {f["name"]: {f"{n['std']:.0e}": n["mean"] for n in f["noise"]} for f in found}
+    publish(config, result, draw, line, metrics)
 
 
 def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
