@@ -425,7 +425,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         parts = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
         for body in parts["bodies"]:
             body.set(facecolor=colour, alpha=0.35, edgecolor=colour)
-        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, notch=True, showfliers=False,
+        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, showfliers=False,
                      meanline=True, showmeans=True, patch_artist=True,
                      boxprops={"facecolor": theme.paper, "edgecolor": colour},
                      whiskerprops={"color": colour}, capprops={"color": colour},
