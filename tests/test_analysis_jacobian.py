@@ -21,7 +21,7 @@ def test_a_linear_model_has_its_own_matrix() -> None:
     x = torch.randn(L, E, generator=seeded(2), dtype=torch.float64)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        return (matrix @ x.flatten()).view(L, C)
+        return (x.flatten(1) @ matrix.T).view(-1, L, C)
 
     found = of_token(linear, x, 3)
     assert torch.allclose(found, matrix[3 * C : 4 * C], atol=1e-13)
@@ -37,7 +37,7 @@ def test_the_estimate_holds_the_spectrum_within_its_error() -> None:
     L, n, probes = 8, 96, 200
     matrix = torch.randn(n, n, generator=seeded(3), dtype=torch.float64)
     x = torch.zeros(L, n // L, dtype=torch.float64)
-    whole = estimate(lambda x: (matrix @ x.flatten()).view(L, -1), x, 15, probes, seed=1)
+    whole = estimate(lambda x: (x.flatten(1) @ matrix.T).view(len(x), L, -1), x, 15, probes, seed=1)
     squares = (whole["weights"] * whole["nodes"] ** 2).sum(1)
     error = float(squares.std()) / probes**0.5
     assert abs(float(squares.mean()) - float(matrix.square().sum()) / n) < 4 * error
@@ -56,14 +56,14 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
     reader.model.double().requires_grad_(False)
     batch = reader.assembler.batch(examples.rows[:1])
     function, x = from_words(reader, batch)
-    assert torch.allclose(function(x)[0], reader.model.encoder(
+    assert torch.allclose(function(x[None])[0, 0], reader.model.encoder(
         _packed(batch, reader), "explicit")[0])  # fmt: skip
     found = of_token(function, x, 2)
     step = 1e-5
     for place in (0, 40, x.numel() - 1):
         moved = torch.zeros(x.numel(), dtype=x.dtype)
         moved[place] = step
-        ahead, behind = (function(x + sign * moved.view_as(x))[2] for sign in (1, -1))
+        ahead, behind = (function((x + sign * moved.view_as(x))[None])[0, 2] for sign in (1, -1))
         assert torch.allclose(found[:, place], (ahead - behind) / (2 * step), atol=1e-7)
 
 

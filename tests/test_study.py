@@ -497,6 +497,51 @@ def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------- the command
 
 
+def test_what_a_command_draws_is_shown(file: Path, data: Path, tmp_path: Path) -> None:
+    """Settings become arguments of a command; its figure stands in the report, and acts not."""
+    file.write_text(
+        STUDY.replace(
+            "[[tables]]",
+            """
+[stages.look]
+command = ["-m", "xformer.analysis", "pwcca", "{first}", "data={made.task}", "out={out}"]
+result = "pwcca.json"
+settings = { layers = "last", first = "{stage.pretrain}" }
+vary.pair.own = { mapping_b = "none", examples = 3 }
+[[pictures]]
+name = "look"
+title = "What was drawn"
+stage = "look"
+file = "pwcca.svg"
+where.pair = "own"
+[[tables]]""",
+            1,
+        )
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    (work,) = plan.runs("look")
+    pretrained = next(w for w in plan.works.values() if w.stage == "pretrain")
+    assert work.waits[0] == pretrained.key
+    assert work.command[3:4] == (str(pretrained.path),)
+    assert work.command[5:] == (f"out={work.path}", "layers=last", "mapping_b=none", "examples=3")
+    other = file.read_text().replace("examples = 3", "examples = 4")
+    file.write_text(other)
+    assert plan_of(file, tmp_path, data=str(data)).runs("look")[0].key != work.key
+    finish(plan, lambda **levels: 0.5)
+    work.path.mkdir()
+    work.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}}))
+    results = Results(plan.study, plan)
+    assert "What was drawn" not in page.html(results, {}, tmp_path)
+    svg = "<svg><script>alert(1)</script></svg>"
+    for name in ("pwcca.svg", "pwcca-dark.svg"):
+        (work.path / name).write_text(svg)
+    shown = page.html(results, {}, tmp_path)
+    assert "What was drawn" in shown
+    assert "alert(1)" not in shown
+    assert shown.count("data:image/svg+xml;base64,") == 2
+    assert "![What was drawn](look.svg)" in markdown(results, {})
+
+
 def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
     root = tmp_path / "studies"
     arguments: list[str | Path] = [

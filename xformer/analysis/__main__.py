@@ -27,6 +27,7 @@ MODULES = {
     "jacobian": "dynamical isometry: singular values of d(last hidden) / d(word embeddings)",
     "gradients": "gradient confusion: cosines between the gradients of different examples",
     "perturbation": "how far outputs move when noise is added to the parameters",
+    "cost": "parameters by part, operations a token, measured speed, seconds to make",
     "curves": "loss curves of runs, mean and band over seeds",
     "capture": "hidden states and attention maps as HDF5",
 }

@@ -89,8 +89,9 @@ def run(paths: list[str], config: AttentionConfig) -> None:
         f"{np.mean(means):.4f} (0 to 2; layers {', '.join(f'{m:.3f}' for m in means)}) on "
         f"{len(examples.rows)} examples"
     )
-    scalars = {f"distance/layer_{i + 1}": mean for i, mean in enumerate(means)}
-    publish(config, result, draw, line, scalars)
+    metrics = {f"layer_{i + 1}": mean for i, mean in enumerate(means)}
+    metrics["mean"] = float(np.mean(means))
+    publish(config, result, draw, line, {"distance": metrics})
 
 
 def compare(examples: Examples, layers: int) -> list[dict[str, Any]]:

@@ -10,15 +10,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from tqdm import tqdm
 
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
+
+
+def _split(names: Any) -> Any:
+    return tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class Output(Settings):
@@ -124,23 +131,24 @@ def made() -> dict[str, Any]:
 
 
 def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
-            scalars: dict[str, float]) -> None:  # fmt: skip
+            metrics: dict[str, dict[str, float]]) -> None:  # fmt: skip
     """Write `found` as JSON and draw it from there, into TensorBoard too where a run is given;
-    print the one line that sums it up. `found["analysis"]` names the files."""
+    print the one line that sums it up. `found["analysis"]` names the files. `metrics` {of what:
+    {name: number}} are the few numbers that a table of a study or TensorBoard shows."""
     name, out = found["analysis"], Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    found = {**found, "made": made()}
+    found = {**found, "metrics": metrics, "made": made()}
     pictures = figure.save(found, draw, out, name)
     write_json(out / f"{name}.json", found)
     if config.run is not None:
-        _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, scalars)
+        _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, metrics)
     print(line)
     files = ", ".join(picture.name for picture in pictures)
     print(f"{out / name}.json, {files}", file=sys.stderr)
 
 
 def _to_tensorboard(run: Path, name: str, picture: Path, line: str,
-                    scalars: dict[str, float]) -> None:  # fmt: skip
+                    metrics: dict[str, dict[str, float]]) -> None:  # fmt: skip
     """A page beside the run's own curves, which are drawn anew whenever it goes on."""
     from matplotlib.image import imread
     from torch.utils.tensorboard import SummaryWriter
@@ -150,5 +158,6 @@ def _to_tensorboard(run: Path, name: str, picture: Path, line: str,
     with SummaryWriter(str(directory)) as board:
         board.add_image(name, imread(picture)[..., :3], 0, dataformats="HWC")
         board.add_text(name, line, 0)
-        for key, value in scalars.items():
-            board.add_scalar(f"{name}/{key}", value, 0)
+        for of_what, numbers in metrics.items():
+            for key, value in numbers.items():
+                board.add_scalar(f"{name}/{of_what}/{key}", value, 0)

@@ -67,7 +67,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
         f"{s['x'][-1]:g} ({len(s['runs'])} runs)"
         for s in first
     )
-    publish(config, result, draw, line, {s["name"]: s["mean"][-1] for s in first})
+    publish(config, result, draw, line, {s["name"]: {config.value: s["mean"][-1]} for s in first})
 
 
 def grouped(paths: list[str]) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import distributed
-from xformer.analysis.command import Output
+from xformer.analysis.command import Names, Output
 from xformer.checkpoint import Checkpoint
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch
@@ -37,6 +37,9 @@ LONGEST = 128  # tokens of a row, where nothing else is said
 class ExamplesConfig(Output):
     """Which examples, and how they are read."""
 
+    names: Names = ()
+    """What to call the checkpoints in the result, in their order, such as names=bert,scratch;
+    absent: the ends of their paths."""
     data: str
     """The store that the examples come from."""
     split: str = "valid"
@@ -104,8 +107,16 @@ class Examples:
         }  # fmt: skip
 
 
-def names_of(paths: list[str]) -> list[str]:
-    """The shortest endings of the paths that tell them apart."""
+def names_of(paths: list[str], given: tuple[str, ...] = ()) -> list[str]:
+    """The names given, or the shortest endings of the paths that tell them apart. Raises BadInput
+    unless there is one for each, no two the same."""
+    if given:
+        if len(given) != len(paths) or len(set(given)) != len(given) or "" in given:
+            raise BadInput(
+                f"names={','.join(given)}: give {len(paths)} different names, one for each "
+                "checkpoint, with commas between them"
+            )
+        return list(given)
     parts = [Path(path).absolute().parts for path in paths]
     names: list[str] = []
     for i, own in enumerate(parts):
@@ -123,6 +134,7 @@ def open_examples(config: ExamplesConfig, paths: list[str]) -> Examples:
     Raises BadInput where a checkpoint has no layers to look into, cannot read the store, or where
     the tokens of two checkpoints do not correspond one to one.
     """
+    names = names_of(paths, config.names)
     store = open_store(config.data)
     split = store.split(config.split)
     if split.rows == 0:
@@ -131,7 +143,7 @@ def open_examples(config: ExamplesConfig, paths: list[str]) -> Examples:
     loaded = [checkpoints.load(path) for path in paths]
     longest = _longest(config, paths, loaded)
     readers = []
-    for i, (path, name, checkpoint) in enumerate(zip(paths, names_of(paths), loaded, strict=True)):
+    for i, (path, name, checkpoint) in enumerate(zip(paths, names, loaded, strict=True)):
         spec = config.mapping if i == 0 or config.mapping_b is None else config.mapping_b
         try:
             array = _mapping(checkpoint, store, spec)

@@ -361,8 +361,9 @@ def run(paths: list[str], config: GradientsConfig) -> None:
         for f in found
     )
     line += f" over {found[0]['pairs']:,} pairs of examples"
-    scalars = {f"{name}/{f['name']}": f[name] for f in found for name in ("mean", "minimum")}
-    publish(config, result, draw, line, scalars)
+    metrics = {f["name"]: {name: f[name] for name in ("mean", "median", "minimum", "negative")}
+               for f in found}  # fmt: skip
+    publish(config, result, draw, line, metrics)
 
 
 def _labelled(examples: Examples) -> np.ndarray:
@@ -424,7 +425,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         parts = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
         for body in parts["bodies"]:
             body.set(facecolor=colour, alpha=0.35, edgecolor=colour)
-        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, notch=True, showfliers=False,
+        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, showfliers=False,
                      meanline=True, showmeans=True, patch_artist=True,
                      boxprops={"facecolor": theme.paper, "edgecolor": colour},
                      whiskerprops={"color": colour}, capprops={"color": colour},

@@ -9,7 +9,8 @@ together (`whole=true`) the spectrum is estimated: Golub-Kahan-Lanczos quadratur
 probes, whose standard error is reported. Kao & Lee 2021, section 4.4.3, F.1 and figure 10; a model
 whose singular values are all 1 is dynamically isometric (Saxe et al. 2014).
 
-L length of an example, C hidden size, E embedding size, n = L E, P probes, m steps.
+L length of an example, C hidden size, E embedding size, n = L E, B copies of the example, P
+probes, m steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call, jvp
 
 from xformer.analysis import figure
 from xformer.analysis.command import Command, progress, publish
@@ -32,10 +33,11 @@ from xformer.data.errors import BadInput
 from xformer.model.attention import layout
 from xformer.model.encoder import Packed
 
-Function = Callable[[Tensor], Tensor]  # (L, E) -> (L, C)
-PRODUCTS = 32  # taken at once
+Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B by itself
+TOKENS = 2048  # of all copies of an example whose products are taken at once
 BINS = 40  # of a histogram
 LONGEST = 64  # tokens of an example, where nothing else is said
+SUMMARY = ("median", "largest", "rms", "near_one")  # of the singular values of an example
 LEAST = 1e-6  # singular values drawn on the logarithmic axis, of the largest
 
 
@@ -60,29 +62,43 @@ COMMAND = Command("jacobian", JacobianConfig, __doc__ or "", 1, None)
 def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
     """The last hidden states of one example as a function of its word vectors, and these, (L, E).
 
-    Each position gets a row of its own in place of the embedding table, through attention written
-    out, which has forward and second derivatives.
+    Each position of each copy gets a row of its own in place of the embedding table. Copies are
+    packed as a batch: so many products are taken at once by the operations' own derivatives, while
+    those of `vmap` fall back to loops. Attention is written out, which has a forward derivative.
     """
     encoder, device = reader.model.encoder, reader.device
     L = len(batch.tokens)
     tokens, positions, segments = (
         torch.from_numpy(a).to(device) for a in (batch.tokens, batch.positions, batch.segments)
     )
-    one = Packed(torch.arange(L, device=device), positions, segments, layout([0, L], device))
 
     def last_hidden(words: Tensor) -> Tensor:
-        return functional_call(encoder, {"embeddings.word.weight": words}, (one, "explicit"))
+        B = len(words)
+        ends = np.arange(B + 1) * L
+        packed = Packed(torch.arange(B * L, device=device), positions.repeat(B),
+                        segments.repeat(B), layout(ends, device))  # fmt: skip
+        table = {"embeddings.word.weight": words.flatten(0, 1)}
+        hidden: Tensor = functional_call(encoder, table, (packed, "explicit"))
+        return hidden.unflatten(0, (B, L))
 
     return last_hidden, encoder.embeddings.word.weight.detach()[tokens]
 
 
 def of_token(function: Function, x: Tensor, token: int) -> Tensor:
-    """The exact Jacobian of one output token: (C, L E) of a function (L, E) -> (L, C)."""
-    x = x.detach().requires_grad_()
-    y = function(x)[token]  # (C,)
-    each = torch.eye(len(y), dtype=y.dtype, device=y.device).split(PRODUCTS)
-    rows = [torch.autograd.grad(y, x, some, is_grads_batched=True, retain_graph=True)[0]
-            for some in each]  # fmt: skip
+    """The exact Jacobian of one output token of a function at x (L, E): (C, L E).
+
+    One forward pass of as many copies as are differentiated at once serves all products.
+    """
+    C = function(x[None]).size(2)
+    B = min(C, max(1, TOKENS // len(x)))
+    copies = x.detach().expand(B, -1, -1).clone().requires_grad_()
+    y = function(copies)[:, token]  # (B, C)
+    each = torch.eye(C, dtype=y.dtype, device=y.device)
+    rows = []
+    for some in each.split(B):
+        weights = torch.cat([some, some.new_zeros(B - len(some), C)])
+        products = torch.autograd.grad(y, copies, weights, retain_graph=True)[0]
+        rows.append(products[: len(some)])
     return torch.cat(rows).flatten(1)
 
 
@@ -96,18 +112,26 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
              ) -> dict[str, Tensor]:  # fmt: skip
-    """The spectrum of the whole Jacobian J (L C, n) of a function (L, E) -> (L, C) by
-    Golub-Kahan-Lanczos bidiagonalisation from `probes` random unit vectors, fully
-    re-orthogonalised (Golub & Meurant 2010, chapter 7).
+    """The spectrum of the whole Jacobian J (L C, n) of a function at x (L, E) by
+    Golub-Kahan-Lanczos bidiagonalisation from `probes` random unit vectors, fully re-orthogonalised
+    (Golub & Meurant 2010, chapter 7).
 
     Returns `nodes` (P, m), singular values of each probe's bidiagonal matrix, and their `weights`
     (P, m), which sum to 1: for smooth f, the mean over probes of sum w f(s) is the mean of f over
     J's n singular values (zeros included where n > L C). `largest` is the largest singular value
     and `residual` a bound of its error: there is a singular value within it.
     """
-    back = vjp(function, x)[1]
-    forward_all = vmap(lambda v: jvp(function, (x,), (v,))[1])
-    back_all = vmap(lambda u: back(u)[0])
+    copies = x.detach().expand(probes, -1, -1).clone().requires_grad_()
+    y = function(copies)
+
+    def forward_all(v: Tensor) -> Tensor:
+        moved: Tensor = jvp(function, (copies.detach(),), (v.view_as(copies).to(x.dtype),))[1]
+        return moved.flatten(1).double()
+
+    def back_all(u: Tensor) -> Tensor:
+        weights = u.view_as(y).to(y.dtype)
+        return torch.autograd.grad(y, copies, weights, retain_graph=True)[0].flatten(1).double()
+
     generator = torch.Generator().manual_seed(seed)
     n = x.numel()
     m = min(steps, n)
@@ -117,12 +141,10 @@ def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
     us: list[Tensor] = []
     alphas, betas = [], []
     for step in range(m):
-        u = forward_all(vs[-1].to(x.dtype).unflatten(1, x.shape)).flatten(1).double()
-        u, alpha = _orthogonalised(u, us)
+        u, alpha = _orthogonalised(forward_all(vs[-1]), us)
         us.append(u)
         alphas.append(alpha)
-        w = back_all(u.to(x.dtype).view(probes, len(x), -1)).flatten(1).double()
-        w, beta = _orthogonalised(w, vs)
+        w, beta = _orthogonalised(back_all(u), vs)
         betas.append(beta)
         if step + 1 < m:
             vs.append(w)
@@ -177,12 +199,12 @@ def run(paths: list[str], config: JacobianConfig) -> None:
               "spectra": found}  # fmt: skip
     line = "jacobian " + "; ".join(
         f"{f['name']}: median {f['median']['mean']:.3g} ± {f['median']['deviation']:.2g}, largest "
-        f"{f['largest']['mean']:.3g}, root mean square {f['rms']['mean']:.3g}"
+        f"{f['largest']['mean']:.3g}, {100 * f['near_one']['mean']:.1f} % between 1/2 and 2"
         for f in found
     )
     line += f" on {len(examples.rows)} examples, output token {config.token}"
-    publish(config, result, draw, line,
-            {f"median/{f['name']}": f["median"]["mean"] for f in found})  # fmt: skip
+    metrics = {f["name"]: {name: f[name]["mean"] for name in SUMMARY} for f in found}
+    publish(config, result, draw, line, metrics)
 
 
 def _of_example(reader: Reader, row: int, config: JacobianConfig) -> dict[str, Any]:
@@ -215,6 +237,7 @@ def _summary(rows: list[dict[str, Any]], config: JacobianConfig) -> dict[str, An
         "median": over([float(np.median(v)) for v in values]),
         "largest": over([float(v.max()) for v in values]),
         "rms": over([float(np.sqrt((v**2).mean())) for v in values]),
+        "near_one": over([float(((v > 0.5) & (v < 2)).mean()) for v in values]),
         "examples": rows,
     }
 

@@ -120,9 +120,13 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         f"{f['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in f["noise"])
         for f in found
     )
-    line += f" (L2, {len(examples.rows)} examples, {config.draws} draws)"
-    publish(config, result, draw, line, {f"{f['name']}/{n['std']:g}": n["mean"]
-                                         for f in found for n in f["noise"]})  # fmt: skip
+    line += f" (L2, {len(examples.rows)} examples, {_draws(config.draws)})"
+    metrics = {f["name"]: {f"{n['std']:.0e}": n["mean"] for n in f["noise"]} for f in found}
+    publish(config, result, draw, line, metrics)
+
+
+def _draws(count: int) -> str:
+    return f"{count} draw{'s' if count > 1 else ''} of noise"
 
 
 def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     store = Path(found["data"]["store"]).name
     axes.set(xlabel="standard deviation of the noise on every parameter",
              ylabel="L2 distance of last hidden states",
-             title=f"{found['data']['examples']} examples of {store}, {found['draws']} draws "
-                   "(mean ± sd)")  # fmt: skip
+             title=f"{found['data']['examples']} examples of {store}, "
+                   f"{_draws(found['draws'])} (mean ± sd)")  # fmt: skip
     axes.legend(fontsize=8.5)
     return drawn

@@ -364,7 +364,8 @@ def _publish(config: PwccaConfig, result: dict[str, Any]) -> None:
         f"cka {last['cka']:.4f}; chance {last['chance']:.4f}) on {last['samples']:,} tokens, "
         f"ranks {last['ranks'][0]} and {last['ranks'][1]}"
     )
-    publish(config, result, draw, line, {name: last[name] for name in MEASURES})
+    metrics = {name: last[name] for name in (*MEASURES, "pwcca_reversed", "chance")}
+    publish(config, result, draw, line, {"last": metrics})
 
 
 def draw(found: dict[str, Any], theme: figure.Theme) -> Any:

@@ -11,6 +11,7 @@ is tried again, another seed adds its own runs, and studies share the runs that 
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
-from xformer.study.results import Results, write_csv
+from xformer.study.results import Results, drawn, write_csv
 from xformer.study.spec import read_study
 from xformer.study.write import markdown
 
@@ -88,6 +89,9 @@ def main() -> None:
     for curves in study.curves:
         if panels := averaged(results, curves):
             (directory / f"{curves.name}.svg").write_text(curves_figure(panels), encoding="utf-8")
+    for picture in study.pictures:
+        if found := drawn(results, picture):
+            shutil.copyfile(found[1], directory / f"{picture.name}.svg")
     page = html(results, outcomes, directory)
     (directory / "report.html").write_text(page, encoding="utf-8")
     print(text)

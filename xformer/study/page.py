@@ -6,6 +6,7 @@ Everything that comes from a study file, a run or a log is escaped.
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from xformer.study.figure import table_figure
 from xformer.study.plan import Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
-from xformer.study.results import Cell, Results, Verdict
+from xformer.study.results import Cell, Results, Verdict, drawn
 from xformer.study.spec import STATISTICS, Summary, Table
 from xformer.study.write import ground, head, legend, spread, statistic, summary_legend
 
@@ -34,7 +35,7 @@ td a { text-decoration-style: dotted; }
 .holds { color: var(--good); } .fails { color: var(--bad); } b { white-space: nowrap; }
 details { border-bottom: 1px solid var(--line); padding: .3rem 0; } summary { cursor: pointer; }
 details[open] { background: var(--soft); padding: .3rem .6rem .6rem; }
-pre { overflow-x: auto; font-size: .82rem; } svg { max-width: 100%; height: auto; }
+pre { overflow-x: auto; font-size: .82rem; } svg, img { max-width: 100%; height: auto; }
 """
 
 SCRIPT = """
@@ -80,6 +81,11 @@ def html(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str
         if panels:
             body += [f"<h2>{escape(curves.title)}</h2>", curves_figure(panels)]
             body += ["<p class=note>Mean over runs; bands are one standard deviation.</p>"]
+    for picture in study.pictures:
+        if found := drawn(results, picture):
+            work, path = found
+            body += [f"<h2>{escape(picture.title)}</h2>", _picture(path, picture.title)]
+            body += [f'<p class=note>Of <a href="#run-{work.key}">{escape(work.name)}</a>.</p>']
     body += _not_done(outcomes)
     body += ["<h2>Runs</h2>"]
     body += [_run(work, results, outcomes, directory) for work in results.plan.works.values()]
@@ -88,6 +94,20 @@ def html(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str
         f'"width=device-width, initial-scale=1"><title>{escape(study.title)}</title>'
         f"<style>{STYLE}</style><body>{''.join(body)}<script>{SCRIPT}</script>"
     )
+
+
+def _picture(path: Path, title: str) -> str:
+    """An SVG as an image within the page, which nothing of the page can touch, nor it the page."""
+    dark = path.with_name(f"{path.stem}-dark.svg")
+    other = f'<source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+    return (
+        f"<picture>{other if dark.is_file() else ''}"
+        f'<img src="{_data(path)}" alt="{escape(title)}"></picture>'
+    )
+
+
+def _data(path: Path) -> str:
+    return f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}"
 
 
 def _claims(verdicts: list[Verdict]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,9 @@ class Plan:
         depended = {name for kind, name, *_ in self._all_places() if kind == "stage"}
         for stage in study.stages:
             self._refuse_circle(stage)
-        every = not (study.tables or study.curves)  # then all that no other stage waits for
+        every = not (
+            study.tables or study.curves or study.pictures
+        )  # then all that no other stage waits for
         for stage in study.shown():
             if stage not in depended or not every:
                 for levels in study.combinations(stage):
@@ -106,11 +108,12 @@ class Plan:
         def put(text: str, by_key: bool) -> str:
             return self._put(text, levels, label, by_key, waits, missing)
 
-        if stage.command:
-            return self._command(label, stage, name, levels, put, waits, missing)
         settings: dict[str, Any] = dict(stage.settings)
         for factor, level in levels.items():
             settings = merge(settings, nested(factors[factor][level]))
+        if stage.command:
+            parts = with_settings(stage.command, settings)
+            return self._command(label, stage, parts, name, levels, put, waits, missing)
         raw = merge(read_recipe(self.study.path.parent / stage.recipe), settings)
         by_key = validate(Recipe, {**_each_string(raw, lambda t: put(t, True)), "run": "-"})
         key = content_key(identity(by_key))
@@ -122,13 +125,13 @@ class Plan:
                               _keys(waits), tuple(dict.fromkeys(missing)), name, levels,
                               recipe))  # fmt: skip
 
-    def _command(self, label: str, stage: Stage, name: str, levels: Levels,
+    def _command(self, label: str, stage: Stage, parts: list[str], name: str, levels: Levels,
                  put: Callable[[str, bool], str], waits: list[Work],
                  missing: list[str]) -> Work:  # fmt: skip
-        by_key = [put(part, True) for part in stage.command]
+        by_key = [put(part, True) for part in parts]
         key = content_key(by_key)
         path = self.root / "runs" / key
-        command = tuple(put(p, False).replace("{out}", str(path)) for p in stage.command)
+        command = tuple(put(p, False).replace("{out}", str(path)) for p in parts)
         return self._add(Work(label, key, path, path / stage.result, command, _keys(waits),
                               tuple(dict.fromkeys(missing)), name, levels))  # fmt: skip
 
@@ -247,6 +250,20 @@ def content_key(content: Any) -> str:
     """16 hexadecimal digits of the SHA-256 of a JSON value and RESULTS."""
     text = json.dumps([RESULTS, content], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def with_settings(command: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """A command with its settings: in the place of {KEY}, or else added as KEY=VALUE."""
+    values = {key: value if isinstance(value, str) else json.dumps(value)
+              for key, value in flat(settings).items()}  # fmt: skip
+    whole = "\n".join(command)
+    added = [f"{key}={value}" for key, value in values.items() if f"{{{key}}}" not in whole]
+    found = []
+    for part in command:
+        for key, value in values.items():
+            part = part.replace(f"{{{key}}}", value)
+        found.append(part)
+    return found + added
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from xformer.data.files import read_json
 from xformer.study.plan import Plan, Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
-from xformer.study.spec import METRIC, STATISTICS, Claim, Levels, Study, Table
+from xformer.study.spec import METRIC, STATISTICS, Claim, Levels, Picture, Study, Table
 from xformer.study.spec import Summary as SummaryTable
 from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
 
@@ -267,6 +267,15 @@ def _state(difference: Difference, p: float | None, margin: float) -> str:
     if p is None or p > 1 - LEVEL:
         return "undecided"
     return "holds" if difference.mean > margin else "fails"
+
+
+def drawn(results: Results, picture: Picture) -> tuple[Work, Path] | None:
+    """The run whose figure a report shows, and that figure; None where none is finished."""
+    for work in results.plan.runs(picture.stage):
+        path = work.path / picture.file
+        if picture.where.items() <= work.levels.items() and work.done and path.is_file():
+            return work, path
+    return None
 
 
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")

@@ -3,7 +3,7 @@
     [needs.NAME]             what the user brings: a checkpoint, a directory of data
     [made.NAME]              made from these by a command: stores, tokenizers, imported checkpoints
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
-    [[tables]] [[summaries]] [[curves]] [[claims]]
+    [[tables]] [[summaries]] [[curves]] [[pictures]] [[claims]]
                              what to show, and the paper's statements, checked
     [scales.NAME]            laid over all of the above: scale=mini, scale=paper
     base = "other.toml"      laid over another study, whose runs it shares where they are the same
@@ -62,7 +62,8 @@ class Stage(Settings):
     result: str = "result.json"
     """The JSON file of `metrics` that a command writes into `{out}`, a directory that is there."""
     settings: dict[str, Any] = Field({})
-    """Settings of every run, over the recipe's."""
+    """Settings of every run, over the recipe's. Those of a command and of its levels take the place
+    of {KEY} in it, or else are added to it as KEY=VALUE."""
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
     """Factors: for each level its settings; a plain list holds the values of the key so named."""
     without: tuple[Levels, ...] = ()
@@ -148,6 +149,19 @@ class Curves(Settings):
     """Only the runs at these levels."""
 
 
+class Picture(Settings):
+    """A figure that the command of a stage drew, such as one of python -m xformer.analysis: of the
+    first finished run."""
+
+    name: str
+    title: str
+    stage: str
+    file: str
+    """The SVG in `{out}`; with NAME-dark.svg beside it, that one on dark screens."""
+    where: Levels = Field({})
+    """Of the runs at these levels."""
+
+
 class Claim(Settings):
     """A statement of the paper: `better` scores more than `than`, by `margin`, in `each`."""
 
@@ -175,6 +189,7 @@ class Study(Settings):
     tables: tuple[Table, ...] = ()
     summaries: tuple[Summary, ...] = ()
     curves: tuple[Curves, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     claims: tuple[Claim, ...] = ()
     levels: dict[str, tuple[str, ...]] = Field({})
     """Of a factor, only these levels."""
@@ -209,6 +224,7 @@ class Study(Settings):
         """The stages that a table or figure shows; all, where there is none."""
         stages = [table.stage for table in self.tables] + [table.minus for table in self.tables]
         stages += [curves.stage for curves in self.curves]
+        stages += [picture.stage for picture in self.pictures]
         return tuple(name for name in self.stages if name in stages or not any(stages))
 
     def combinations(self, stage: str) -> Iterator[Levels]:
@@ -238,7 +254,7 @@ def _at_scale(study: Study) -> Study:
     """The study without what shows only runs `where` a factor has a level that `levels` leaves
     out."""
 
-    def there(shows: Table | Curves) -> bool:
+    def there(shows: Table | Curves | Picture) -> bool:
         vary = study.stages[shows.stage].vary if shows.stage in study.stages else {}
         return all(level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
                    for factor, level in shows.where.items())  # fmt: skip
@@ -247,7 +263,9 @@ def _at_scale(study: Study) -> Study:
     gone = {table.name for table in study.tables} - {table.name for table in tables}
     summaries = tuple(summary for summary in study.summaries if summary.table not in gone)
     curves = tuple(filter(there, study.curves))
-    return study.model_copy(update={"tables": tables, "summaries": summaries, "curves": curves})
+    pictures = tuple(filter(there, study.pictures))
+    return study.model_copy(update={"tables": tables, "summaries": summaries, "curves": curves,
+                                    "pictures": pictures})  # fmt: skip
 
 
 def _check_levels(study: Study) -> None:
@@ -279,6 +297,10 @@ def _check(study: Study) -> None:
         place = f"curves {curves.name}"
         _known(study, place, curves.stage, set(study.stages))
         _check_factors(study, place, curves.stage, (curves.panels, curves.lines), curves.where)
+    for picture in study.pictures:
+        place = f"picture {picture.name}"
+        _known(study, place, picture.stage, set(study.stages))
+        _check_factors(study, place, picture.stage, (), picture.where)
     tables = {table.name: table for table in study.tables}
     for summary in study.summaries:
         place = f"summary {summary.title!r}"

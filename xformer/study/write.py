@@ -7,7 +7,7 @@ from collections import Counter
 
 from xformer.study.curves import Panel, averaged
 from xformer.study.pool import Outcome
-from xformer.study.results import Cell, Described, Results, Verdict
+from xformer.study.results import Cell, Described, Results, Verdict, drawn
 from xformer.study.spec import METRIC, STATISTICS, Summary, Table
 from xformer.study.statistics import LEVEL
 
@@ -30,6 +30,10 @@ def markdown(results: Results, outcomes: dict[str, Outcome]) -> str:
         found = averaged(results, curves)
         if found:
             parts += [f"## {curves.title}", f"![{curves.title}]({curves.name}.svg)", _ends(found)]
+    for picture in study.pictures:
+        if found_picture := drawn(results, picture):
+            parts += [f"## {picture.title}", f"![{picture.title}]({picture.name}.svg)"]
+            parts += [f"Of the run {found_picture[0].name}."]
     parts += _not_done(outcomes)
     parts += ["## How it was made", _commands(results)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,0 +1,298 @@
+"""The analyses beside the obvious way to do each, in one run.
+
+    python -m benchmarks.analysis
+    python -m benchmarks.analysis --only gradients --rounds 3
+    python -m benchmarks.analysis --only million         # a million tokens x 768, constant memory
+
+Everything is made up here: random weights of MiniLM's shape (6 layers, 384 wide, 12 heads, 30,522
+pieces) and random rows. The obvious ways:
+
+    gradients     a backward pass an example, all gradients in memory, their matrix of products
+    pwcca         both networks in memory, centred, full SVD of each, SVD of U^T V
+    jacobian      a backward pass an output number of the token, without a graph that is kept twice
+    attention     every pair of heads by itself; then the same Hungarian matching
+    perturbation  one example at a time, noise drawn anew for each pass
+
+Rounds take turns; medians of seconds of processor time are shown, which other work on the machine
+hardly moves, with how far the two results are apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import machine
+from xformer.analysis import attention, gradients, jacobian, perturbation, pwcca
+from xformer.distributed import SystemConfig, start
+from xformer.model.attention import layout
+from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.heads import Model
+
+SHAPE = {"vocab_size": 30_522, "layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536}
+CONDITION = 5e3  # of the networks' representations
+Case = tuple[Callable[[], Any], Callable[[], Any], Callable[[Any, Any], float]]
+CHUNK = 4096  # rows that come at once
+
+
+def model_of(kind: Any, outputs: int = 0) -> Model:
+    """Random weights, in evaluation mode."""
+    torch.manual_seed(0)
+    model = Model(ModelConfig(**SHAPE), kind, outputs).eval()
+    for name, weight in model.named_parameters():
+        weight.data = torch.ones_like(weight) if "norm.weight" in name else weight.data
+        if weight.ndim > 1:
+            weight.data = 0.02 * torch.randn(weight.shape)
+        elif "norm.weight" not in name:
+            weight.data = torch.zeros_like(weight)
+    return model
+
+
+def packed(lengths: list[int], masked: bool = False) -> Packed:
+    """Rows of random words; 15 % of them masked, or a label for each."""
+    draw = np.random.default_rng(1)
+    T = sum(lengths)
+    tokens = torch.from_numpy(draw.integers(1000, 30_000, T))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    places = targets = labels = None
+    if masked:
+        starts = zip(ends[:-1], lengths, strict=True)
+        found = [s + draw.choice(n, max(1, round(0.15 * n)), replace=False) for s, n in starts]
+        places = torch.from_numpy(np.concatenate([np.sort(one) for one in found]))
+        targets = tokens[places]
+    else:
+        labels = torch.from_numpy(draw.integers(0, 2, len(lengths)))
+    return Packed(tokens, positions, torch.zeros_like(tokens), layout(ends), labels, places,
+                  targets)  # fmt: skip
+
+
+def alone(batch: Packed, i: int) -> Packed:
+    """Example i as a batch of its own."""
+    a, b = batch.layout.cu_seqlens[i : i + 2].tolist()
+    places = targets = None
+    if batch.places is not None and batch.targets is not None:
+        here = (batch.places >= a) & (batch.places < b)
+        places, targets = batch.places[here] - a, batch.targets[here]
+    labels = None if batch.labels is None else batch.labels[i : i + 1]
+    return Packed(batch.tokens[a:b], batch.positions[a:b], batch.segments[a:b],
+                  layout([0, b - a]), labels, places, targets)  # fmt: skip
+
+
+def gradient_case(kind: Any, mean: int, count: int = 64) -> Case:
+    """`count` examples of about `mean` tokens."""
+    model = model_of(kind, 2 if kind == "classify" else 0)
+    lengths = np.random.default_rng(2).integers(mean // 2, mean * 3 // 2 + 1, count)
+    batch = packed(sorted(lengths.tolist()), kind == "mlm")
+
+    def one_by_one() -> Tensor:
+        parameters = [p.requires_grad_() for p in model.parameters()]
+        every = torch.empty(count, sum(p.numel() for p in parameters))
+        for i in range(count):
+            model.zero_grad()
+            model.loss(alone(batch, i))[0].total.backward()
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            torch.cat([part.flatten() for part in parts], out=every[i])
+        model.zero_grad()
+        return every @ every.T
+
+    def apart(ours: Tensor, theirs: Tensor) -> float:
+        a, b = gradients.cosines(ours)[0], gradients.cosines(theirs.double())[0]
+        return float(np.abs(a - b).max())
+
+    return lambda: gradients.inner_products(model, batch), one_by_one, apart
+
+
+def network(rows: int, width: int, seed: int, shared: Tensor) -> Tensor:
+    """Rows of a network of condition CONDITION that knows `shared` (rows, .) in part."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator)
+    x[:, : shared.size(1)] += shared
+    turn = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
+    x *= torch.logspace(0, -float(np.log10(CONDITION)), width)
+    return x @ turn + 0.3
+
+
+def pwcca_case(rows: int, width: int = 768) -> Case:
+    """Two networks of `rows` tokens, float32 as encoders give them."""
+    shared = torch.randn(rows, width // 4, generator=torch.Generator().manual_seed(9))
+    x, y = network(rows, width, 1, shared), network(rows, width, 2, shared)
+
+    def streamed() -> float:
+        pair = pwcca._joint(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
+        return pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
+
+    def layers() -> float:
+        return pwcca.grid(
+            lambda: (([a], [b]) for a, b in zip(x.split(CHUNK), y.split(CHUNK), strict=True))
+        )[0][0].pwcca
+
+    def in_memory() -> float:
+        a, b = (z.double() - z.double().mean(0) for z in (x, y))
+        (u, s, v), q = torch.linalg.svd(a, full_matrices=False), None
+        q = torch.linalg.svd(b, full_matrices=False)[0]
+        p, rho, _ = torch.linalg.svd(u.T @ q)
+        weights = (p.T @ (s[:, None] * v)).abs().sum(1)
+        return float(weights @ rho / weights.sum())
+
+    def apart(ours: Any, theirs: float) -> float:
+        print(f"  a grid of layers, in two passes, is {abs(layers() - theirs):.1e} from in memory")
+        return abs(ours - theirs)
+
+    return streamed, in_memory, apart
+
+
+def jacobian_case(length: int = 64) -> Case:
+    """One output token of one row."""
+    encoder = model_of(None).requires_grad_(False).encoder
+    words = encoder.embeddings.word.weight.detach()[: 2 * length : 2].clone()
+
+    def function(x: Tensor) -> Tensor:
+        B, L = x.shape[:2]
+        each, none = torch.arange(L).repeat(B), torch.zeros(B * L, dtype=torch.int64)
+        batch = Packed(torch.arange(B * L), each, none, layout(np.arange(B + 1) * L))
+        table = {"embeddings.word.weight": x.flatten(0, 1)}
+        return torch.func.functional_call(encoder, table, (batch, "explicit")).unflatten(0, (B, L))
+
+    def row_by_row() -> Tensor:
+        x = words.clone()[None].requires_grad_()
+        y = function(x)[0, 0]
+        return torch.stack([torch.autograd.grad(one, x, retain_graph=True)[0].flatten()
+                            for one in y])  # fmt: skip
+
+    def apart(ours: Tensor, theirs: Tensor) -> float:
+        return float((ours - theirs).abs().max() / theirs.abs().max())
+
+    return lambda: jacobian.of_token(function, words, 0), row_by_row, apart
+
+
+def attention_case(examples: int = 16, length: int = 64) -> Case:
+    """The maps of one layer of two models, 12 heads each."""
+    generator = torch.Generator().manual_seed(3)
+    maps = torch.randn(2, examples, 12, length, length, generator=generator).softmax(-1)
+
+    def ours() -> list[float]:
+        costs = [attention.distances(a, b).double().numpy() for a, b in zip(*maps, strict=True)]
+        return [float(cost[attention.match(cost)].mean()) for cost in costs]
+
+    def pair_by_pair() -> list[float]:
+        found = []
+        for a, b in zip(*maps, strict=True):
+            cost = np.array([[float((p - q).abs().sum(-1).mean()) for q in b] for p in a])
+            found.append(float(cost[attention.match(cost)].mean()))
+        return found
+
+    return ours, pair_by_pair, lambda a, b: max(abs(p - q) for p, q in zip(a, b, strict=True))
+
+
+def perturbation_case(count: int = 16, length: int = 32) -> Case:
+    """Two sizes of noise on all parameters of an encoder, one draw."""
+    encoder = model_of(None).encoder.double()
+    batch = packed([length] * count)
+    sizes = (1e-2, 1e-4)
+
+    @torch.no_grad()
+    def ours() -> list[float]:
+        before, found = encoder(batch, "explicit"), []
+        for size in sizes:
+            moved = perturbation.perturbed(encoder, size, 0, 0)
+            found.append(float((moved(batch, "explicit") - before).norm(dim=1).mean()))
+        return found
+
+    @torch.no_grad()
+    def one_at_a_time() -> list[float]:
+        found = []
+        for size in sizes:
+            moved = perturbation.perturbed(encoder, size, 0, 0)
+            rows = [alone(batch, i) for i in range(count)]
+            each = [moved(row, "explicit") - encoder(row, "explicit") for row in rows]
+            found.append(float(torch.cat(each).norm(dim=1).mean()))
+        return found
+
+    return ours, one_at_a_time, lambda a, b: max(abs(p - q) for p, q in zip(a, b, strict=True))
+
+
+CASES: dict[str, tuple[str, Callable[[], Case]]] = {
+    "gradients": ("gradients, 64 examples of 8 to 24 tokens, masked words",
+                  lambda: gradient_case("mlm", 16)),
+    "gradients-long": ("gradients, 64 examples of 32 to 96 tokens, masked words",
+                       lambda: gradient_case("mlm", 64)),
+    "gradients-task": ("gradients, 64 examples of 32 to 96 tokens, two classes",
+                       lambda: gradient_case("classify", 64)),
+    "pwcca": ("PWCCA, 50,000 tokens x 768 twice", lambda: pwcca_case(50_000)),
+    "jacobian": ("Jacobian of one output token, 64 tokens", jacobian_case),
+    "attention": ("attention maps, 16 examples of 64 tokens", attention_case),
+    "perturbation": ("perturbation, 16 examples of 32 tokens, two sizes", perturbation_case),
+}  # fmt: skip
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    begun = time.process_time()
+    found = function()
+    return time.process_time() - begun, found
+
+
+def row(name: str, rounds: int) -> str:
+    """A line of the table."""
+    title, make = CASES[name]
+    ours, theirs, apart = make()
+    taken: tuple[list[float], list[float]] = ([], [])
+    found: list[Any] = [None, None]
+    for _ in range(rounds):
+        for i, function in enumerate((ours, theirs)):
+            seconds, found[i] = timed(function)
+            taken[i].append(seconds)
+    a, b = (statistics.median(side) for side in taken)
+    return f"| {title} | {a:.2f} | {b:.2f} | {b / a:.2f}x | {apart(*found):.0e} |"
+
+
+def million(rows: int, width: int = 768) -> str:
+    """Seconds and peak memory of a million tokens that are never in memory together."""
+
+    def chunks() -> Any:
+        for number in range(0, rows, CHUNK):
+            draw = torch.Generator().manual_seed(number)
+            x = torch.randn(CHUNK, width, generator=draw)
+            y = torch.randn(CHUNK, width, generator=draw) + x
+            yield x[: rows - number], y[: rows - number]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    making = timed(lambda: [None for _ in chunks()])[0]
+    seconds, pair = timed(lambda: pwcca._joint(chunks()))
+    value = pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return (f"{rows:,} tokens x {width} twice, streamed: {seconds - making:.0f} s (and "
+            f"{making:.0f} to draw them), peak memory {peak:.2f} GiB, {before:.2f} before; "
+            f"PWCCA {value:.6f}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=[*CASES, "million"],
+                        help="Parts (default: all but million).")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="Rounds (default: 3).")
+    parser.add_argument("--tokens", type=int, default=1_000_000,
+                        help="Tokens of the part million (default: 1000000).")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1).")
+    arguments = parser.parse_args()
+    start(SystemConfig(threads=arguments.threads))
+    print(
+        f"{machine.words()}. {machine.versions()}. Threads: {torch.get_num_threads()}; "
+        f"{machine.load():.0f} processes wanted a core before."
+    )
+    print("| what | ours, processor s | the obvious way | | results apart |\n|---|---|---|---|---|")
+    for name in arguments.only:
+        shown = million(arguments.tokens) if name == "million" else row(name, arguments.rounds)
+        print(shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()
