@@ -37,6 +37,7 @@ from xformer.cost import Work
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.distributed import Ranks
+from xformer.monitor import SILENT
 from xformer.train import Recipe, prepare
 
 SHORT = ["train.steps=15", "train.checkpoint_every=4", "train.validate_every=6",
@@ -103,7 +104,7 @@ def drawn_once(run: Path) -> None:
     expected: dict[str, list[tuple[int, float]]] = {}
     for record in log(run):
         for name, value in record.items() if record["event"] != "end" else ():
-            if name not in ("event", "step", "time", "epoch"):
+            if name not in SILENT and isinstance(value, int | float):
                 point = (record["step"], float(np.float32(value)))
                 expected.setdefault(f"{record['event']}/{name}", []).append(point)
     shown = board(run)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from xformer.data.errors import Failure
 from xformer.data.files import sync
 
-SILENT = {"event", "step", "time", "epoch"}  # fields that are no curve
+SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields that are no curve
 
 
 class Monitor:

@@ -394,7 +394,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
     warmup = _warmup_share(job, job.length(every.steps, every.epochs))
     carried = [state.since_log[name] for name in SINCE_LOG[:4]]
     account = Account(every.spike, carried, state.statistics, ranks.device)
-    troubles = Troubles(job, run, model, optimizer, state, monitor)
+    troubles = Troubles(job, run, model, state, monitor)
     tracing = recipe.system.profile and ranks.rank == 0
     profiler = Profiler(run.path, tracing, ranks.device, monitor.say)
     stop, clock, done = StopFlag(ranks.device), Clock(state), job.done(state)
@@ -468,10 +468,8 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
 class Troubles:
     """The steps whose update was dropped: traced, noted, logged, and what comes of them."""
 
-    def __init__(self, job: Job, run: Run, model: Model,
-                 optimizer: FlatOptimizer | ShardedOptimizer, state: State,
-                 monitor: Monitor):  # fmt: skip
-        self.job, self.run, self.model, self.optimizer = job, run, model, optimizer
+    def __init__(self, job: Job, run: Run, model: Model, state: State, monitor: Monitor):
+        self.job, self.run, self.model = job, run, model
         self.state, self.monitor, self.begin = state, monitor, state.position
         self.known: dict[str, dict[str, Any]] = job.ranks.on_rank_zero(run.dropped)
 
@@ -515,7 +513,6 @@ class Troubles:
         job, ranks = self.job, self.job.ranks
         made = job.feed().take(position)
         packed = [to_device(batch, ranks.device) for batch in made.batches]
-        self.optimizer.zero()
 
         def loss(i: int) -> Loss:
             found = loss_of(job, self.model, packed[i], step, i)
@@ -527,8 +524,8 @@ class Troubles:
         stage, rank, i, where, batches = min(every)
         if stage in (WEIGHT, NOWHERE):  # no micro-batch has done it
             rows = [row for *_, batches in every for batch in batches for row in batch]
-            return {"where": where, "rows": rows}
-        return {"where": where, "rank": rank, "micro_batch": i, "rows": batches[i]}
+            return {"where": where, "rows": sorted(rows)}
+        return {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(batches[i])}
 
 
 def _some(rows: list[int]) -> str:

@@ -38,7 +38,8 @@ class Account:
         self.spike = spike
         self.sums = torch.tensor(sums, dtype=torch.float64, device=device)
         self.seen = torch.tensor(seen or [0.0] * 5, dtype=torch.float64, device=device)
-        self.unread: list[tuple[int, int, Tensor]] = []
+        self.adds = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
+        self.unread: list[tuple[int, int, Tensor, Tensor]] = []
 
     def judge(self, counts: Tensor, step: int, position: int, forced: bool) -> Judge:
         """Who takes the step that begins at a sample to account, and drops it for trouble of its
@@ -47,18 +48,18 @@ class Account:
 
     def _judge(self, counts: Tensor, step: int, position: int, forced: bool,
                norm: Tensor) -> Tensor:  # fmt: skip
-        loss = counts[0] / counts[1].clamp(min=1.0)
-        values = torch.stack([loss, norm]).double()
-        bad = ~values.isfinite()
+        values = torch.cat([counts[:3], norm[None]]).double()
+        good = values.isfinite().all()
         if self.spike:
-            bad |= values > self._limits()
-        drop = bad.any() | forced
-        sums = torch.cat([self.sums[:3] + counts[:3], values[1:]])
-        self.sums = torch.where(drop, self.sums, sums)
+            seen = torch.stack([values[0] / values[1].clamp(min=1.0), values[3]])
+            good &= (seen <= self._limits()).all()
+        if forced:
+            good.zero_()
         if self.spike:
-            self.seen = torch.where(drop, self.seen, self._with(values))
-        self.unread.append((step, position, torch.cat([drop.double()[None], values])))
-        return drop.float()
+            self.seen = torch.where(good, self._with(seen), self.seen)
+        self.sums = torch.where(good, self.sums * self.adds + values, self.sums)
+        self.unread.append((step, position, good, values))
+        return 1.0 - good.float()
 
     def _limits(self) -> Tensor:
         """Above what loss and norm are a spike, (2,)."""
@@ -83,15 +84,14 @@ class Account:
         """(step, sample, whether it was dropped, what was wrong) of the steps since the last call.
         Waits for the device."""
         steps, self.unread = self.unread, []
-        if not steps:
-            return []
-        found = torch.stack([values for *_, values in steps]).tolist()
+        flags = torch.stack([good for *_, good, _ in steps]).tolist() if steps else []
         return [
-            (step, position, bool(drop), "" if not drop else self._complaint(loss, norm))
-            for (step, position, _), (drop, loss, norm) in zip(steps, found, strict=True)
+            (step, position, not good, "" if good else self._complaint(values.tolist()))
+            for (step, position, _, values), good in zip(steps, flags, strict=True)
         ]
 
-    def _complaint(self, loss: float, norm: float) -> str:
+    def _complaint(self, values: list[float]) -> str:
+        loss, norm = values[0] / max(values[1], 1.0), values[3]
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 return f"the {name} is not finite"
@@ -112,6 +112,9 @@ def first_layer(model: nn.Module, micro_batches: int,
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return WEIGHT, 0, f"the weight {name}"
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
     found = (NOWHERE, 0, "")
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for i in range(micro_batches):
@@ -174,6 +177,9 @@ def _uncompiled() -> Any:
 
 
 def _own(tensor: Tensor) -> Tensor:
+    """The numbers that this rank has of a tensor: its rows, or those that are not zero."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
