@@ -482,7 +482,7 @@ class Troubles:
             if not dropped:
                 continue
             record, now = self.known.get(str(position)), step + 1
-            line = f"{what} at step {now}"
+            line, new = f"{what} at step {now}", record is None
             if record is None:
                 record = {"what": what, **self._trace(step, position), "action": policy}
                 line = f"{line}: {record['where']}, rows {_some(record['rows'])} of the store"
@@ -495,7 +495,7 @@ class Troubles:
                         self._go_back(line)
             state.dropped += 1
             self.monitor.event("trouble", now, **record, dropped=state.dropped)
-            if policy == "stop":
+            if new and policy == "stop":
                 raise Failure(
                     f"{line}; the newest checkpoint is from before, and with train.trouble=skip or "
                     "rollback the same command goes on"
