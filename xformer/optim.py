@@ -5,7 +5,8 @@ step is one fused kernel a group and the gradient of all ranks is one reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -31,6 +32,7 @@ MOMENTS = {
     "novograd": ("exp_avg", "exp_avg_sq"),
 }
 ALIGN = 64  # elements: every parameter starts where vector loads like it
+LARGE = 2**20  # elements of a table of embeddings whose gradient may be sparse
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -74,54 +76,98 @@ def learning_rate(config: OptimConfig, before: float, after: float, warmup: floa
     return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
 
+Judge = Callable[[Tensor], Tensor | None]
+"""Given the norm () of the gradient before clipping: () above 0 where the step is to be dropped,
+weights, moments and their steps staying as they are."""
+
+
+def keep(norm: Tensor) -> None:
+    """The judge who takes every step."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces of the flat buffer that are stepped together: where each lies in this rank's slice,
+    its weights, moments and step count; `names` of the parameters that the pieces are, none where
+    a piece holds many."""
+
+    names: list[str]
+    parts: list[slice]
+    weights: list[Tensor]
+    moments: list[list[Tensor]]
+    steps: list[Tensor]
+    decay: float
+
+
 class FlatOptimizer:
     """An optimizer over a model's parameters, moved into one flat buffer.
 
     `gradient` is the flat gradient; its last COUNTS entries travel with it through `reduce` and
     belong to the caller (`counts`). With `sliced` each of the ranks has the moments of its slice of
     the buffer alone and steps that slice (ZeRO-1, Rajbhandari et al. 2020, section 5.1).
+
+    One process on the CPU (`scattered`) has nothing to reduce, and steps wait for its memory: its
+    gradients stay where the backward pass makes them, which saves the zeroing of a flat one and the
+    addition to it; that of a large table of embeddings is sparse where nothing else makes it dense.
     """
 
     COUNTS = 4
 
     def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None,
                  sliced: bool = False):  # fmt: skip
+        self.config, self.buffers = config, list(model.buffers())
         self.slices, self.slice = (ranks.world_size, ranks.rank) if ranks and sliced else (1, 0)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        decayed = [(n, p) for n, p in named if p.ndim > 1]
-        plain = [(n, p) for n, p in named if p.ndim <= 1]
+        decayed = [name for name, p in named if p.ndim > 1]
+        plain = [name for name, p in named if p.ndim <= 1]
+        parameters = dict(named)
+        self.parameters = {name: parameters[name] for name in (*decayed, *plain)}
         self.places: dict[str, tuple[int, torch.Size]] = {}
         offset = 0
-        for name, parameter in [*decayed, *plain]:
+        for name, parameter in self.parameters.items():
             self.places[name] = (offset, parameter.shape)
             offset += -(-parameter.numel() // ALIGN) * ALIGN
-        split = self.places[plain[0][0]][0] if plain else offset
+        split = self.places[plain[0]][0] if plain else offset
         length = -(-offset // (self.slices * ALIGN)) * ALIGN
-        offset = length * self.slices
         device = named[0][1].device
-        self.flat = torch.zeros(offset, device=device)
-        self.gradient = torch.zeros(offset + self.COUNTS, device=device)
+        self.flat = torch.zeros(length * self.slices, device=device)
         for name, parameter in named:
             parameter.data = self._view(self.flat, name).copy_(parameter.data)
-            parameter.grad = self._view(self.gradient, name)
-        # this rank's slice of weights and summed gradient, its moments
+        # this rank's slice of the weights, and its moments
         start = self.slice * length
         self.mine = self.flat[start : start + length]
+        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS[config.name]}
+        self.scattered = device.type == "cpu" and (ranks is None or ranks.world_size == 1)
+        if self.scattered or config.name == "novograd":  # whose moments are a layer's
+            self.groups = [self._group(names, [self._part(name) for name in names], decay)
+                           for names, decay in ((decayed, config.weight_decay), (plain, 0.0))
+                           if names]  # fmt: skip
+        else:
+            middle = min(max(split - start, 0), length)
+            halves = (slice(0, middle), config.weight_decay), (slice(middle, length), 0.0)
+            self.groups = [self._group([], [part], decay) for part, decay in halves
+                           if len(self.mine[part])]  # fmt: skip
+        self.rows: dict[str, Tensor] = {}  # a sparse gradient made dense: zero between steps
+        if self.scattered:
+            self.gradient = torch.zeros(self.COUNTS)
+            for module in model.modules():
+                if isinstance(module, nn.Embedding) and module.weight.numel() >= LARGE:
+                    module.sparse = True
+            return
+        self.gradient = torch.zeros(len(self.flat) + self.COUNTS, device=device)
+        for name, parameter in named:
+            parameter.grad = self._view(self.gradient, name)
         whole = self.slices == 1
         self.summed = self.gradient[: -self.COUNTS] if whole else torch.zeros_like(self.mine)
-        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS[config.name]}
-        # where each group lies in the slice, its decay, and the steps it took
-        middle = min(max(split - start, 0), length)
-        self.groups = [
-            (part, decay, torch.zeros((), device=device))
-            for part, decay in (
-                (slice(0, middle), config.weight_decay),
-                (slice(middle, length), 0.0),
-            )
-            if len(self.mine[part])
-        ]
-        self.config = config
-        self.buffers = list(model.buffers())
+
+    def _part(self, name: str) -> slice:
+        offset, shape = self.places[name]
+        return slice(offset, offset + shape.numel())
+
+    def _group(self, names: list[str], parts: list[slice], decay: float) -> Group:
+        moments = [[moment[part] for part in parts] for moment in self.moments.values()]
+        steps = [torch.zeros((), device=self.flat.device) for _ in parts]
+        return Group(names, parts, [self.mine[part] for part in parts], moments, steps, decay)
 
     @property
     def counts(self) -> Tensor:
@@ -129,11 +175,14 @@ class FlatOptimizer:
         return self.gradient[-self.COUNTS :]
 
     def _view(self, flat: Tensor, name: str) -> Tensor:
-        offset, shape = self.places[name]
-        return flat[offset : offset + shape.numel()].view(shape)
+        return flat[self._part(name)].view(self.places[name][1])
 
     def zero(self) -> None:
         self.gradient.zero_()
+        if self.scattered:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        self.before = [buffer.clone() for buffer in self.buffers]
 
     def reduce(self, world_size: int) -> None:
         """Sum gradient and counts over the ranks, and give all the mean of their buffers (the
@@ -149,71 +198,79 @@ class FlatOptimizer:
                 buffer /= world_size
 
     @torch.no_grad()
-    def step(self, count: Tensor, lr: float) -> Tensor:
-        """Divide the gradient by `count`, clip it, take a step; the norm before clipping, ()."""
-        gradient = self.summed
-        scale = 1.0 / count.clamp(min=1.0)
-        norm = torch.linalg.vector_norm(gradient) * scale
+    def step(self, count: Tensor, lr: float, judge: Judge = keep) -> Tensor:
+        """Divide the gradient by `count`, clip it, take a step unless `judge` drops it; the norm
+        before clipping, ()."""
+        config, gradients = self.config, [self._gradients(group) for group in self.groups]
+        divisor = count.clamp(min=1.0)
+        squares = torch.stack(torch._foreach_norm([g for some in gradients for g in some])).square()
+        norm = squares.sum()
         if self.slices > 1:
-            norm = norm.square()
             dist.all_reduce(norm)
-            norm = norm.sqrt()
-        config = self.config
+        norm = norm.sqrt() / divisor
+        drop = judge(norm)
         if config.clip > 0:
-            scale = scale * (config.clip / (norm + 1e-6)).clamp(max=1.0)
-        gradient.mul_(scale)
-        for part, decay, steps in self.groups:
-            # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
-            moments = [moment[part] for moment in self.moments.values()]
+            divisor = divisor / (config.clip / (norm + 1e-6)).clamp(max=1.0)
+        for group, some in zip(self.groups, gradients, strict=True):
             if config.name not in ("adam", "adamw"):
-                self._other(part, decay, steps, moments, lr)
+                if drop is None or not drop > 0:
+                    torch._foreach_div_(some, divisor.float())
+                    _other(config, group, some, lr)
                 continue
-            first, second = moments
+            # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
             adam(
-                [self.mine[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
-                decoupled_weight_decay=config.name == "adamw", lr=lr, weight_decay=decay,
-                beta1=config.betas[0], beta2=config.betas[1], eps=config.eps,
-                amsgrad=False, maximize=False,
+                group.weights, some, *group.moments, [], group.steps, fused=True,
+                grad_scale=divisor.float(), decoupled_weight_decay=config.name == "adamw", lr=lr,
+                weight_decay=group.decay, beta1=config.betas[0], beta2=config.betas[1],
+                eps=config.eps, amsgrad=False, maximize=False, found_inf=drop,
             )  # fmt: skip
+        self._forget_rows()
+        if drop is not None:
+            for buffer, before in zip(self.buffers, self.before, strict=True):
+                torch.where(drop > 0, before, buffer, out=buffer)
         if self.slices > 1:
             all_gather(self.flat, self.mine.clone())
         return norm
 
-    def _other(self, part: slice, decay: float, steps: Tensor, moments: list[Tensor],
-               lr: float) -> None:  # fmt: skip
-        """A step of one group by another optimizer than Adam."""
-        weights, gradient, config = self.mine[part], self.summed[part], self.config
-        if config.name == "adagrad":
-            adagrad([weights], [gradient], moments, [steps], lr=lr, weight_decay=decay,
-                    lr_decay=0.0, eps=config.eps, maximize=False)  # fmt: skip
-        elif config.name == "novograd":
-            steps += 1
-            places = [slice(offset - part.start, offset - part.start + shape.numel())
-                      for offset, shape in self.places.values()
-                      if part.start <= offset < part.stop]  # fmt: skip
-            first, second = moments
-            novograd(weights, gradient, first, second, places, bool(steps == 1), lr, config.betas,
-                     decay, config.eps)  # fmt: skip
-        else:
-            step = adamax if config.name == "adamax" else radam
-            step([weights], [gradient], [moments[0]], [moments[1]], [steps], beta1=config.betas[0],
-                 beta2=config.betas[1], lr=lr, weight_decay=decay, eps=config.eps)  # fmt: skip
+    def _gradients(self, group: Group) -> list[Tensor]:
+        """The gradients of a group's pieces, flat."""
+        if self.scattered:
+            return [self._of(name) for name in group.names]
+        return [self.summed[part] for part in group.parts]
 
-    def state(self) -> dict[str, Tensor]:
-        """The moments by parameter name, and the step count. Where moments are sliced, all ranks
-        call it together; those other than rank 0 get no moments."""
-        tensors: dict[str, Tensor] = {}
+    def _of(self, name: str) -> Tensor:
+        """The gradient of a parameter, flat and dense."""
+        parameter = self.parameters[name]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+            if name not in self.rows:
+                self.rows[name] = torch.zeros_like(parameter)
+            gradient = self.rows[name].index_copy_(0, gradient.indices()[0], gradient.values())
+        return gradient.reshape(-1)
+
+    def _forget_rows(self) -> None:
+        """Make the dense forms of sparse gradients zero again."""
+        for name, dense in self.rows.items():
+            gradient = self.parameters[name].grad
+            if gradient is not None and gradient.is_sparse:
+                dense.index_fill_(0, gradient.indices()[0], 0.0)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """The moments by parameter name, and the step count: the tensors themselves, or gathered
+        from the slices, for which all ranks call it together."""
         for moment, mine in self.moments.items():
             flat = mine if self.slices == 1 else torch.empty_like(self.flat)
             if self.slices > 1:
                 all_gather(flat, mine)
-            if self.slice == 0:
-                for name in self.places:
-                    tensors[f"{moment}.{name}"] = self._view(flat, name).cpu().clone()
-        return {**tensors, "step": self.groups[0][2].cpu().clone()}
+            for name in self.places:
+                yield f"{moment}.{name}", self._view(flat, name)
+        yield "step", self.groups[0].steps[0]
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Continue from `state()`. Raises BadInput if the parameters were others."""
+        """Continue from a copy of `state()`. Raises BadInput if the parameters were others."""
         check_state(tensors, self.moments, self.places)
         start = self.slice * len(self.mine)
         for moment, mine in self.moments.items():
@@ -222,26 +279,40 @@ class FlatOptimizer:
                 self._view(flat, name).copy_(tensors[f"{moment}.{name}"])
             if self.slices > 1:
                 mine.copy_(flat[start : start + len(mine)])
-        for _, _, steps in self.groups:
-            steps.copy_(tensors["step"])
+        for group in self.groups:
+            for steps in group.steps:
+                steps.copy_(tensors["step"])
 
 
-def novograd(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor,
-             places: Iterable[slice], begin: bool, lr: float, betas: tuple[float, float],
-             decay: float, eps: float) -> None:  # fmt: skip
-    """A step of NovoGrad (Ginsburg et al. 2019, algorithm 1) on flat tensors, in place.
+def _other(config: OptimConfig, group: Group, gradients: list[Tensor], lr: float) -> None:
+    """A step of one group by another optimizer than Adam."""
+    b1, b2 = config.betas
+    if config.name == "adagrad":
+        adagrad(group.weights, gradients, *group.moments, group.steps, lr=lr,
+                weight_decay=group.decay, lr_decay=0.0, eps=config.eps, maximize=False)  # fmt: skip
+    elif config.name == "novograd":
+        novograd(group, gradients, lr, config.betas, config.eps)
+    else:
+        step = adamax if config.name == "adamax" else radam
+        step(group.weights, gradients, *group.moments, group.steps, beta1=b1, beta2=b2, lr=lr,
+             weight_decay=group.decay, eps=config.eps)  # fmt: skip
 
-    Its second moment is one number a layer, the squared norm of the gradient; here each parameter,
-    which lies at its place, is a layer, and all its elements of `second` hold that number. In the
-    first step, at `begin`, the moments are those of the gradient.
+
+def novograd(group: Group, gradients: list[Tensor], lr: float, betas: tuple[float, float],
+             eps: float) -> None:  # fmt: skip
+    """A step of NovoGrad (Ginsburg et al. 2019, algorithm 1), in place.
+
+    Its second moment is one number a layer, the squared norm of the gradient; here each parameter
+    is a layer, and all its elements of the second moment hold that number. In the first step the
+    moments are those of the gradient.
     """
-    share, keep = (0.0, 0.0) if begin else (betas[0], betas[1])
-    for place in places:
-        own, g = second[place], gradient[place]
-        own.mul_(keep).add_((1 - keep) * g.square().sum())
-        direction = g / (own.sqrt() + eps) + decay * weights[place]
-        first[place] = share * first[place] + direction
-        weights[place] -= lr * first[place]
+    pieces = zip(group.weights, gradients, *group.moments, group.steps, strict=True)
+    for weights, gradient, first, second, steps in pieces:
+        share, kept = betas if steps > 0 else (0.0, 0.0)
+        second.mul_(kept).add_((1 - kept) * gradient.square().sum())
+        first.mul_(share).add_(gradient / (second.sqrt() + eps) + group.decay * weights)
+        weights -= lr * first
+        steps += 1
 
 
 def check_state(tensors: dict[str, Tensor], moments: Collection[str],
