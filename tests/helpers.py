@@ -98,7 +98,8 @@ class Forks:
         self.server.communicate()
 
     def start(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Fork:
-        """Start `train.py ...` or `evaluate.py ...`; `before` is Python that it runs first."""
+        """Start `train.py ...`, `evaluate.py ...` or `preprocess.py ...`; `before` is Python that it
+        runs first."""
         port = _free_port()
         pids, files = [], []
         for rank in range(ranks):
@@ -163,11 +164,12 @@ def _free_port() -> int:
 
 def serve() -> None:
     """Fork a process for each request line, or wait for one."""
+    from preprocess import cli
     from xformer import evaluate, train
 
     for late in ("scipy.stats", "sklearn.metrics", "torch._dynamo", "torch.utils.tensorboard"):
         import_module(late)
-    mains = {"train.py": train.main, "evaluate.py": evaluate.main}
+    mains = {"train.py": train.main, "evaluate.py": evaluate.main, "preprocess.py": cli.main}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

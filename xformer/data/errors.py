@@ -9,6 +9,11 @@ import sys
 from collections.abc import Callable
 
 
+# what a disk, a path or the rights to it may be at fault for, and no bug
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG,
+               errno.ENAMETOOLONG)  # fmt: skip
+
+
 class BadInput(Exception):
     """The user's input is wrong: the message names it and what would be right. Exit status 2."""
 
@@ -46,15 +51,7 @@ def run(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-            errno.EROFS,
-            errno.EIO,
-            errno.EFBIG,
-            errno.ENAMETOOLONG,
-        ):
+        if error.errno not in OF_THE_DISK:
             raise
         where = f": {error.filename}" if error.filename else ""
         status, line = 1, f"{os.strerror(error.errno)}{where}"
