@@ -28,6 +28,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import (
     atomic_directory,
     file_checksum,
+    load_array,
     read_json,
     refuse_existing,
     sync,
@@ -322,7 +323,7 @@ def _read(path: Path) -> Checkpoint:
     source = mapping = None
     if (path / "input").is_dir():
         source = tokenizers.load(path / "input")
-        mapping = np.load(path / "input/mapping.npy", allow_pickle=False)
+        mapping = load_array(path / "input/mapping.npy", mapped=False)
     weights = load_tensors(path / "model.safetensors")
     return Checkpoint(config, weights, tokenizers.load(path), head, history, source, mapping)
 

@@ -392,6 +392,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
 
             epoch = state.position // job.samples.per_epoch
             state.advance(step)
+            ranks.at(state.step)
             monitor.advance(job.progress(state.step, state.position)[0])
             done = job.done(state)
             if state.step % every.log_every == 0 or done:

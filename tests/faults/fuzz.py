@@ -76,7 +76,9 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
             numbers = list(re.finditer(rb"-?\d+", bytes(data)))
             if numbers:
                 found = draw.choice(numbers)
-                new = draw.choice((b"0", b"-1", b"1", b"4294967296", b"9223372036854775808", b"1.5"))
+                new = draw.choice(
+                    (b"0", b"-1", b"1", b"4294967296", b"9223372036854775808", b"1.5")
+                )
                 data[found.start() : found.end()] = new
     return bytes(data)
 
@@ -266,8 +268,21 @@ def fuzz(names: list[str], ground: Path, findings: Path, seconds: float) -> Iter
         directory = findings / name
         began = resource.getrusage(resource.RUSAGE_CHILDREN)
         while (left := end - time.monotonic()) > 1 or seed == 0:
-            line = [sys.executable, "-m", "faults.fuzz", "--worker", name, "--ground", str(ground),
-                    "--findings", str(findings), "--seconds", str(left), "--seed", str(seed)]
+            line = [
+                sys.executable,
+                "-m",
+                "faults.fuzz",
+                "--worker",
+                name,
+                "--ground",
+                str(ground),
+                "--findings",
+                str(findings),
+                "--seconds",
+                str(left),
+                "--seed",
+                str(seed),
+            ]
             try:
                 ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True,
                                        timeout=left + PATIENCE, errors="replace")  # fmt: skip

@@ -88,9 +88,9 @@ def text(seed: int, rows: int, form: str = "{}") -> str:
 
 def midi(pitches: list[int]) -> bytes:
     """A MIDI file of one track whose notes follow one another."""
-    events = b"".join(
-        bytes([0, 0x90, pitch, 64, 96, 0x80, pitch, 0]) for pitch in pitches
-    ) + bytes([0, 0xFF, 0x2F, 0])
+    events = b"".join(bytes([0, 0x90, pitch, 64, 96, 0x80, pitch, 0]) for pitch in pitches) + bytes(
+        [0, 0xFF, 0x2F, 0]
+    )
     head = b"MThd" + (6).to_bytes(4, "big") + bytes([0, 0, 0, 1, 0, 96])
     return head + b"MTrk" + len(events).to_bytes(4, "big") + events
 
@@ -224,8 +224,12 @@ def _make_raw(ground: Path) -> None:
                  for i in range(12))  # fmt: skip
         (flip / f"{name}.fasta").write_text("".join(f"{h}\n{body}\n" for h in heads))
     music.mkdir()
-    (music / "maestro.csv").write_text("canonical_composer,split,midi_filename\n" + "".join(
-        f"{'AB'[i % 2]},{('train', 'validation', 'test')[i % 3]},{i}.midi\n" for i in range(6)))
+    (music / "maestro.csv").write_text(
+        "canonical_composer,split,midi_filename\n"
+        + "".join(
+            f"{'AB'[i % 2]},{('train', 'validation', 'test')[i % 3]},{i}.midi\n" for i in range(6)
+        )
+    )
     for i in range(6):
         (music / f"{i}.midi").write_bytes(midi([60 + i, 62, 64 + i]))
     for name, body in (("a.zip", zipped(a=plain, b=b"x")), ("a.tar", tarred(a=plain, b=b"x")),
@@ -259,6 +263,12 @@ def mend_store(path: Path, file: str) -> None:
             sums = list(files.block_checksums(path / file))
             split["files"][file] = {"bytes": size, "sha256": sums}
     (path / "store.json").write_text(json.dumps(meta))
+    mend_sums(path, file)
+
+
+def mend_sums(path: Path, file: str) -> None:
+    """Take away the checksums of a store's small files."""
+    (path / store.SUMS).unlink(missing_ok=True)
 
 
 def mend_checkpoint(path: Path, file: str) -> None:
@@ -459,7 +469,7 @@ READERS = [
       for kind, file in (("tok", "tokenizer.json"), ("tok", "tokenizer_meta.json"),
                          ("bpe", "tokenizer.json"), ("unigram", "spiece.model"))),
     # stores and checkpoints, their checksums mended and not
-    Reader("store.json", "store", "store.json", read_store),
+    Reader("store.json", "store", "store.json", read_store, mend_sums),
     *(Reader(f"{name} {file}", "store", file, read, mend_store)
       for file in ("train/tokens.npy", "train/tokens.offsets.npy")
       for name, read in (("store", read_store), ("evaluated", evaluate_store))),

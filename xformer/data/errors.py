@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-
 # what a disk, a path or the rights to it may be at fault for, and no bug
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG,
                errno.ENAMETOOLONG)  # fmt: skip
