@@ -25,10 +25,8 @@ def sampled(number: int, most: int) -> list[int]:
     return sorted({round(i * (number - 1) / (most - 1)) for i in range(most)})
 
 
-def together(bench: Bench, row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
+def together(row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
     """Do the trials, `jobs` at a time, and count."""
-    bench_ready = [bench.reference(name) for name in bench.works if name in row.fault]
-    assert bench_ready or True
     with ThreadPoolExecutor(jobs) as pool:
         for bad in pool.map(lambda trial: trial(), trials):
             row.count(bad)
@@ -54,7 +52,7 @@ def killed_at_operations(bench: Bench, name: str, fault: str, most: int, jobs: i
             bad = work.finish(forks, place, reference)
             return bad and f"{bad} (at {number}: {operations[number]})"
 
-    return together(bench, row, [lambda n=n: trial(n) for n in places], jobs)  # type: ignore[misc]
+    return together(row, [lambda n=n: trial(n) for n in places], jobs)  # type: ignore[misc]
 
 
 def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int = 0) -> Row:
@@ -132,7 +130,7 @@ def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int
                 bad = work.finish(forks, place, reference)
             return bad and f"{bad} (at {number}: {operations[number]})"
 
-    return together(bench, row, [lambda n=n: trial(n) for n in places], jobs)  # type: ignore[misc]
+    return together(row, [lambda n=n: trial(n) for n in places], jobs)  # type: ignore[misc]
 
 
 def short_writes(bench: Bench, name: str) -> Row:

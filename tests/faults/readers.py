@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bz2
 import contextlib
-import functools
 import gzip
 import hashlib
 import io

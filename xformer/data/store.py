@@ -33,6 +33,7 @@ from xformer.data.files import (
     file_checksum,
     load_array,
     read_json,
+    read_own_json,
     write_json,
 )
 
@@ -42,7 +43,7 @@ UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the tr
 SUMS = "sums.json"
 NARROWED = 2**20  # offsets rewritten at once
 CHECKED = 2**22  # numbers of a column looked at at once
-TRIES = 5  # to open a store that is being replaced
+TRIES = 9  # to open a store that is being replaced
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
 
@@ -118,12 +119,15 @@ class Store:
         """(file, block number, good?) for every 64 MiB block of every column, one by one: its
         checksum, and whether what is in it can be. Ends early where the store was replaced."""
         for name, sums in _files(self.meta):
-            if _which(self.path / name) != self._files.get(name):
-                return
-            found = block_checksums(self.path / name)
-            wrong = self._impossible(name)
+            found, wrong = block_checksums(self.path / name), self._impossible(name)
             for block, expected in enumerate(sums):
-                yield name, block, next(found, None) == expected and block not in wrong
+                try:
+                    good = next(found, None) == expected and block not in wrong
+                except FileNotFoundError:
+                    good = False
+                if not good and _which(self.path / name) != self._files[name]:
+                    return
+                yield name, block, good
 
     def _impossible(self, name: str) -> set[int]:
         """The blocks of a file with ids beyond the vocabulary, or offsets that do not ascend."""
@@ -213,7 +217,7 @@ def open_store(path: str | Path) -> Store:
         before = _which(path / "store.json")
         try:
             store = _open_store(path)
-        except BadInput:
+        except (BadInput, FileNotFoundError):
             if not left or _which(path / "store.json") == before:
                 raise
             continue
@@ -240,7 +244,7 @@ def _check_sums(path: Path) -> None:
     kept have no checksums."""
     if not (path / SUMS).exists():
         return
-    sums = read_json(path / SUMS)
+    sums = read_own_json(path / SUMS)
     if (
         not isinstance(sums, dict)
         or not isinstance(sums.get("sha256"), dict)
