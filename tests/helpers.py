@@ -98,8 +98,8 @@ class Forks:
         self.server.communicate()
 
     def start(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Fork:
-        """Start `train.py ...`, `evaluate.py ...` or `preprocess.py ...`; `before` is Python that it
-        runs first."""
+        """Start `train.py ...`, `evaluate.py ...` or `preprocess.py ...`; `before` is Python that
+        it runs first."""
         port = _free_port()
         pids, files = [], []
         for rank in range(ranks):

@@ -41,7 +41,8 @@ MEMORY = 2**30  # bytes
 LARGEST = 2**15  # bytes of a hostile file, unless the valid one is larger
 ODD = (b"\0", b"\xff" * 4, b"\x80", b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}", b'"', b"'",
        b"\n", b"\r", b"\t", b",", b"../", b"\xed\xa0\x80", b"\xef\xbb\xbf", "\u2028".encode(),
-       b"9" * 30, b"[" * 10_000, b'{"a":' * 10_000, b"\x7f\xff\xff\xff", b"true", b"a = [[")  # fmt: skip
+       b"9" * 30, b"[" * 10_000, b'{"a":' * 10_000, b"\x7f\xff\xff\xff", b"true",
+       b"a = [[")  # fmt: skip
 
 
 class Hang(BaseException):

@@ -17,8 +17,9 @@ def held():
     status = pathlib.Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     maps = pathlib.Path("/proc/self/maps").read_text()
-    return {{"rss": int(fields["RssAnon"].split()[0]) * 1024, "files": len(os.listdir("/proc/self/fd")),
-            "threads": int(fields["Threads"]), "shared": maps.count("/dev/shm/"),
+    return {{"rss": int(fields["RssAnon"].split()[0]) * 1024,
+            "files": len(os.listdir("/proc/self/fd")), "threads": int(fields["Threads"]),
+            "shared": maps.count("/dev/shm/"),
             "cpu": time.process_time(), "wall": time.perf_counter()}}
 def advance(self, done):
     plain(self, done)
@@ -50,7 +51,7 @@ def long_haul(bench: Bench, steps: int = 20_000) -> tuple[Row, dict[str, Any]]:
         "steps": steps, "cpu_ms_a_step_first": speed[0], "cpu_ms_a_step_last": speed[1],
         "wall_ms_a_step_first": wall[0], "wall_ms_a_step_last": wall[1],
         "memory_mib": [round(p["rss"] / 2**20, 1) for p in (first, early, last)],
-        **{name: [p[name] for p in (first, early, last)] for name in ("files", "threads", "shared")},
+        **{n: [p[n] for p in (first, early, last)] for n in ("files", "threads", "shared")},
     }  # fmt: skip
     bad = ""
     if last["rss"] - early["rss"] > GROWTH:

@@ -29,7 +29,7 @@ Monitor.advance = advance
 
 
 def same_run(bench: Bench, others: int = 3) -> Row:
-    """While a process has a run, all others are refused by name; it ends as if they had not been."""
+    """While a process has a run, all others are refused by name; it ends as it would have."""
     row, reference = Row("two processes with one run="), bench.reference("training")
     work = bench.works["training"]
     with bench.place() as place, bench.place() as aside, bench.forks() as forks:

@@ -207,7 +207,8 @@ def _make_raw(ground: Path) -> None:
     table = pa.table({n: [row[n] for row in rows] for n in ("text", "label")})
     pq.write_table(table, raw / "c.parquet")
     (raw / "splice.data").write_text(
-        "".join(f"{('EI', 'IE', 'N')[i % 3]},X-{i},{DNA[i % 9:]}\n" for i in range(60)))  # fmt: skip
+        "".join(f"{('EI', 'IE', 'N')[i % 3]},X-{i},{DNA[i % 9:]}\n" for i in range(60))
+    )  # fmt: skip
     (raw / "h3.txt").write_text("".join(f">r{i}\n{DNA[i % 9 :]}\n{i % 2}\n" for i in range(60)))
     (raw / "squad.json").write_text(json.dumps(SQUAD))
     words = "".join(f"{w} NN {('O', 'B-X', 'I-X')[i % 3]}\n" + "\n" * (i % 5 == 4)
@@ -428,8 +429,8 @@ READERS = [
     # raw formats
     *(Reader(name, "raw", file, preprocessed(*TEXT, f"{{path}}/{file}", *more))
       for name, file, *more in (
-          ("text", "t.txt"), ("text with bad rows left out", "t.txt", "--skip-bad"), ("gz", "t.txt.gz"),
-          ("zst", "t.txt.zst"), ("text jsonl", "t.jsonl"), ("text json", "t.json"),
+          ("text", "t.txt"), ("text with bad rows left out", "t.txt", "--skip-bad"),
+          ("gz", "t.txt.gz"), ("zst", "t.txt.zst"), ("text jsonl", "t.jsonl"), ("text json", "t.json"),
           ("java", "T.java"), ("text fasta", "p.fasta"))),
     *(Reader(name, "raw", file, preprocessed(*TSV, f"{{path}}/{file}", *(more or NAMED)))
       for name, file, *more in (

@@ -43,7 +43,7 @@ UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the tr
 SUMS = "sums.json"
 NARROWED = 2**20  # offsets rewritten at once
 CHECKED = 2**22  # numbers of a column looked at at once
-TRIES = 9  # to open a store that is being replaced
+TRIES = 20  # to open a store that is being replaced
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
 
@@ -98,7 +98,7 @@ class Store:
         self.fingerprint: str = meta["tokenizer"]["fingerprint"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.key: str = sha256(repr(sorted(_files(meta))).encode()).hexdigest()
-        self._files: dict[str, tuple[int, int]] = {}  # which file was mapped: device and inode
+        self._files: dict[str, tuple[int, ...]] = {}  # which file was mapped
         self._splits = {name: self._open(name) for name in meta["splits"]}
 
     @property
@@ -213,17 +213,17 @@ def open_store(path: str | Path) -> Store:
     small ones) checksum is off. One that is replaced meanwhile is opened anew.
     """
     path = Path(path)
-    for left in reversed(range(TRIES)):
+    for _ in range(TRIES):
         before = _which(path / "store.json")
         try:
             store = _open_store(path)
         except (BadInput, FileNotFoundError):
-            if not left or _which(path / "store.json") == before:
+            if _which(path / "store.json") == before:
                 raise
-            continue
-        if _which(path / "store.json") == before:
-            break
-    return store
+        else:
+            if _which(path / "store.json") == before:
+                return store
+    raise BadInput(f"{path} is replaced again and again while it is opened")
 
 
 def _open_store(path: Path) -> Store:
@@ -258,13 +258,13 @@ def _check_sums(path: Path) -> None:
             raise BadInput(f"{path / name} is damaged: its checksum is not that of {SUMS}")
 
 
-def _which(path: Path) -> tuple[int, int]:
+def _which(path: Path) -> tuple[int, ...]:
     """What tells a file from another of the same name."""
     try:
         found = path.stat()
     except OSError:
-        return 0, 0
-    return found.st_dev, found.st_ino
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
