@@ -511,7 +511,7 @@ def test_an_optimizer_continues_bit_for_bit() -> None:
     flat_steps(FlatOptimizer(whole, config), whole, range(6))
     optimizer = FlatOptimizer(stopped, config)
     flat_steps(optimizer, stopped, range(3))
-    state = optimizer.state()
+    state = {name: tensor.clone() for name, tensor in optimizer.state()}
     assert set(state) == {"step"} | {
         f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in whole.state_dict()
     }
@@ -532,7 +532,7 @@ def test_another_models_optimizer_state_is_refused() -> None:
     flat_steps(optimizer, model, range(1))
     other = FlatOptimizer(Bare((2, 2)), config)
     with pytest.raises(BadInput, match="belongs to another model"):
-        other.load_state(optimizer.state())
+        other.load_state(dict(optimizer.state()))
 
 
 def test_counts_travel_with_the_gradient() -> None:

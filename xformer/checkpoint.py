@@ -293,14 +293,17 @@ def verify(path: Path) -> None:
                 raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
 
 
-def load(path: str | Path) -> Checkpoint:
-    """The checkpoint in a directory, or the one a finished run selected.
+def load(path: str | Path, verified: bool = False) -> Checkpoint:
+    """The checkpoint in a directory, or the one a finished run selected. One that is `verified` is
+    not verified again.
 
     The weights are mapped from the file: one that is not touched takes no memory, and one that is
     changed in place stays as it is on disk. Raises BadInput if the checkpoint is absent,
     incomplete, damaged, or its config contradicts its weights.
     """
     path = resolve(path)
+    if verified:
+        return _read(path)
     with ThreadPoolExecutor(1) as pool:
         check = pool.submit(verify, path)
         try:

@@ -91,19 +91,28 @@ class Ranks:
             if error is not None:
                 raise error
             return answer["result"]
-        text = json.dumps(answer).encode()
-        length = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(length, 0)
-        content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
-            content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(content, 0)
-        answer = json.loads(bytes(content.cpu().numpy()))
+        answer = self._broadcast(answer, 0)
         if error is not None:
             raise error
         if "error" in answer:
             raise BadInput(answer["error"])
         return answer["result"]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's (JSON) value, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        return [self._broadcast(value, rank) for rank in range(self.world_size)]
+
+    def _broadcast(self, value: Any, source: int) -> Any:
+        text = json.dumps(value).encode()
+        length = torch.tensor([len(text)], device=self.device)
+        dist.broadcast(length, source)
+        content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == source:
+            content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(content, source)
+        return json.loads(bytes(content.cpu().numpy()))
 
 
 def keep_memory() -> None:

@@ -9,6 +9,8 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,25 +18,28 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-SILENT = {"event", "step", "time", "epoch"}  # fields that are no curve
+from xformer.data.errors import Failure
+from xformer.data.files import sync
+
+SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields that are no curve
 
 
 class Monitor:
-    """Writes events of one run. The bar shows steps, or samples: `done` of `total` so far."""
+    """Writes events of one run, the log of which ends at `step` (see cut_log). The bar shows steps,
+    or samples: `done` of `total` so far."""
 
-    def __init__(self, run: Path, active: bool, done: int, total: int, unit: str):
+    def __init__(self, run: Path, active: bool, step: int, done: int, total: int, unit: str):
         self.run, self.active = run, active
+        self.refused, self.drawing = False, True  # a full disk is said once
         if not active:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = run / "log.jsonl"
-        self.file = self.path.open("a", encoding="utf-8")
-        # drawn anew from the log, so that a restarted run has one clean curve
-        shutil.rmtree(run / "tensorboard", ignore_errors=True)
-        self.board = SummaryWriter(str(run / "tensorboard"))
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            self._draw(json.loads(line))
+        self.file = self.path.open("ab", buffering=0)
+        self.unwritten = b""
+        self.board = Board(run / "tensorboard", step + 1)
+        if self.board.empty:
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                self._on_board(partial(self._draw, json.loads(line)))
         self.terminal = sys.stderr.isatty()
         self.bar = tqdm(
             initial=done, total=total, unit=unit, disable=not self.terminal, dynamic_ncols=True
@@ -45,15 +50,19 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:  # fmt: skip
-        if self.active:
-            self.bar.close()
-            self.board.close()
-            self.file.close()
+        if not self.active:
+            return
+        self.bar.close()
+        self._on_board(self.board.close)
+        self._write()
+        self.file.close()
+        if self.unwritten and error is None:
+            raise Failure(f"the end of {self.path} could not be written")
 
     def text(self, name: str, content: str) -> None:
         """A text for TensorBoard's text page."""
         if self.active:
-            self.board.add_text(name, f"```\n{content}\n```", 0)
+            self._on_board(lambda: self.board.text(name, f"```\n{content}\n```"))
 
     def advance(self, done: int) -> None:
         """Move the bar to `done`."""
@@ -74,9 +83,9 @@ class Monitor:
         if not self.active:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **values}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        self._draw(record)
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        self._write()
+        self._on_board(lambda: self._draw(record))
         short = {k: v for k, v in values.items() if isinstance(v, int | float)}
         line = "  ".join(f"{k} {_show(v)}" for k, v in short.items())
         if self.terminal and event == "train":
@@ -85,11 +94,82 @@ class Monitor:
         elif short:
             self.say(f"{event:<10} step {step:>6}  {line}")
 
+    def _write(self) -> None:
+        """What is to be written of the log; where the disk refuses, it stays to be written."""
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) or 0 :]
+            self.refused = False
+        except OSError as error:
+            if not self.refused:
+                self.say(f"{error}: {self.path} is written later")
+            self.refused = True
+
+    def _on_board(self, draw: Callable[[], None]) -> None:
+        """Draw for TensorBoard, until the disk refuses: the next start draws all from the log."""
+        if not self.drawing:
+            return
+        try:
+            draw()
+        except OSError as error:
+            self.drawing = False
+            shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
+            self.say(f"{error}: TensorBoard's curves end here, until the run is started again")
+
     def _draw(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name not in SILENT and isinstance(value, int | float):
-                tag = f"{record['event']}/{name}"
-                self.board.add_scalar(tag, value, record["step"], walltime=record["time"])
+        if record["event"] != "end":  # a result is no curve
+            numbers = {f"{record['event']}/{name}": value for name, value in record.items()
+                       if name not in SILENT and isinstance(value, int | float)}  # fmt: skip
+            self.board.numbers(record["step"], record["time"], numbers)
+
+
+class Board:
+    """A file of TensorBoard's events in a directory, from a step on: TensorBoard forgets what older
+    files have from there. One event a line of the log: torch's own writer makes one a number, each
+    ten times as costly, and takes seconds to import."""
+
+    def __init__(self, directory: Path, step: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        start = "events.out.tfevents."
+        files = [p.name for p in directory.glob(f"{start}*") if p.name.count(".") == 3]
+        self.empty = not files
+        if self.empty:
+            shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(exist_ok=True)
+        last = max((int(name.removeprefix(start)) for name in files), default=0)
+        name = f"{start}{max(time.time_ns(), last + 1)}"  # they are read in order
+        self.writer, self.event = RecordWriter((directory / name).open("wb")), Event
+        self._write(file_version="brain.Event:2")
+        if files:
+            self._write(step=step, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, **fields: Any) -> None:
+        fields = {"wall_time": time.time(), **fields}
+        self.writer.write(self.event(**fields).SerializeToString())
+        self.writer.flush()
+
+    def numbers(self, step: int, clock: float, numbers: dict[str, int | float]) -> None:
+        """A point on the curve of each name."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._write(step=step, wall_time=clock, summary=Summary(value=values))
+
+    def text(self, name: str, content: str) -> None:
+        """A text for TensorBoard's text page."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        tensor = TensorProto(dtype="DT_STRING", string_val=[content.encode()])
+        value = Summary.Value(tag=f"{name}/text_summary", tensor=tensor,
+                              metadata=SummaryMetadata(plugin_data=plugin))  # fmt: skip
+        self._write(summary=Summary(value=[value]))
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 def _show(value: float) -> str:
@@ -109,6 +189,7 @@ def cut_log(run: Path, step: int) -> None:
             kept.append(line + "\n")
     temporary = path.with_suffix(".jsonl.partial")
     temporary.write_text("".join(kept), encoding="utf-8")
+    sync(temporary)
     temporary.replace(path)
 
 

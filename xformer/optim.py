@@ -5,7 +5,7 @@ step is one fused kernel a group and the gradient of all ranks is one reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Literal
 
 import torch
@@ -58,6 +58,15 @@ def learning_rate(config: OptimConfig, before: float, after: float, warmup: floa
     left = (1.0 - before) / (1.0 - warmup) if warmup < 1.0 else 1.0
     left = min(max(left, 0.0), 1.0)
     return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
+
+
+Judge = Callable[[Tensor], Tensor | None]
+"""Given the norm () of the gradient before clipping: () above 0 where the step is to be dropped,
+weights, moments and their steps staying as they are."""
+
+
+def keep(norm: Tensor) -> None:
+    """The judge who takes every step."""
 
 
 class FlatOptimizer:
@@ -117,6 +126,7 @@ class FlatOptimizer:
 
     def zero(self) -> None:
         self.gradient.zero_()
+        self.before = [buffer.clone() for buffer in self.buffers]
 
     def reduce(self, world_size: int) -> None:
         """Sum gradient and counts over the ranks, and give all the mean of their buffers (the
@@ -132,8 +142,9 @@ class FlatOptimizer:
                 buffer /= world_size
 
     @torch.no_grad()
-    def step(self, count: Tensor, lr: float) -> Tensor:
-        """Divide the gradient by `count`, clip it, take a step; the norm before clipping, ()."""
+    def step(self, count: Tensor, lr: float, judge: Judge = keep) -> Tensor:
+        """Divide the gradient by `count`, clip it, take a step unless `judge` drops it; the norm
+        before clipping, ()."""
         gradient = self.summed
         scale = 1.0 / count.clamp(min=1.0)
         norm = torch.linalg.vector_norm(gradient) * scale
@@ -141,6 +152,7 @@ class FlatOptimizer:
             norm = norm.square()
             dist.all_reduce(norm)
             norm = norm.sqrt()
+        drop = judge(norm)
         config = self.config
         if config.clip > 0:
             scale = scale * (config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -152,27 +164,28 @@ class FlatOptimizer:
                 [self.mine[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
                 decoupled_weight_decay=config.name == "adamw", lr=lr, weight_decay=decay,
                 beta1=config.betas[0], beta2=config.betas[1], eps=config.eps,
-                amsgrad=False, maximize=False,
+                amsgrad=False, maximize=False, found_inf=drop,
             )  # fmt: skip
+        if drop is not None:
+            for buffer, before in zip(self.buffers, self.before, strict=True):
+                torch.where(drop > 0, before, buffer, out=buffer)
         if self.slices > 1:
             all_gather(self.flat, self.mine.clone())
         return norm
 
-    def state(self) -> dict[str, Tensor]:
-        """The moments by parameter name, and the step count. Where moments are sliced, all ranks
-        call it together; those other than rank 0 get no moments."""
-        tensors: dict[str, Tensor] = {}
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """The moments by parameter name, and the step count: the tensors themselves, or gathered
+        from the slices, for which all ranks call it together."""
         for moment, mine in self.moments.items():
             flat = mine if self.slices == 1 else torch.empty_like(self.flat)
             if self.slices > 1:
                 all_gather(flat, mine)
-            if self.slice == 0:
-                for name in self.places:
-                    tensors[f"{moment}.{name}"] = self._view(flat, name).cpu().clone()
-        return {**tensors, "step": self.groups[0][2].cpu().clone()}
+            for name in self.places:
+                yield f"{moment}.{name}", self._view(flat, name)
+        yield "step", self.groups[0][2]
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Continue from `state()`. Raises BadInput if the parameters were others."""
+        """Continue from a copy of `state()`. Raises BadInput if the parameters were others."""
         check_state(tensors, self.places)
         start = self.slice * len(self.mine)
         for moment, mine in self.moments.items():

@@ -1,13 +1,16 @@
 """The run directory: who may write it, what it continues from, which checkpoints it keeps.
 
 RUN/config.json   the resolved recipe, the keys of store and initial checkpoint, versions
+RUN/code.diff     what the code had in it that its git revision has not
 RUN/log.jsonl     every event      RUN/tensorboard/   drawn from it
-RUN/checkpoints/step_N/            the newest two and the best
+RUN/dropped.json  the steps whose update was dropped for trouble, by their first sample
+RUN/checkpoints/step_N/            the newest `keep_last`, each `keep_every` steps, and the best
 RUN/result.json   scores, and the checkpoint that train.select chose
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import shutil
 import sys
@@ -15,11 +18,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from xformer import checkpoint as checkpoints
+from xformer import provenance
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 
-INTERVALS = ("validate_every", "checkpoint_every", "log_every")
-KEEP = 2  # newest checkpoints, beside the best
+# keys that may be others where a run goes on
+FREE = {"train.validate_every", "train.checkpoint_every", "train.log_every", "train.keep_last",
+        "train.keep_every", "train.trouble", "train.spike", "batch.accumulate"}  # fmt: skip
 
 
 class Run:
@@ -39,7 +44,9 @@ class Run:
         for path in sorted(self._checkpoints(), key=_step, reverse=True):
             try:
                 checkpoints.verify(path)
-            except BadInput as error:
+            except (BadInput, OSError) as error:
+                if isinstance(error, OSError) and error.errno != errno.EIO:
+                    raise
                 aside = path.with_name(f"damaged_{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
                 path.rename(aside)
@@ -48,12 +55,23 @@ class Run:
             return path
         return None
 
-    def begin(self, config: dict[str, Any]) -> None:
-        """Note what the run is made with, and clear what a killed process left half done.
+    def begin(self, config: dict[str, Any], step: int) -> None:
+        """Note what the run is made with from `step` on, and clear what a killed process left half
+        done. `starts` in config.json keeps what it was made with before.
 
         From here to its end the run has no result.
         """
-        write_json(self.path / "config.json", config)
+        now = {name: config[name] for name in ("config", "environment")}
+        earlier = self.earlier or {}
+        starts = [start for start in earlier.get("starts", []) if start["step"] < step]
+        if not starts or any(starts[-1][name] != now[name] for name in now):
+            starts.append({"step": step, **now})
+        write_json(self.path / "config.json", {**config, "starts": starts})
+        code = self.path / "code.diff"
+        if diff := provenance.diff(now["environment"]["git"]):
+            code.write_text(diff, encoding="utf-8")
+        else:
+            code.unlink(missing_ok=True)
         (self.path / "result.json").unlink(missing_ok=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         for leftover in self.path.glob(".*.json.*"):
@@ -61,12 +79,21 @@ class Run:
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def prune(self, best_step: int) -> None:
-        """Delete all checkpoints but the newest two and the best."""
-        paths = sorted(self._checkpoints(), key=_step)
-        for path in paths[:-KEEP]:
-            if _step(path) != best_step:
+    def prune(self, best_step: int, keep_last: int, keep_every: int) -> None:
+        """Delete all checkpoints but the newest, one each `keep_every` steps, and the best."""
+        for path in sorted(self._checkpoints(), key=_step)[:-keep_last]:
+            kept = bool(keep_every) and _step(path) % keep_every == 0
+            if not kept and _step(path) != best_step:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
+
+    def dropped(self) -> dict[str, dict[str, Any]]:
+        """What is noted of each step whose update was dropped, by the step's first sample."""
+        path = self.path / "dropped.json"
+        return read_json(path) if path.exists() else {}
+
+    def drop(self, sample: int, record: dict[str, Any]) -> None:
+        """Note that the step that begins at a sample is dropped, whenever it is made again."""
+        write_json(self.path / "dropped.json", {**self.dropped(), str(sample): record})
 
     def _checkpoints(self) -> list[Path]:
         return [p for p in (self.path / "checkpoints").glob("step_*") if p.is_dir()]
@@ -86,7 +113,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
         if parent.exists() and not parent.is_dir():
             raise BadInput(f"run={path}: {parent} is a file; give a directory")
     known = path / "config.json"
-    strangers = [] if not path.is_dir() or _is_run(known) else sorted(
+    strangers = [] if not path.is_dir() or is_run(known) else sorted(
         p.name for p in path.iterdir() if not p.name.startswith(".")
     )  # fmt: skip
     if strangers:
@@ -105,12 +132,12 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     if overwrite:  # the checkpoints first, and last what makes it a run, lest this is cut short
         for name in ("checkpoints", "tensorboard", "profile"):
             shutil.rmtree(path / name, ignore_errors=True)
-        for name in ("result.json", "log.jsonl", "config.json"):
+        for name in ("result.json", "log.jsonl", "dropped.json", "code.diff", "config.json"):
             (path / name).unlink(missing_ok=True)
     return Run(path, lock, earlier)
 
 
-def _is_run(config: Path) -> bool:
+def is_run(config: Path) -> bool:
     """Whether this config.json is a run's; checkpoints and other libraries have one too."""
     if not config.exists():
         return False
@@ -138,7 +165,7 @@ def _show(value: Any) -> str:
 def _allowed(name: str, old: Any, new: Any) -> bool:
     if name in ("train.steps", "train.epochs"):
         return bool(old) and new >= old
-    return name.removeprefix("train.") in INTERVALS
+    return name in FREE
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:

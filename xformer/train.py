@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import signal
 import sys
 import time
@@ -20,13 +19,13 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import cost, distributed, shard, spans, tags
+from xformer import cost, distributed, provenance, shard, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, Failure, Interrupted
-from xformer.data.files import file_checksum, read_json, write_json
+from xformer.data.files import file_checksum, read_json, sync, write_json
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
@@ -34,19 +33,21 @@ from xformer.distributed import Ranks, TrainingSystem
 from xformer.evaluate import check_task, score
 from xformer.feed import Feed, Step
 from xformer.freeze import account, chosen, freeze
-from xformer.model.encoder import ModelConfig
-from xformer.model.heads import HeadKind, Model
+from xformer.model.encoder import ModelConfig, Packed, to_device
+from xformer.model.heads import HeadKind, Loss, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 from xformer.profile import Profiler
 from xformer.run import Run, open_run
-from xformer.shard import ShardedOptimizer
+from xformer.shard import ShardedOptimizer, Snapshot
 from xformer.surgery.operations import Operation, apply
+from xformer.trouble import LIMIT, NOWHERE, WEIGHT, Account, first_layer
+from xformer.writer import Writer
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 DROPOUT = 4  # what a key is for
-# summed over all ranks since the last line of the log; the first three on the device
-SINCE_LOG = ("loss", "count", "correct", "tokens", "squares", "rows", "seconds")
+# summed over all ranks since the last line of the log; the first four on the device
+SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "seconds")
 
 
 class DataConfig(Settings):
@@ -93,6 +94,10 @@ class TrainConfig(Settings):
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 writes one at each validation that is the best so far, and at
     the end."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints to keep, beside the best."""
+    keep_every: int = Field(0, ge=0)
+    """Keep also those of a step that is a multiple of this; 0: none."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of the log; a line is the mean since the last."""
     select: Literal["best", "last"] = "best"
@@ -101,6 +106,13 @@ class TrainConfig(Settings):
     """What "best" means; empty: the loss for MLM, else the store's metric."""
     patience: int = Field(0, ge=0)
     """Stop after this many validations without a better one; 0 never stops early."""
+    trouble: Literal["stop", "skip", "rollback"] = "stop"
+    """At a loss or gradient that is not finite, or a spike: stop; skip, dropping the step's update;
+    or rollback to the newest checkpoint and drop that step's update on the way. Each is logged with
+    the rows of the store and the layer where it arose."""
+    spike: float = Field(0.0, ge=0)
+    """Deviations above its mean over the last 100 steps at which a loss or norm of the gradient is
+    a spike; 0: none is."""
     only: tuple[str, ...] = ()
     """The weights to train, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
     with * and ?; all others stay as they are. Empty: all."""
@@ -157,6 +169,9 @@ class State:
     worse: int = 0  # validations since the best one
     seconds: float = 0.0
     real_tokens: int = 0
+    dropped: int = 0  # updates, for trouble
+    in_a_row: int = 0  # of them, the newest
+    statistics: list[float] = field(default_factory=list)  # see Account
     since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
 
     def advance(self, step: Step) -> None:
@@ -315,14 +330,29 @@ def _metric(recipe: Recipe, store: Store) -> str:
 # --------------------------------------------------------------------------------- the loop
 
 
-def train(recipe: Recipe, ranks: Ranks) -> None:
-    """Run a recipe to its end, from wherever its run directory stands.
+def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
+    """Run a recipe to its end, or to a step, from wherever its run directory stands.
 
     Raises BadInput before anything is written, Interrupted after a signal once a checkpoint is
-    written, Failure if the store turns out damaged.
+    written, Failure if the store turns out damaged, at numerical trouble, or if the last checkpoint
+    cannot be written.
     """
     job = prepare(recipe, ranks)
     run, config = _open(job)
+    while True:
+        try:
+            return _continue(job, run, config, until)
+        except RollBack:
+            job = replace(job, notes=[])
+
+
+class RollBack(Exception):
+    """The run is to go on from its newest checkpoint."""
+
+
+def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
+    """The run from its newest checkpoint to its end."""
+    recipe, ranks = job.recipe, job.ranks
     found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     state = State(**read_json(Path(found) / "state.json")) if found else State()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
@@ -330,8 +360,8 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
         if ranks.rank == 0:
             print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
         return
-    ranks.on_rank_zero(lambda: run.begin(config))
-    start = checkpoints.load(found) if found else job.start
+    ranks.on_rank_zero(lambda: run.begin(config, state.step))
+    start = checkpoints.load(found, verified=True) if found else job.start
     model = start.model()
     freeze(model, chosen(start, recipe.train.only))
     optimizer = shard.place(model, recipe.optim, ranks, recipe.system.shard)
@@ -341,7 +371,7 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
         cut_log(run.path, state.step if found else -1)
     unit = "step" if recipe.train.steps else "sample"
     bar = job.progress(state.step, state.position)
-    with Monitor(run.path, ranks.rank == 0, *bar, unit) as monitor:
+    with Monitor(run.path, ranks.rank == 0, state.step if found else -1, *bar, unit) as monitor:
         if found:
             monitor.say(f"continuing {run.path} from step {state.step}")
             _say_longer(job, run, state, monitor)
@@ -350,24 +380,28 @@ def train(recipe: Recipe, ranks: Ranks) -> None:
         if slow := distributed.slow_precision(ranks.device, recipe.system.precision):
             monitor.say(slow)
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
-        with _signals() as signals:
-            loop(job, run, model, optimizer, state, monitor, signals)
-        _finish(job, run, model, state, monitor)
+        with _signals() as signals, Writer(monitor.say) as writer:
+            loop(job, run, model, optimizer, state, monitor, signals, writer, until)
+        if job.done(state):
+            _finish(job, run, model, state, monitor)
 
 
 def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
-         state: State, monitor: Monitor, signals: list[int]) -> None:  # fmt: skip
+         state: State, monitor: Monitor, signals: list[int], writer: Writer,
+         until: int) -> None:  # fmt: skip
     """Step until the end: rate, micro-batches, reduce, clip, step, log, validate, checkpoint."""
     recipe, ranks, every = job.recipe, job.ranks, job.recipe.train
     warmup = _warmup_share(job, job.length(every.steps, every.epochs))
-    carried = [state.since_log[name] for name in SINCE_LOG[:3]]
-    sums = torch.tensor(carried, dtype=torch.float64, device=ranks.device)
+    carried = [state.since_log[name] for name in SINCE_LOG[:4]]
+    account = Account(every.spike, carried, state.statistics, ranks.device)
+    troubles = Troubles(job, run, model, state, monitor)
     tracing = recipe.system.profile and ranks.rank == 0
     profiler = Profiler(run.path, tracing, ranks.device, monitor.say)
     stop, clock, done = StopFlag(ranks.device), Clock(state), job.done(state)
+    copy = Snapshot(model, optimizer, ranks)
     feed = job.feed().steps(state.position)
     with _store_checked(job) as damage, closing(feed), profiler:
-        while not done:
+        while not done and (not until or state.step < until):
             with profiler.part("waiting for data"):
                 step, batches = next(feed)
             before = job.share(state.step, state.position)
@@ -376,9 +410,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
 
             optimizer.zero()
             for i, batch in enumerate(batches):
-                torch.manual_seed(int(key(recipe.seed, DROPOUT, state.step, i, ranks.rank) >> 1))
-                with ranks.autocast(recipe.system.precision):
-                    loss, _ = model.loss(batch)
+                loss = loss_of(job, model, batch, state.step, i)
                 loss = loss if i < step.own else loss.nothing()
                 loss.total.backward()
                 optimizer.counts[0] += loss.total.detach()
@@ -387,40 +419,127 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
             optimizer.counts[3] += float(bool(signals))
             with profiler.part("optimizer"):
                 optimizer.reduce(ranks.world_size)
-                norm = optimizer.step(optimizer.counts[1], lr)
-            sums += optimizer.counts[:3]
+                copy.before_change()
+                forced = str(state.position) in troubles.known
+                judge = account.judge(optimizer.counts, state.step, state.position, forced)
+                optimizer.step(optimizer.counts[1], lr, judge)
 
             epoch = state.position // job.samples.per_epoch
             state.advance(step)
             ranks.at(state.step)
             monitor.advance(job.progress(state.step, state.position)[0])
             done = job.done(state)
-            if state.step % every.log_every == 0 or done:
-                _log(job, state, sums, norm, lr, monitor, clock)
+            stopped = stop.read(state.step, optimizer.counts[3])
+            log_due = state.step % every.log_every == 0 or done
+            next_epoch = state.position // job.samples.per_epoch > epoch
+            due = state.step % every.validate_every == 0 if every.validate_every else next_epoch
+            validation_due = (due or done) and "valid" in job.store.splits
+            due = bool(every.checkpoint_every) and state.step % every.checkpoint_every == 0
+            if log_due or validation_due or due or stopped or ranks.device.type == "cpu":
+                troubles.settle(account)
+            if log_due:
+                _log(job, state, account, lr, monitor, clock)
             clock.mark += profiler.step(state.step)
             if damage:
                 raise Failure(damage[0])
-            due = state.position // job.samples.per_epoch > epoch
-            if every.validate_every:
-                due = state.step % every.validate_every == 0
             best = False
-            if (due or done) and "valid" in job.store.splits:
+            if validation_due:
                 with clock.stopped():
-                    best = _validate(job, model, state, monitor)
+                    ranks.on_rank_zero(writer.free)
+                    best = _validate(job, run, model, state, monitor)
                 done = job.done(state)
                 if done:  # of patience
-                    _log(job, state, sums, norm, lr, monitor, clock)
-            stopped = stop.read(state.step, optimizer.counts[3])
-            due = bool(every.checkpoint_every) and state.step % every.checkpoint_every == 0
+                    _log(job, state, account, lr, monitor, clock)
             if best or done or stopped or due:
                 with clock.stopped():
-                    state.since_log |= dict(zip(SINCE_LOG, sums.tolist(), strict=False))
-                    whole = shard.snapshot(model, optimizer, ranks)
-                    ranks.on_rank_zero(partial(_save, job, run, *whole, state))
+                    account.save(state)
+                    writer.free()
+                    copy.take()
+                    save = partial(_save, job, run, copy, asdict(state))
+                    if done or stopped:
+                        ranks.on_rank_zero(save)
+                    elif ranks.rank == 0:
+                        writer.start(f"checkpoint of step {state.step}", save)
             if stopped and not done:
                 number = signals[0] if signals else signal.SIGTERM
                 message = f"stopped at step {state.step}; the same command continues {run.path}"
                 raise Interrupted(number, message)
+
+
+class Troubles:
+    """The steps whose update was dropped: traced, noted, logged, and what comes of them."""
+
+    def __init__(self, job: Job, run: Run, model: Model, state: State, monitor: Monitor):
+        self.job, self.run, self.model = job, run, model
+        self.state, self.monitor, self.begin = state, monitor, state.position
+        self.known: dict[str, dict[str, Any]] = job.ranks.on_rank_zero(run.dropped)
+
+    def settle(self, account: Account) -> None:
+        """Deal with what the device found since the last time; all ranks together. Raises Failure,
+        or RollBack."""
+        state, policy = self.state, self.job.recipe.train.trouble
+        for step, position, dropped, what in account.read():
+            state.in_a_row = state.in_a_row + 1 if dropped else 0
+            if not dropped:
+                continue
+            record, now = self.known.get(str(position)), step + 1
+            line = f"{what} at step {now}"
+            if record is None:
+                record = {"what": what, **self._trace(step, position), "action": policy}
+                line = f"{line}: {record['where']}, rows {_some(record['rows'])} of the store"
+                if policy != "stop":
+                    note = partial(self.run.drop, position, record)
+                    self.job.ranks.on_rank_zero(note)
+                    self.known[str(position)] = record
+                    self.monitor.say(f"{line}; its update is dropped")
+                    if policy == "rollback":
+                        self._go_back(line)
+            state.dropped += 1
+            self.monitor.event("trouble", now, **record, dropped=state.dropped)
+            if policy == "stop":
+                raise Failure(
+                    f"{line}; the newest checkpoint is from before, and with train.trouble=skip or "
+                    "rollback the same command goes on"
+                )
+            if state.in_a_row >= LIMIT:
+                raise Failure(f"{line}: {LIMIT} updates in a row were dropped")
+
+    def _go_back(self, line: str) -> None:
+        if sum(int(sample) >= self.begin for sample in self.known) > LIMIT:
+            raise Failure(f"{line}: the run went back to one checkpoint {LIMIT} times")
+        raise RollBack
+
+    def _trace(self, step: int, position: int) -> dict[str, Any]:
+        """Where the trouble of a step arose, on which ranks' rows."""
+        job, ranks = self.job, self.job.ranks
+        made = job.feed().take(position)
+        packed = [to_device(batch, ranks.device) for batch in made.batches]
+
+        def loss(i: int) -> Loss:
+            found = loss_of(job, self.model, packed[i], step, i)
+            return found if i < made.own else found.nothing()
+
+        stage, i, where = first_layer(self.model, len(packed), loss)
+        mine = [batch.rows.tolist() for batch in made.batches[: made.own]]
+        every = ranks.gather([stage, ranks.rank, i, where, mine])
+        stage, rank, i, where, batches = min(every)
+        if stage in (WEIGHT, NOWHERE):  # no micro-batch has done it
+            rows = [row for *_, batches in every for batch in batches for row in batch]
+            return {"where": where, "rows": sorted(rows)}
+        return {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(batches[i])}
+
+
+def _some(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:8]))
+    return f"{shown} and {len(rows) - 8} more" if len(rows) > 8 else shown
+
+
+def loss_of(job: Job, model: Model, batch: Packed, step: int, micro_batch: int) -> Loss:
+    """The loss of a micro-batch, with the dropout that is its own."""
+    number = key(job.recipe.seed, DROPOUT, step, micro_batch, job.ranks.rank)
+    torch.manual_seed(int(number >> 1))
+    with job.ranks.autocast(job.recipe.system.precision):
+        return model.loss(batch)[0]
 
 
 class Clock:
@@ -475,12 +594,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     if job.recipe.init is not None:
         manifest = checkpoints.resolve(job.recipe.init) / "manifest.json"
         identity["init"] = file_checksum(manifest)
-    environment = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "world_size": job.ranks.world_size,
-        "command": sys.argv,
-    }
+    environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(job.recipe.run)
     opened: list[Run] = []
@@ -558,27 +672,23 @@ def _say_longer(job: Job, run: Run, state: State, monitor: Monitor) -> None:
     )
 
 
-def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: float,
-         monitor: Monitor, clock: Clock) -> None:  # fmt: skip
+def _log(job: Job, state: State, account: Account, lr: float, monitor: Monitor,
+         clock: Clock) -> None:  # fmt: skip
     """One line of the log, if there is something to tell: means since the last one."""
     since = state.since_log
-    if not since["tokens"]:
+    total, count, correct, norm = account.sums.tolist()
+    if not since["tokens"] or not count:
         return
-    total, count, correct = sums.tolist()
     clock.read()
-    loss = total / max(count, 1)
-    if not math.isfinite(loss):
-        raise Failure(
-            f"the loss is not finite at step {state.step}; the newest checkpoint is from before"
-        )
+    loss = total / count
     values: dict[str, Any] = {"loss": loss}
     if job.recipe.head == "mlm":
         values["perplexity"] = math.exp(min(loss, 700))
     if job.recipe.head != "regress":
-        values["accuracy"] = correct / max(count, 1)
+        values["accuracy"] = correct / count
     values |= {
         "lr": lr,
-        "grad_norm": float(norm),
+        "grad_norm": norm,
         "epoch": state.position / job.samples.per_epoch,
         "real_tokens_per_second": since["tokens"] / max(since["seconds"], 1e-9),
         "padding": 0.0,  # batches are packed
@@ -587,7 +697,7 @@ def _log(job: Job, state: State, sums: torch.Tensor, norm: torch.Tensor, lr: flo
     if (share := _utilisation(job, since, count)) is not None:
         values["mfu"] = share
     monitor.event("train", state.step, **values)
-    sums.zero_()
+    account.sums.zero_()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0)
 
 
@@ -605,19 +715,23 @@ def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float |
     return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
 
 
-def _validate(job: Job, model: Model, state: State, monitor: Monitor) -> bool:
+def _validate(job: Job, run: Run, model: Model, state: State, monitor: Monitor) -> bool:
     """Score the split 'valid', note it, and say whether it is the best so far."""
+    best = run.checkpoint_path(state.best_step)
+    if state.best_step and not job.ranks.on_rank_zero(best.is_dir):
+        monitor.say(f"{best} could not be written: another one is to be the best")
+        state.best_step, state.best_scores = 0, {}
     scores = _score(job, model, "valid")
     sign = -1 if job.metric in LOWER_IS_BETTER else 1
     before = state.best_scores.get(job.metric, -math.inf * sign)
-    best = sign * scores[job.metric] > sign * before
+    better = sign * scores[job.metric] > sign * before
     state.last_scores = scores
-    if best:
+    if better:
         state.best_step, state.best_scores, state.worse = state.step, scores, 0
     else:
         state.worse += 1
     monitor.event("validation", state.step, **scores)
-    return best
+    return better
 
 
 def _score(job: Job, model: Model, split: str) -> dict[str, float]:
@@ -627,21 +741,22 @@ def _score(job: Job, model: Model, split: str) -> dict[str, float]:
     return score(model, job.assembler(split), head, job.ranks, precision).metrics
 
 
-def _save(job: Job, run: Run, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor],
-          state: State) -> None:  # fmt: skip
-    recipe = job.recipe
+def _save(job: Job, run: Run, copy: Snapshot, state: dict[str, Any]) -> None:
+    """Write a checkpoint of what was copied. Raises Failure where the disk refuses."""
+    recipe, step = job.recipe, state["step"]
     record: dict[str, Any] = {"op": "train", "head": recipe.head, "data": job.store.key,
-                              "steps": state.step, "seed": recipe.seed,
+                              "steps": step, "seed": recipe.seed,
                               "mapping": recipe.mapping}  # fmt: skip
-    if job.recipe.train.only:
-        record["only"] = list(job.recipe.train.only)
-    made = replace(job.start, weights=weights, history=(*job.start.history, record))
-    path = run.checkpoint_path(state.step)
+    if recipe.train.only:
+        record["only"] = list(recipe.train.only)
+    copy.wait()
+    made = replace(job.start, weights=copy.weights, history=(*job.start.history, record))
     try:
-        checkpoints.save(made, path, True, moments, asdict(state))
+        sync(run.path / "log.jsonl")
+        checkpoints.save(made, run.checkpoint_path(step), True, copy.moments, state)
+        run.prune(state["best_step"], recipe.train.keep_last, recipe.train.keep_every)
     except (OSError, Failure) as error:
-        raise Failure(f"{error}; no checkpoint of step {state.step}, older ones are kept") from None
-    run.prune(state.best_step)
+        raise Failure(f"{error}; no checkpoint of step {step}, older ones are kept") from None
 
 
 def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) -> None:
@@ -664,6 +779,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
             "selected": str(chosen.relative_to(run.path)),
             "best_step": state.best_step,
             "steps": state.step,
+            "dropped": state.dropped,
             "seconds": round(state.seconds, 3),
             "real_tokens_per_second": state.real_tokens / max(state.seconds, 1e-9),
         }

@@ -4,6 +4,7 @@
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=paper executor=slurm \\
         needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
+    python -m xformer.study verify runs/english steps=20    # make a run's first steps again
 
 The same command again runs only what is not done: a run that was killed goes on, one that failed
 is tried again, another seed adds its own runs, and studies share the runs that they have in common.
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from xformer.config import Settings, load, toml_text
 from xformer.data.errors import BadInput, Failure, Interrupted, run
 from xformer.data.files import read_json, write_json
-from xformer.study import pool
+from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
@@ -54,7 +55,10 @@ class Arguments(Settings):
 
 
 def main() -> None:
-    """`python -m xformer.study STUDY key=value ...`"""
+    """`python -m xformer.study STUDY key=value ...`, or `verify RUN`"""
+    if sys.argv[1:2] == ["verify"]:
+        verify.main(sys.argv[2:])
+        return
     arguments = ["dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
     files = [a for a in arguments if a.endswith(".toml") and "=" not in a]
     settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)

@@ -18,11 +18,11 @@ from xformer.config import flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.study.spec import PLACE, Levels, Need, Stage, Study
-from xformer.train import Recipe
+from xformer.train import Recipe, TrainConfig
 
 RESULTS = 1  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best
-INTERVALS = ("log_every", "checkpoint_every")
+INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every")
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,9 @@ def identity(recipe: Recipe) -> dict[str, Any]:
         del content[name]
     for name in INTERVALS:
         del content["train"][name]
+    for name in ("trouble", "spike"):
+        if content["train"][name] == TrainConfig.model_fields[name].default:
+            del content["train"][name]
     return content
 
 

@@ -1,0 +1,267 @@
+"""Numerical trouble in training: noticed, traced, dropped or gone back from; and never twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import NO_DROPOUT, SMOKE, Forks, good, training
+from safetensors.torch import load_file
+from test_train import AT_STEP, drawn_once, log, result, same
+from torch import Tensor, nn
+from toys import Toys
+
+from xformer.config import load
+from xformer.data.sampler import Samples
+from xformer.distributed import Ranks
+from xformer.model.heads import Loss
+from xformer.train import Recipe, prepare
+from xformer.trouble import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Account, first_layer
+
+STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
+
+# Python that makes the output of a layer infinite wherever training has a row of the store
+BAD_ROW = """
+import torch
+from xformer import feed, train
+from xformer.model.heads import Model
+poisoned, loss, to_device = [], Model.loss, feed.to_device
+def spy(batch, device):
+    packed = to_device(batch, device)
+    if {row} in batch.rows:
+        poisoned.append(packed)
+    return packed
+feed.to_device = train.to_device = spy
+def bad_loss(self, batch):
+    if not any(batch is each for each in poisoned):
+        return loss(self, batch)
+    mlp = self.encoder.layers[1].mlp
+    hook = mlp.register_forward_hook(lambda module, x, y: y * torch.inf, prepend=True)
+    found = loss(self, batch)
+    hook.remove()
+    return found
+Model.loss = bad_loss
+"""
+# Python that makes a weight infinite once, after the fifth step
+BAD_WEIGHT = """
+import pathlib, torch
+from xformer import train
+loss_of, done = train.loss_of, pathlib.Path({mark!r})
+def spoil(job, model, batch, step, i):
+    if step == 5 and not done.exists():
+        done.touch()
+        with torch.no_grad():
+            model.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
+    return loss_of(job, model, batch, step, i)
+train.loss_of = spoil
+"""
+
+
+def account(spike: float, seen: list[float] | None = None) -> Account:
+    return Account(spike, [0.0] * 4, seen or [], torch.device("cpu"))
+
+
+def judged(one: Account, loss: float, norm: float, forced: bool = False) -> bool:
+    """Whether a step with this loss, over 2 tokens, and norm is dropped."""
+    counts = torch.tensor([2 * loss, 2.0, 1.0, 0.0])
+    drop = one.judge(counts, 0, 0, forced)(torch.tensor(norm))
+    return float(drop) == 1.0
+
+
+def test_an_account_leaves_dropped_steps_out() -> None:
+    one = account(0.0)
+    fates = [judged(one, 3.0, 1.0), judged(one, np.nan, 1.0), judged(one, 3.0, np.inf),
+             judged(one, 5.0, 9.0, forced=True), judged(one, 4.0, 2.0)]  # fmt: skip
+    assert fates == [False, True, True, True, False]
+    assert one.sums.tolist() == [14.0, 4.0, 2.0, 2.0]
+    whats = [what for *_, what in one.read()]
+    assert whats[:3] == ["", "the loss is not finite", "the norm of the gradient is not finite"]
+    assert one.read() == []
+
+
+def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
+    """Mean and deviation are numpy's over the first steps; none is judged before WINDOW."""
+    draw = np.random.default_rng(0)
+    losses, norms = draw.normal(5, 0.5, WINDOW).tolist(), draw.normal(2, 0.1, WINDOW).tolist()
+    one = account(4.0)
+    assert not any(judged(one, a, b) for a, b in zip([*losses[:-1], 50.0], norms, strict=True))
+    one = account(4.0)
+    assert not any(judged(one, a, b) for a, b in zip(losses, norms, strict=True))
+    n, *means, loss_variance, norm_variance = one.seen.tolist()
+    assert n == WINDOW
+    assert means == pytest.approx([np.mean(losses), np.mean(norms)], rel=1e-6)
+    assert loss_variance == pytest.approx(np.var(losses), rel=1e-5)
+    assert norm_variance == pytest.approx(np.var(norms), rel=1e-5)
+    limit = means[0] + 4 * loss_variance**0.5
+    assert judged(one, limit + 0.01, 2.0)
+    assert judged(one, 5.0, 3.0)
+    assert not judged(one, 0.0, 2.0)  # low is no trouble
+    other = account(4.0, one.seen.tolist())  # carried over a restart
+    assert judged(one, limit + 0.1, 2.0) == judged(other, limit + 0.1, 2.0)
+    assert "is far above its mean" in one.read()[WINDOW][-1]
+
+
+class Deep(nn.Module):
+    """Three layers, of which one can be poisoned on the way there or back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Loss:
+        self.seen += 1
+        total = self.layers(x).sum()
+        return Loss(total, 1, total.detach())
+
+
+class Explode(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+        return gradient / 0
+
+
+def test_the_first_layer_is_named() -> None:
+    model, inputs = Deep(), [torch.ones(1, 3), torch.full((1, 3), torch.inf)]
+    assert first_layer(model, 2, lambda i: model(inputs[i])) == (
+        FORWARD, 1, "the output of layers.0",
+    )  # fmt: skip
+    assert model.seen == 0  # a pass that is only looked at leaves no trace
+    stage, _, where = first_layer(model, 1, lambda i: model(inputs[0]))
+    assert stage == NOWHERE
+    assert "the largest gradient is that of layers." in where
+    hook = model.layers[1].register_forward_hook(lambda module, i, output: Explode.apply(output))
+    assert first_layer(model, 1, lambda i: model(inputs[0])) == (
+        BACKWARD, 0, "the gradient of the output of layers.0",
+    )  # fmt: skip
+    hook.remove()
+    with torch.no_grad():
+        model.layers[2].bias[1] = torch.nan
+    assert first_layer(model, 1, lambda i: model(inputs[0])) == (
+        WEIGHT, 0, "the weight layers.2.bias",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- in training
+
+
+def troubles(run: Path) -> list[dict[str, Any]]:
+    return [record for record in log(run) if record["event"] == "trouble"]
+
+
+def in_step(step: int) -> list[int]:
+    """The rows of a step (from 1) of the toy text, 8 a step, in seed 0."""
+    return Samples(300, 0).at(np.arange(8 * step - 8, 8 * step))[0].tolist()
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints/step_15/model.safetensors")
+
+
+def test_a_bad_row_stops_is_skipped_or_gone_back_from(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Of step 6; then killed after step 11 and continued, which changes nothing."""
+    rows = sorted(in_step(6))
+    bad = BAD_ROW.format(row=rows[3])
+    runs = {name: tmp_path / name for name in ("stop", "skip", "rollback", "killed")}
+    lines = {name: training(SMOKE, data.text, run, *STEPS, f"train.trouble={name}")
+             for name, run in runs.items()}  # fmt: skip
+    lines["killed"][-1] = "train.trouble=rollback"
+    done = forks.run(*lines["stop"], before=bad)
+    assert done.status == 1, done
+    said = done.err.splitlines()[-1]
+    for words in ("error: the loss is not finite at step 6: the output of encoder.layers.1.mlp, ",
+                  f"rows {rows[0]}, {rows[1]}, ", "train.trouble=skip"):  # fmt: skip
+        assert words in said, said
+    assert troubles(runs["stop"])[-1]["step"] == log(runs["stop"])[-1]["step"] == 6
+    killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
+    assert forks.run(*lines["killed"], before=bad + killer).status == -9
+    lines["stop"][-1] = "train.trouble=skip"
+    for line in lines.values():
+        good(forks.run(*line, before=bad))
+    for run in runs.values():
+        (found,) = troubles(run)
+        assert found["rows"] == rows
+        assert (found["where"], found["step"]) == ("the output of encoder.layers.1.mlp", 6)
+        assert result(run)["dropped"] == 1
+        assert all(np.isfinite(record.get("loss", 0)) for record in log(run))
+        drawn_once(run)
+        for name, weight in weights(runs["skip"]).items():
+            assert torch.equal(weights(run)[name], weight), name  # the batch was to blame
+    same(runs["killed"], runs["rollback"])
+    same(runs["stop"], runs["skip"])
+
+
+def test_a_bad_weight_is_gone_back_from(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Skipping cannot mend a weight, and ends after ten steps; a checkpoint can."""
+    for policy in ("skip", "rollback"):
+        line = training(SMOKE, data.text, tmp_path / policy, *STEPS, f"train.trouble={policy}")
+        bad = BAD_WEIGHT.format(mark=str(tmp_path / f"{policy}-done"))
+        done = forks.run(*line, before=bad)
+        (where,) = {record["where"] for record in troubles(tmp_path / policy)}
+        assert where == "the weight encoder.layers.0.mlp.up.weight"
+        if policy == "rollback":
+            good(done)
+            assert f"continuing {tmp_path / policy} from step 4" in done.err
+            assert all(w.isfinite().all() for w in weights(tmp_path / policy).values())
+        else:
+            assert done.status == 1
+            assert "10 updates in a row were dropped" in done.err.splitlines()[-1]
+
+
+def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The row is in rank 1's part: all ranks drop the step, however the state is divided."""
+    going, rows = [], in_step(6)
+    recipe = load(Recipe, training(SMOKE, data.text, tmp_path / "none", *STEPS)[1:])
+    feed = prepare(recipe, Ranks(1, 2, torch.device("cpu"))).feed()
+    theirs = sorted(feed.take(40).batches[0].rows.tolist())
+    assert set(theirs) < set(rows)
+    for how in ("none", "model"):
+        line = training(SMOKE, data.text, tmp_path / how, *STEPS, *NO_DROPOUT,
+                        f"system.shard={how}", "train.trouble=skip")  # fmt: skip
+        going.append(forks.start(*line, ranks=2, before=BAD_ROW.format(row=theirs[0])))
+    for fork, how in zip(going, ("none", "model"), strict=True):
+        good(fork.wait())
+        (found,) = troubles(tmp_path / how)
+        assert (found["rank"], found["rows"], found["step"]) == (1, theirs, 6)
+        assert found["where"] == "the output of encoder.layers.1.mlp"
+        for name, weight in weights(tmp_path / "none").items():
+            torch.testing.assert_close(weights(tmp_path / how)[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """A loss a thousand times as large, after enough steps to know better; stopped and continued
+    in between, as the statistics go with the checkpoint."""
+    spike = """
+from xformer import train
+from xformer.model.heads import Loss
+loss_of = train.loss_of
+def spiky(job, model, batch, step, i):
+    loss = loss_of(job, model, batch, step, i)
+    return Loss(loss.total * 1000, loss.count, loss.correct) if step == 109 else loss
+train.loss_of = spiky
+"""
+    wanted = ["train.steps=115", "train.spike=20", "train.trouble=skip", "batch.rows=2",
+              "train.select=last", "train.validate_every=200"]  # fmt: skip
+    runs = [tmp_path / "straight", tmp_path / "stopped"]
+    lines = [training(SMOKE, data.text, run, *wanted) for run in runs]
+    stop = AT_STEP.format(step=90, signal="SIGTERM", ranks="0")
+    assert forks.run(*lines[1], before=spike + stop).status == 128 + 15
+    for line in lines:
+        good(forks.run(*line, before=spike))
+    same(runs[1], runs[0])
+    (found,) = troubles(runs[0])
+    assert found["step"] == 110
+    assert "is far above its mean" in found["what"]
+    assert len(found["rows"]) == 2

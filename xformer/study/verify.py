@@ -1,0 +1,129 @@
+"""Make the first steps of a run again, and compare its log bit for bit.
+
+python -m xformer.study verify runs/english steps=20
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from xformer import distributed, provenance, train
+from xformer.config import Settings, help_text, parse_overrides, validate
+from xformer.data import errors
+from xformer.data.errors import BadInput, Failure
+from xformer.data.files import read_json
+from xformer.run import is_run
+
+# of a record of the log: what the clock or the machine decides
+CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu"}
+
+
+class Verify(Settings):
+    """How much of a run to make again."""
+
+    steps: int = Field(20, ge=1)
+    """Steps from its beginning, at least as many as make a line of its log."""
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m xformer.study verify RUN key=value ...`: one line, "same" or what differs first.
+
+    Raises Failure where the run comes out otherwise, BadInput where it cannot be made again.
+    """
+    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
+        print(help_text(Verify, __doc__))
+        return
+    run = Path(arguments[0])
+    if not is_run(run / "config.json"):
+        raise BadInput(f"{run} is not a run: it has no config.json that training wrote")
+    steps = validate(Verify, parse_overrides(Verify, arguments[1:])).steps
+    content = read_json(run / "config.json")
+    starts = content.get("starts") or [{"step": 0, **content}]
+    if starts[0]["step"]:
+        raise BadInput(f"{run} does not say what its first steps were made with")
+    config, before = starts[0]["config"], starts[0]["environment"]
+    steps = max(steps, config["train"]["log_every"])
+    reached = starts[1]["step"] if len(starts) > 1 else None
+    expected = _records(run, steps if reached is None else min(steps, reached))
+    steps = max((record["step"] for record in expected), default=0)
+    if not steps:
+        raise BadInput(f"{run / 'log.jsonl'} has no line of a step to compare")
+    with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+        _make(config, before, Path(scratch), steps)
+        again = Path(scratch) / "run"
+        now = read_json(again / "config.json")
+        found = _records(again, steps)
+    changed = _changed(before, now["environment"])
+    for name in ("data", "init"):
+        if content["identity"].get(name) != now["identity"].get(name):
+            raise BadInput(f"{name}={_place(config[name])} is not what {run} was made with")
+    difference = _first_difference(expected, found)
+    if difference:
+        raise Failure(f"{run} comes out otherwise: {difference}{changed}")
+    print(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
+
+
+def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, steps: int) -> None:
+    """The first steps of a run, in as many processes with as many threads, below `scratch`."""
+    threads, ranks = environment.get("threads", 0), environment["world_size"]
+    system = {**config["system"], "threads": threads, "profile": False}
+    recipe = {**config, "run": str(scratch / "run"), "overwrite": False, "system": system}
+    (scratch / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    line = [sys.executable, *(launcher if ranks > 1 else []), "-m", __name__,
+            str(scratch / "recipe.json"), str(steps)]  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": str(provenance.ROOT)}
+    done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
+    if done.returncode:
+        said = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+        raise Failure(said[0].removeprefix("error: ") if said else done.stderr.strip()[-400:])
+
+
+def again() -> None:
+    """What `_make` starts: a recipe as JSON, and how many steps of it to make."""
+    recipe = validate(train.Recipe, read_json(Path(sys.argv[1])))
+    with distributed.group():
+        train.train(recipe, distributed.start(recipe.system), int(sys.argv[2]))
+
+
+def _records(run: Path, steps: int) -> list[dict[str, Any]]:
+    """The log to a step, without its end and what the clock decides."""
+    records = []
+    for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["step"] <= steps and record["event"] != "end":
+            records.append({k: v for k, v in record.items() if k not in CLOCK})
+    return records
+
+
+def _first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
+    for a, b in zip(expected, found, strict=False):
+        if a != b:
+            name = next(k for k in {**a, **b} if a.get(k) != b.get(k))
+            return f"{a['event']} at step {a['step']}: {name} {a.get(name)} is now {b.get(name)}"
+    if len(expected) != len(found):
+        return f"{len(expected)} records are now {len(found)}"
+    return ""
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What a run is made with now, where that is another thing than before."""
+    pairs = [f"{k} {before.get(k)} is now {v}" for k, v in now.items()
+             if k != "command" and before.get(k) != v]  # fmt: skip
+    return f" ({'; '.join(pairs)})" if pairs else " with the same versions"
+
+
+def _place(value: Any) -> Any:
+    return value["store"] if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    errors.run(again)
