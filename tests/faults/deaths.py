@@ -7,14 +7,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from helpers import Fork
 
-from faults.inject import ERRORS, KILL, POWER, SHORT, armed
+from faults.inject import KILL, POWER, SHORT, armed
 from faults.works import Bench, Row, clear_line
 
 
@@ -170,10 +170,11 @@ setattr(m, name, hooked)
 """
 
 
-def told_to_stop(bench: Bench, name: str) -> list[Row]:
+def told_to_stop(bench: Bench, name: str, when: Iterable[str] = TOLD) -> list[Row]:
     """SIGTERM in the middle of something; the same command goes on."""
     rows, work, reference = [], bench.works[name], bench.reference(name)
-    for what, where in TOLD.items():
+    for what in when:
+        where = TOLD[what]
         row = Row(f"{name}: SIGTERM during {what}")
         for left in (1, 2) if "start" not in what and "opening" not in what else (1,):
             with bench.place() as place, bench.forks() as forks:
@@ -187,7 +188,3 @@ def told_to_stop(bench: Bench, name: str) -> list[Row]:
                     row.count(work.finish(forks, place, reference))
         rows.append(row)
     return rows
-
-
-__all__ = ["ERRORS", "killed_at_operations", "killed_at_random", "refused_by_the_disk",
-           "short_writes", "told_to_stop"]  # fmt: skip

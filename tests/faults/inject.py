@@ -48,7 +48,7 @@ class Armed:
                 self.safe[found.st_ino] = found.st_size
         for name, call in _real.items():
             setattr(os, name, self._wrapped(name, call))
-        io.open = builtins.open = self._opened  # type: ignore[assignment]
+        io.open = builtins.open = self._opened
         if "safetensors.torch" in sys.modules:
             module: Any = sys.modules["safetensors.torch"]
             module.serialize_file = self._serialised(module.serialize_file)

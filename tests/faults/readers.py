@@ -232,10 +232,10 @@ def _make_raw(ground: Path) -> None:
     )
     for i in range(6):
         (music / f"{i}.midi").write_bytes(midi([60 + i, 62, 64 + i]))
-    for name, body in (("a.zip", zipped(a=plain, b=b"x")), ("a.tar", tarred(a=plain, b=b"x")),
+    for name, packed in (("a.zip", zipped(a=plain, b=b"x")), ("a.tar", tarred(a=plain, b=b"x")),
                        ("a.tar.gz", gzip.compress(tarred(a=plain))),
                        ("a.tar.bz2", bz2.compress(tarred(a=plain)))):  # fmt: skip
-        (raw / name).write_bytes(body)
+        (raw / name).write_bytes(packed)
     (raw / "catalogue.toml").write_bytes((ROOT / "preprocess/catalogue.toml").read_bytes()[:3000])
     shutil.copytree(ROOT / "recipes", ground / "recipes")
 
@@ -430,7 +430,8 @@ READERS = [
     *(Reader(name, "raw", file, preprocessed(*TEXT, f"{{path}}/{file}", *more))
       for name, file, *more in (
           ("text", "t.txt"), ("text with bad rows left out", "t.txt", "--skip-bad"),
-          ("gz", "t.txt.gz"), ("zst", "t.txt.zst"), ("text jsonl", "t.jsonl"), ("text json", "t.json"),
+          ("gz", "t.txt.gz"), ("zst", "t.txt.zst"), ("text jsonl", "t.jsonl"),
+          ("text json", "t.json"),
           ("java", "T.java"), ("text fasta", "p.fasta"))),
     *(Reader(name, "raw", file, preprocessed(*TSV, f"{{path}}/{file}", *(more or NAMED)))
       for name, file, *more in (

@@ -55,5 +55,14 @@ def run(main: Callable[[], None]) -> None:
         where = f": {error.filename}" if error.filename else ""
         status, line = 1, f"{os.strerror(error.errno)}{where}"
     if line and rank_zero:
+        line = one_line(line)
         print(f"error: {line}" if status < 128 else line, file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def one_line(text: str, most: int = 2000) -> str:
+    """The text as one line of at most `most` characters that does nothing to a terminal: what
+    names and data hold beside letters and signs is escaped, and a long middle is left out."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

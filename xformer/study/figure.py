@@ -28,7 +28,8 @@ def table_figure(table: Table, cells: list[list[Cell]]) -> str:
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10,
                   "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
                   "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none",
-                  "svg.hashsalt": table.name, "legend.frameon": False}  # fmt: skip
+                  "svg.hashsalt": table.name, "legend.frameon": False,
+                  "text.parse_math": False}  # fmt: skip
     with plt.rc_context(style):
         figure, axes = plt.subplots(
             figsize=(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8), layout="constrained"

@@ -56,7 +56,7 @@ class Results:
         for work in plan.works.values():
             if work.stage and work.done:
                 content = read_json(work.proof)
-                if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
+                if not isinstance(content, dict) or not _are_scores(content.get("metrics")):
                     raise BadInput(f"{work.proof} is no result: it has no metrics")
                 self.metrics[work.key] = content["metrics"]
 
@@ -155,6 +155,15 @@ def _state(difference: Difference, p: float | None, margin: float) -> str:
     if p is None or p > 1 - LEVEL:
         return "undecided"
     return "holds" if difference.mean > margin else "fails"
+
+
+def _are_scores(value: Any) -> bool:
+    """Whether this is {split: {metric: number}}."""
+    splits = value.values() if isinstance(value, dict) else [None]
+    return all(
+        isinstance(scores, dict) and all(type(score) in (int, float) for score in scores.values())
+        for scores in splits
+    )
 
 
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
