@@ -16,7 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # tests share two cores
-PATIENCE = 240  # seconds until a command that hangs is ended
+# seconds until a command that hangs is ended
+PATIENCE = int(os.environ.get("PATIENCE", "240"))
 
 SMOKE, CLASSIFY, REGRESS = (
     f"recipes/{name}.toml" for name in ("pretrain/smoke", "finetune/classify", "finetune/regress")

@@ -35,7 +35,7 @@ def kills(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
 
 
 def moments(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
-    shares = {"preprocessing": 0.4, "training": 0.5, "training on two ranks": 0.1}
+    shares = {"preprocessing": 0.5, "training": 0.46, "training on two ranks": 0.04}
     for name, share in shares.items():
         yield deaths.killed_at_random(bench, name, round(share * given.kills), given.jobs)
 
