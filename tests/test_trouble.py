@@ -68,6 +68,7 @@ def judged(one: Account, loss: float, norm: float, forced: bool = False) -> bool
     """Whether a step with this loss, over 2 tokens, and norm is dropped."""
     counts = torch.tensor([2 * loss, 2.0, 1.0, 0.0])
     drop = one.judge(counts, 0, 0, forced)(torch.tensor(norm))
+    assert drop is not None
     return float(drop) == 1.0
 
 
@@ -107,6 +108,8 @@ def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
 class Deep(nn.Module):
     """Three layers, of which one can be poisoned on the way there or back."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -127,7 +130,7 @@ class Explode(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         return gradient / 0
 
 
@@ -146,7 +149,7 @@ def test_the_first_layer_is_named() -> None:
     )  # fmt: skip
     hook.remove()
     with torch.no_grad():
-        model.layers[2].bias[1] = torch.nan
+        model.get_parameter("layers.2.bias")[1] = torch.nan
     assert first_layer(model, 1, lambda i: model(inputs[0])) == (
         WEIGHT, 0, "the weight layers.2.bias",
     )  # fmt: skip

@@ -41,6 +41,7 @@ class Feed:
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
         self.accumulate, self.seed, self.masking, self.even = accumulate, seed, masking, even
         self.made: dict[int, Step] = {}  # by position
+        self.at_once = 1  # tokens, at first those of a step, as a disk may be cold
         self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
 
     def take(self, position: int) -> Step:
@@ -78,7 +79,7 @@ class Feed:
         steps: list[tuple[int, int, Work]] = []  # position, micro-batches, work
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # rows and epochs of a micro-batch
         made = 0
-        while made < MADE and (not steps or position < self.stream.end):
+        while made < self.at_once and (not steps or position < self.stream.end):
             rows, epochs, sizes = self.stream.take(position)
             work = Work(int(sizes.sum()), int(sizes @ sizes), len(rows))
             bounds = self._bounds(sizes)
@@ -87,6 +88,7 @@ class Feed:
             parts += mine
             position += len(rows)
             made += work.tokens // self.ranks.world_size
+        self.at_once = min(MADE, 4 * made)
         batches = self._batches(parts)
         spare = self._spare() if self.even else []
         return {

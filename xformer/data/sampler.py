@@ -15,7 +15,7 @@ from xformer.data.hashing import key, keys
 
 ROUNDS = 4
 FRACTION, EPOCH = 1, 2  # what a key is for
-AHEAD = 2**16  # samples looked up at once
+AHEAD = 2**16  # samples looked up at once, but at first those of a step: the disk may be cold
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:
@@ -82,12 +82,12 @@ class Stream:
     def __init__(self, samples: Samples, end: int, sizes: Callable[[np.ndarray], np.ndarray],
                  rows: int, tokens: int = 0):  # fmt: skip
         self.samples, self.end, self.sizes = samples, end, sizes
-        self.per_step, self.tokens = rows, tokens
+        self.per_step, self.tokens, self.ahead = rows, tokens, 1
         self._look_up(0, 0)
 
     def take(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(rows, epochs, sizes) of the step that begins at sample `position`, below `end`."""
-        count = max(min(AHEAD, self.samples.per_epoch), self.per_step + 1)
+        count = max(min(self.ahead, self.samples.per_epoch), self.per_step + 1)
         while True:
             first, seen = position - self.first, len(self.rows)
             if 0 <= first < seen:
@@ -100,6 +100,7 @@ class Stream:
                     return self.rows[part], self.epochs[part], self.row_sizes[part]
             self._look_up(position, count)
             count *= 4
+            self.ahead = min(4 * self.ahead, AHEAD)
 
     def _look_up(self, first: int, count: int) -> None:
         self.first = first

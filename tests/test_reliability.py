@@ -1,0 +1,244 @@
+"""What a run promises beyond its steps: which checkpoints there are, its origin, its repeat."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import NO_DROPOUT, QUIET, ROOT, SMOKE, Done, Forks, good, training
+from safetensors.torch import load_file
+from test_train import AT_STEP, drawn_once, log, same
+from toys import Toys
+
+from xformer import provenance
+from xformer.data.files import read_json, write_json
+from xformer.writer import Writer
+
+STEPS = ["train.steps=15", "train.checkpoint_every=3", "train.log_every=3",
+         "train.select=last", "train.validate_every=100"]  # fmt: skip
+
+# Python with which the disk is full for every checkpoint of some steps
+FULL = """
+import errno
+from xformer import checkpoint
+save = checkpoint.save
+def full(made, path, *rest):
+    if path.name in {steps}:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    save(made, path, *rest)
+checkpoint.save = full
+"""
+
+
+def kept(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
+def test_which_checkpoints_are_kept(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", *STEPS, "train.keep_last=1")
+    good(forks.run(*line))
+    assert kept(tmp_path / "run") == {"step_15"}
+    more = ["train.steps=24", "train.keep_last=2", "train.keep_every=6"]
+    good(forks.run(*line, *more))
+    assert kept(tmp_path / "run") == {"step_15", "step_18", "step_21", "step_24"} - {"step_15"}
+
+
+def test_a_full_disk_costs_a_line_and_nothing_else(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Full at steps 6 and 9, of which 6 is the best: the run goes on, and another is the best."""
+    runs = [tmp_path / "straight", tmp_path / "full"]
+    wanted = [*STEPS, "train.select=best", "train.validate_every=6"]
+    lines = [training(SMOKE, data.text, run, *wanted) for run in runs]
+    good(forks.run(*lines[0]))
+    full = FULL.format(steps=["step_6", "step_9"])
+    done = good(forks.run(*lines[1], before=full))
+    said = [line for line in done.err.splitlines() if "No space left on device" in line]
+    assert len(said) == 2, done.err
+    for step, line in zip((6, 9), said, strict=True):
+        assert f"checkpoint of step {step}; older ones are kept, and the run goes on" in line
+    assert "step_6 could not be written: another one is to be the best" in done.err
+    assert kept(runs[1]) == {"step_12", "step_15"}
+    for name in ("model", "optimizer"):
+        a, b = ((run / f"checkpoints/step_15/{name}.safetensors").read_bytes() for run in runs)
+        assert a == b
+    assert [r for r in log(runs[1]) if r["event"] == "train"][-1]["step"] == 15
+
+
+def test_the_last_checkpoint_must_be_written(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
+    done = forks.run(*line, before=FULL.format(steps=["step_15"]))
+    assert done.status == 1
+    assert "no checkpoint of step 15, older ones are kept" in done.err.splitlines()[-1]
+    assert kept(tmp_path / "run") == {"step_9", "step_12"}
+    stop = AT_STEP.format(step=13, signal="SIGTERM", ranks="0")
+    done = forks.run(*line, before=FULL.format(steps=["step_14"]) + stop)
+    assert done.status == 1
+    assert "no checkpoint of step 14" in done.err.splitlines()[-1]
+    good(forks.run(*line))
+
+
+def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xformer.writer.PAUSES", (0.0, 0.01, 60.0))
+    said: list[str] = []
+    tries = {"first": 0, "second": 0}
+    gone_on = threading.Event()
+
+    def work(name: str, failures: int) -> None:
+        tries[name] += 1
+        if tries[name] <= failures:
+            raise OSError(errno.EIO, "Input/output error")
+        if name == "second":
+            assert gone_on.wait(60)
+
+    with Writer(said.append) as writer:
+        writer.start("first", lambda: work("first", 2))
+        assert writer.task is not None
+        writer.task.result(60)
+        assert said == ["[Errno 5] Input/output error: no first; older ones are kept, and the run "
+                        "goes on", "the first could be written now"]  # fmt: skip
+        writer.start("second", lambda: work("second", 0))
+        assert not writer.task.done()  # this thread is free meanwhile
+        gone_on.set()
+        writer.start("third", lambda: work("first", 10**6))  # fails, and waits for a minute
+    assert tries["second"] == 1
+    assert len(said) == 3
+    with pytest.raises(ZeroDivisionError), Writer(said.append) as writer:
+        writer.start("a mistake of ours", lambda: print(1 // 0))
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """The writing of step 3 lasts until step 5 is made: it is step 3's state that is written, and
+    killed within, the run goes on from what is whole."""
+    slow = """
+import threading
+from xformer import checkpoint
+from xformer.monitor import Monitor
+save, advance, reached = checkpoint.save, Monitor.advance, threading.Event()
+def late(made, path, *rest):
+    assert path.name != "step_3" or reached.wait(60)
+    save(made, path, *rest)
+def watched(self, done):
+    advance(self, done)
+    if done == 5:
+        reached.set()
+checkpoint.save, Monitor.advance = late, watched
+"""
+    runs = [tmp_path / "straight", tmp_path / "slow"]
+    keep = ["train.keep_last=9"]
+    lines = [training(SMOKE, data.text, run, *STEPS, *keep) for run in runs]
+    good(forks.run(*lines[0]))
+    good(forks.run(*lines[1], before=slow))
+    same(runs[1], runs[0])
+    assert kept(runs[1]) == kept(runs[0]) == {f"step_{step}" for step in (3, 6, 9, 12, 15)}
+
+
+# ----------------------------------------------------------------------------------- elastic
+
+
+def test_a_run_may_change_its_processes_and_micro_batches(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Without dropout: 1, 2, 1 processes of 1, 1, 4 micro-batches are as 1 of 1, to rounding; and
+    2 processes are 2 micro-batches bit for bit, as both add two halves."""
+    plain = [*STEPS, *NO_DROPOUT, "train.log_every=1"]
+    names = ("one", "elastic", "ranks", "batches")
+    lines = {name: training(SMOKE, data.text, tmp_path / name, *plain) for name in names}
+    good(forks.run(*lines["one"]))
+    for step, ranks, batches in ((4, 1, 1), (9, 2, 1), (0, 1, 4)):
+        stop = AT_STEP.format(step=step, signal="SIGTERM", ranks="0")
+        done = forks.run(*lines["elastic"], f"batch.accumulate={batches}", ranks=ranks, before=stop)
+        assert done.status == (128 + 15 if step else 0), done.err
+    for a, b in zip(log(tmp_path / "one"), log(tmp_path / "elastic"), strict=True):
+        for key in ("loss", "grad_norm", "lr", "accuracy", "epoch"):
+            assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-5), key
+    drawn_once(tmp_path / "elastic")
+    going = [forks.start(*lines["ranks"], ranks=2),
+             forks.start(*lines["batches"], "batch.accumulate=2")]  # fmt: skip
+    for fork in going:
+        good(fork.wait())
+    a, b = (load_file(tmp_path / name / "checkpoints/step_15/model.safetensors")
+            for name in ("ranks", "batches"))  # fmt: skip
+    for name, weight in a.items():
+        assert torch.equal(weight, b[name]), name
+
+
+# ------------------------------------------------------------------------------ origin, repeat
+
+
+def verify(run: Path, *arguments: str) -> Done:
+    line = [sys.executable, "-m", "xformer.study", "verify", str(run), *arguments]
+    done = subprocess.run(
+        line, cwd=ROOT, env={**os.environ, **QUIET}, capture_output=True, text=True
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_run_says_what_it_was_made_with_and_is_made_again(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """A run on 2 processes, dropout on, repeated; then with one digit of its log changed, then of
+    another store, then with other versions."""
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *STEPS)
+    good(forks.run(*line, ranks=2))
+    content = read_json(run / "config.json")
+    made = content["environment"]
+    assert made["torch"] == torch.__version__
+    assert made["world_size"] == 2
+    assert made["git"] == provenance.revision()
+    assert (run / "code.diff").is_file() == made["git"].endswith("+")
+    done = good(verify(run, "steps=6"))
+    assert done.out == f"{run}: 6 steps made again, 3 records of its log the same with the same " \
+                       "versions\n"  # fmt: skip
+
+    text = (run / "log.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
+    assert (records[2]["event"], records[2]["step"]) == ("train", 6)
+    loss = records[2]["loss"]
+    records[2]["loss"] = loss + 1e-12
+    (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made["numpy"] = content["starts"][0]["environment"]["numpy"] = "1.0"
+    write_json(run / "config.json", content)
+    done = verify(run, "steps=6")
+    assert done.status == 1
+    (said,) = done.err.splitlines()
+    assert f"train at step 6: loss {loss + 1e-12} is now {loss}" in said
+    assert "numpy 1.0 is now " in said
+
+    done = verify(data.text)
+    assert (done.status, "is not a run" in done.err) == (2, True)
+
+
+def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.revision() == "no git checkout"
+    assert provenance.diff(provenance.revision()) == ""
+    if shutil.which("git"):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        (tmp_path / "a.py").write_text("one\n")
+        for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
+            subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+        revision = provenance.revision()
+        assert len(revision) == 40
+        (tmp_path / "a.py").write_text("two; $(touch x)\n")
+        (tmp_path / "new.py").touch()
+        assert provenance.revision() == f"{revision}+"
+        diff = provenance.diff(f"{revision}+")
+        assert "?? new.py" in diff
+        assert "-one\n+two; $(touch x)" in diff
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance.revision() == "git is not installed"
