@@ -368,7 +368,7 @@ def resume(path: Path) -> None:
         run.open_run(path, identity, False)._lock.close()  # type: ignore[union-attr]
     with contextlib.suppress(FileNotFoundError):
         monitor.cut_log(path, 1)
-    with silent(), monitor.Monitor(path, True, 0, 2, "step"):
+    with silent(), monitor.Monitor(path, True, 1, 0, 2, "step"):
         pass
 
 

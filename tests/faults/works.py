@@ -4,6 +4,7 @@ run, small and real."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from toys import Toys
 
 from faults.inject import COUNT, armed
 
+# it tells of each restart that a curve was begun anew
+logging.getLogger("tensorboard").setLevel(logging.ERROR)
 # a checkpoint at every step, so that many are written and all but some deleted again
 STEPS = ["train.steps=4", "train.checkpoint_every=1", "train.validate_every=2",
          "train.log_every=1"]  # fmt: skip

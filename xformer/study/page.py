@@ -152,7 +152,7 @@ def _curve(run: Path) -> str:
     """Training loss by step as an SVG line, where the run has a log."""
     try:
         found = [(e["step"], e["loss"]) for e in events(run, "train")]
-    except (OSError, KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return ""
     points = [p for p in found if all(type(v) in (int, float) and math.isfinite(v) for v in p)]
     if len(points) < 2:
