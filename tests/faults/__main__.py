@@ -84,7 +84,8 @@ def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = ["| fault | times | lost | wrong |", "|---|---:|---:|---:|"]
     lines += [f"| {row.fault} | {row.times:,} | {row.lost} | {row.wrong} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    notes = [f"- {row.fault}: {note}" for row in rows for note in row.notes[:3]]
+    return "\n".join([*lines, "", *notes]).rstrip("\n") + "\n"
 
 
 def main() -> None:

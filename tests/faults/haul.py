@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from helpers import SMOKE, training
 
 from faults.works import Bench, Row
@@ -30,6 +32,7 @@ Monitor.advance = advance
 TINIEST = ["model.layers=1", "model.hidden=16", "model.heads=1", "model.intermediate=16",
            "batch.rows=2", "train.log_every=100", "train.validate_every=5000",
            "train.checkpoint_every=2500"]  # fmt: skip
+SLOWER = 1.05  # the last steps' time beside that of the first
 GROWTH = 32 * 2**20  # bytes that the process may hold more at the end than after a tenth
 
 
@@ -44,24 +47,26 @@ def long_haul(bench: Bench, steps: int = 20_000) -> tuple[Row, dict[str, Any]]:
         row.count(f"lost: {done.err[-300:]}")
         return row, {}
     points = [json.loads(text) for text in done.out.splitlines() if text.startswith('{"step"')]
-    first, early, last = points[0], points[max(1, len(points) // 10)], points[-1]
-    speed = [(points[i + 1]["cpu"] - points[i]["cpu"]) for i in (0, len(points) - 2)]
-    wall = [(points[i + 1]["wall"] - points[i]["wall"]) for i in (0, len(points) - 2)]
-    found = {
-        "steps": steps, "cpu_ms_a_step_first": speed[0], "cpu_ms_a_step_last": speed[1],
-        "wall_ms_a_step_first": wall[0], "wall_ms_a_step_last": wall[1],
-        "memory_mib": [round(p["rss"] / 2**20, 1) for p in (first, early, last)],
-        **{n: [p[n] for p in (first, early, last)] for n in ("files", "threads", "shared")},
-    }  # fmt: skip
+    early, last = points[max(1, len(points) // 10)], points[-1]
+    found: dict[str, Any] = {
+        name: [(b[name] - a[name]) for a, b in pairwise(points)] for name in ("cpu", "wall")
+    }  # seconds a thousand steps are milliseconds a step
+    found["memory_mib"] = [round(p["rss"] / 2**20, 1) for p in points]
+    found |= {name: [p[name] for p in points] for name in ("files", "threads", "shared")}
+    few = max(1, len(found["cpu"]) // 6)
+    speed = [float(np.median(part)) for part in (found["cpu"][:few], found["cpu"][-few:])]
     bad = ""
     if last["rss"] - early["rss"] > GROWTH:
         bad = f"wrong: memory grows: {found['memory_mib']} MiB"
     for name in ("files", "threads", "shared"):
         if last[name] > early[name]:
             bad = f"wrong: {name} grow: {found[name]}"
+    if speed[1] > SLOWER * speed[0]:
+        bad = f"wrong: it slows down: {found['cpu']} s of CPU a thousand steps"
     row.count(bad)
     row.notes.append(
-        f"memory {' -> '.join(map(str, found['memory_mib']))} MiB, files {found['files']}, "
-        f"threads {found['threads']}; CPU {speed[0]:.2f} -> {speed[1]:.2f} ms a step"
+        f"memory {found['memory_mib'][0]} to {found['memory_mib'][-1]} MiB, "
+        f"{last['files']} files, {last['threads']} threads; "
+        f"{speed[0]:.2f} to {speed[1]:.2f} ms of CPU a step"
     )
     return row, found
