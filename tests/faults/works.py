@@ -14,6 +14,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from helpers import SMOKE, Done, Forks, training
+from tensorboard.backend.event_processing.directory_watcher import (  # type: ignore[import-untyped]
+    DirectoryDeletedError,
+)
 from test_train import drawn_once, same
 from toys import Toys
 
@@ -65,7 +68,7 @@ class Work:
             return f"lost: the checkpoint of step {before}: {done.err.splitlines()[:1]}"
         try:
             self.check(place, reference)
-        except AssertionError as error:
+        except (AssertionError, OSError, DirectoryDeletedError) as error:
             return f"wrong: {str(error)[:200]}"
         return ""
 
