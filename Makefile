@@ -1,12 +1,13 @@
 # make demo    the main job on an embedded default, 6 to 10 minutes on 2 cores
 # make test    the whole suite
 # make check   lint, format, types
+# make faults  processes killed, disks full, files damaged, ranks lost: about an hour on 2 cores
 # make bench DATA=DIR   the speed beside transformers, about 40 minutes on 2 cores
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format bench data-given clean
+.PHONY: demo test faults check format bench data-given clean
 
 # one environment for everything; made anew when what it should hold changes
 .venv/ready: pyproject.toml constraints.txt
@@ -21,6 +22,9 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+faults: .venv/ready
+	PYTHONPATH=tests $(BIN)/python -m faults --output docs/reliability.md
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, one_line
 
 SHOWN = 10  # bad rows listed one by one
 
@@ -45,7 +45,10 @@ class BadRows:
         if self.count:
             rows = "1 bad row was" if self.count == 1 else f"{self.count:,} bad rows were"
             first = f", of which the first {SHOWN} are" if self.count > SHOWN else ""
-            lines = [f"{rows} left out{first}:", *(f"  {message}" for message in self.first)]
+            lines = [
+                f"{rows} left out{first}:",
+                *(f"  {one_line(message)}" for message in self.first),
+            ]
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def as_origin(self) -> dict[str, Any]:

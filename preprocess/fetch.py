@@ -69,7 +69,7 @@ def load_catalogue(path: Path) -> dict[str, DataSet]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
-    except (ValueError, IsADirectoryError) as error:
+    except (ValueError, RecursionError, IsADirectoryError) as error:
         raise BadInput(f"{path} is no catalogue in TOML: {error}") from None
     catalogue = {name: _entry(f"{path}: {name!r}", name, entry) for name, entry in table.items()}
     places = {f"{data.directory}/": data.name for data in catalogue.values()}

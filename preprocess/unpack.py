@@ -7,6 +7,7 @@ and what comes out is counted while it comes out.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import lzma
 import re
@@ -59,7 +60,7 @@ class Unpacker:
                 NotImplementedError, RuntimeError) as error:  # fmt: skip
             raise Failure(f"{path.name} cannot be unpacked: {error}") from None
         except OSError as error:
-            if error.errno is not None:  # of the disk, not of bz2 or gzip
+            if error.errno not in (None, errno.EINVAL):  # of the disk, not of bz2, gzip or zip
                 raise
             raise Failure(f"{path.name} cannot be unpacked: {error}") from None
 

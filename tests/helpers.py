@@ -16,7 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # tests share two cores
-PATIENCE = 240  # seconds until a command that hangs is ended
+# seconds until a command that hangs is ended
+PATIENCE = int(os.environ.get("PATIENCE", "240"))
 
 SMOKE, CLASSIFY, REGRESS = (
     f"recipes/{name}.toml" for name in ("pretrain/smoke", "finetune/classify", "finetune/regress")
@@ -98,7 +99,8 @@ class Forks:
         self.server.communicate()
 
     def start(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Fork:
-        """Start `train.py ...` or `evaluate.py ...`; `before` is Python that it runs first."""
+        """Start `train.py ...`, `evaluate.py ...` or `preprocess.py ...`; `before` is Python that
+        it runs first."""
         port = _free_port()
         pids, files = [], []
         for rank in range(ranks):
@@ -163,12 +165,13 @@ def _free_port() -> int:
 
 def serve() -> None:
     """Fork a process for each request line, or wait for one."""
+    from preprocess import cli
     from xformer import evaluate, train
 
     for late in ("scipy.stats", "sklearn.metrics", "tensorboard.compat.proto.event_pb2",
                  "tensorboard.summary.writer.record_writer"):  # fmt: skip
         import_module(late)
-    mains = {"train.py": train.main, "evaluate.py": evaluate.main}
+    mains = {"train.py": train.main, "evaluate.py": evaluate.main, "preprocess.py": cli.main}
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -712,103 +711,6 @@ def test_no_process_stays_behind(toks, long_text, number, status):
     assert not output.exists()
     if number != signal.SIGKILL:
         assert os.listdir(output.parent) == []
-
-
-# ---------------------------------------------------------------------------- killed, started again
-
-KILLED = (
-    SMALL_BATCHES
-    + """
-import os, shutil, signal
-import tokenizers  # loaded once for all
-from pathlib import Path
-output = Path(sys.argv[sys.argv.index("--output") + 1])
-EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
-places = eval(sys.argv.pop(1))
-
-def child(stop):
-    # a process of the command, killed before the operation number `stop` on its output
-    pid = os.fork()
-    if pid == 0:
-        seen = 0
-        def hook(event, arguments):
-            nonlocal seen
-            if event in EVENTS and output.name in str(arguments[0]):
-                seen += 1
-                if seen == stop:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        errors.run(main)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def content():
-    return {str(p.relative_to(output)): p.read_bytes() for p in output.rglob("*") if p.is_file()}
-
-assert child(0) == 0
-whole = content()
-for stop in places:
-    shutil.rmtree(output, ignore_errors=True)
-    status = child(stop)
-    assert status in (-9, 0), status
-    # absent, or (killed behind the renaming) whole
-    assert not output.exists() or content() == whole, stop
-    # what one leaves behind the next clears away; every fourth is started again to its end
-    assert len(os.listdir(output.parent)) <= 1, stop
-    if not output.exists() and (stop % 4 == 0 or len(places) < 4):
-        assert status == -9
-        assert child(0) == 0
-    elif not output.exists():
-        print("killed", flush=True)
-        continue
-    assert content() == whole, stop
-    assert os.listdir(output.parent) == [output.name], (stop, os.listdir(output.parent))
-    print("killed" if status else "done", flush=True)
-    if status == 0:
-        break
-"""
-)
-
-
-@pytest.mark.parametrize(("count", "places"), [(1, "range(1, 500)"), (2, "(6, 22)")])
-def test_killed_at_every_operation_and_started_again(toks, tmp_path, count, places):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "t.txt").write_text("\n\n".join(f"{ENGLISH} {i}" for i in range(300)))
-    (tmp_path / "v.jsonl").write_text(json.dumps({"text": CHINESE}))
-    process = start(KILLED, places, "text", "--input", tmp_path / "t.txt", "--valid",
-                    tmp_path / "v.jsonl", "--tokenizer", toks / "wordpiece", "--output",
-                    tmp_path / "out/store", "--workers", count)  # fmt: skip
-    said, complaint = process.communicate()
-    assert process.returncode == 0, complaint
-    killed = said.split().count("killed")
-    assert killed == len(said.split()) - (count == 1)
-    assert killed >= (25 if count == 1 else 2)
-
-
-def test_killed_at_some_moment_and_started_again(toks, long_text):
-    long_text.write_text(long_text.read_text()[:800_000])
-    output = long_text.parent / "out/s"
-    command = ["text", "--input", long_text, "--workers", 2, "--tokenizer", toks / "wordpiece",
-               "--output", output]  # fmt: skip
-    generator = random.Random(0)
-    for _ in range(2):
-        process = start(SMALL_BATCHES + "errors.run(main)", *command)
-        wait_for(lambda: os.listdir(output.parent))
-        time.sleep(generator.uniform(0, 0.6))
-        process.kill()
-        process.communicate()
-        if output.exists():  # it was quicker
-            open_store(output)
-            shutil.rmtree(output)
-    ended = start(SMALL_BATCHES + "errors.run(main)", *command)
-    assert (ended.wait(), ended.communicate()[1]) == (0, "")
-    assert os.listdir(output.parent) == ["s"]
-    store = open_store(output)
-    assert all(good for _, _, good in store.verify())
-    ids = store.split("train").columns["tokens"].values
-    documents = long_text.read_text().split("\n\n")
-    direct = np.concatenate(store.tokenizer().encode_batch(documents))
-    np.testing.assert_array_equal(ids, direct)
 
 
 def test_a_file_and_its_packed_copy_are_one(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from xformer.train import Recipe
 FLOORS = (
     ("xformer.data",),
     ("xformer.config",),
+    ("xformer.watch",),
     ("xformer.distributed",),
     ("xformer.model.kernel_base",),
     ("xformer.model.kernels", "xformer.model.norm_kernels"),

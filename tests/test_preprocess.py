@@ -625,23 +625,6 @@ def test_help_says_what_everything_is(monkeypatch, capsys):
             assert "default" in said
 
 
-def test_no_space_left(base, tmp_path):
-    script = (
-        "import errno\nfrom preprocess.cli import main\nfrom xformer.data import store, errors\n"
-        "def full(self, values): raise OSError(errno.ENOSPC, 'full', str(self.path))\n"
-        "store.NpyWriter.append = full\nerrors.run(main)"
-    )
-    arguments = ["text", "--input", base / "corpus.txt", "--tokenizer", base / "bpe"]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments), "--output", str(tmp_path / "s")],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: No space left on device")
-    assert done.stderr.count("\n") == 1
-    assert not os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_nothing_is_left(base, tmp_path, number, status):
     generator = np.random.default_rng(0)

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -453,9 +454,19 @@ def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
 def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path: Path) -> None:
     title = HOSTILE.replace('"', '\\"')
     changed(file, ('title = "Letters"', f'title = "{title}"'),
-            ('title = "Accuracy"', f'title = "{title}"'))  # fmt: skip
-    _, path = a_page(file, data, tmp_path)
+            ('title = "Accuracy"', f'title = "{title}"'),
+            ("vary.start.pretrained", f'vary.start."{title}"'),
+            ('"pretrained"', f'"{title}"'))  # fmt: skip
+    plan, path = a_page(file, data, tmp_path)
+    assert "&lt;script&gt;" in path.read_text().partition("Not done")[2][:3000]
+    for i, run in enumerate(plan.runs("finetune")):
+        lines = ['{"event": "train", "step": "<script>", "loss": 1}'] * 3
+        lines = [*lines, "[" * 10_000] if i else lines
+        (run.path / "log.jsonl").write_text("\n".join(lines))
+    path.write_text(page.html(Results(plan.study, plan), {}, path.parent))
     text = path.read_text()
+    assert f"<td>{escape(HOSTILE)}" in text  # a row's name, and a run's
+    assert re.search(rf"<summary>[^<]*{re.escape(escape(HOSTILE))}", text)
     assert text.count("<script>") == 1  # its own
     assert "&lt;script&gt;document.title" in text
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)

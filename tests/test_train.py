@@ -162,44 +162,6 @@ def test_resumed_equals_never_stopped(
     drawn_once(runs[1])
 
 
-def test_resumed_after_death_at_any_file_operation(
-    forks: Forks, data: Toys, tmp_path: Path
-) -> None:
-    """Kill at a sample of all fsyncs, renames and unlinks, then go on: nothing is ever lost."""
-    count = """
-import os, signal
-left = {left}
-def counted(call):
-    def wrapper(*arguments, **options):
-        global left
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left -= 1
-        print(left)
-        return call(*arguments, **options)
-    return wrapper
-for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
-    setattr(os, name, counted(getattr(os, name)))
-"""
-    straight, steps = tmp_path / "straight", [*SHORT, "train.checkpoint_every=3"]
-    done = good(forks.run(*training(SMOKE, data.text, straight, *steps),
-                          before=count.format(left=10**6)))  # fmt: skip
-    operations = 10**6 - int(done.out.splitlines()[-1])
-    assert operations > 100
-    moments = np.append(np.arange(6), np.linspace(6, operations, 10, endpoint=False).astype(int))
-    for pair in moments.reshape(-1, 2):
-        runs = [tmp_path / f"killed-{moment}" for moment in pair]
-        for before in (count, ""):
-            going = [forks.start(*training(SMOKE, data.text, run, *steps),
-                                 before=before.format(left=moment))
-                     for run, moment in zip(runs, pair, strict=True)]  # fmt: skip
-            assert [f.wait().status for f in going] == ([0, 0] if not before else [-9, -9])
-        for run in runs:
-            same(run, straight)
-            drawn_once(run)
-            assert [p.name for p in run.rglob(".*")] == [".lock"]
-
-
 def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """As a user does it: torchrun on 2 processes, SIGTERM to it, the same command again."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
@@ -443,32 +405,6 @@ def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
     """When every file below a directory was last written, and its size."""
     found = {str(path): path.stat() for path in directory.rglob("*")}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
-
-
-def test_second_process_is_refused(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """While one process has a run, another is refused, even with overwrite=true."""
-    go, run = tmp_path / "go", tmp_path / "run"
-    wait = f"""
-import pathlib, time
-from xformer.monitor import Monitor
-original = Monitor.advance
-def advance(self, done):
-    original(self, done)
-    while done == 2 and not pathlib.Path({str(go)!r}).exists():
-        time.sleep(0.01)
-Monitor.advance = advance
-"""
-    line = training(SMOKE, data.text, run, *SHORT)
-    first = forks.start(*line, before=wait)
-    while not (run / "log.jsonl").is_file():
-        pass
-    try:
-        refused(forks.run(*line), str(run), "in use by another process")
-        refused(forks.run(*line, "overwrite=true"), str(run), "in use by another process")
-    finally:
-        go.touch()
-    good(first.wait())
-    assert result(run)["steps"] == 15
 
 
 # -------------------------------------------------------------------------------- bad input

@@ -28,7 +28,9 @@ from xformer.data.errors import BadInput
 from xformer.data.files import (
     atomic_directory,
     file_checksum,
+    load_array,
     read_json,
+    read_own_json,
     refuse_existing,
     sync,
     write_json,
@@ -277,13 +279,13 @@ def resolve(path: str | Path) -> Path:
 
 def verify(path: Path) -> None:
     """Raise BadInput naming the first file of a checkpoint that is not as it was written."""
-    manifest = read_json(path / "manifest.json")
+    manifest = read_own_json(path / "manifest.json")
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(sums, dict) or not {"model.safetensors", "config.json"} <= set(sums):
         raise BadInput(f"{path / 'manifest.json'} is damaged: it lists no checksums")
     for name in sums:
         if not (path / name).is_file():
-            raise BadInput(f"{path / name} is missing: the checkpoint is incomplete")
+            raise BadInput(f"{path / name} is missing, which the manifest lists: it is incomplete")
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda name: file_checksum(path / name), sums)
         for (name, expected), actual in zip(sums.items(), found, strict=True):
@@ -325,7 +327,7 @@ def _read(path: Path) -> Checkpoint:
     source = mapping = None
     if (path / "input").is_dir():
         source = tokenizers.load(path / "input")
-        mapping = np.load(path / "input/mapping.npy", allow_pickle=False)
+        mapping = load_array(path / "input/mapping.npy", mapped=False)
     weights = load_tensors(path / "model.safetensors")
     return Checkpoint(config, weights, tokenizers.load(path), head, history, source, mapping)
 

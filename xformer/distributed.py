@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from xformer.config import Settings
 from xformer.data.errors import BadInput, Failure
+from xformer.watch import Watch
 
 # two collectives under the names that torch 2.13 gives them, and older ones
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -55,11 +56,17 @@ class TrainingSystem(SystemConfig):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: `rank` of `world_size`, on `device`."""
+    """This process among all: `rank` of `world_size`, on `device`; `watch` over the others."""
 
     rank: int
     world_size: int
     device: torch.device
+    watch: Watch | None = field(default=None, compare=False)
+
+    def at(self, step: int) -> None:
+        """Tell the others which step this rank has done."""
+        if self.watch is not None:
+            self.watch.step = step
 
     def autocast(self, precision: str) -> torch.autocast:
         """The autocast context of a precision."""
@@ -145,7 +152,8 @@ def start(config: SystemConfig) -> Ranks:
     if world_size > 1 and not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    return Ranks(rank, world_size, device)
+        _watches.append(Watch(rank, world_size, device))
+    return Ranks(rank, world_size, device, _watches[-1] if _watches else None)
 
 
 def slow_precision(device: torch.device, precision: str) -> str:
@@ -159,6 +167,9 @@ def slow_precision(device: torch.device, precision: str) -> str:
     return "this processor has no bf16 instructions: system.precision=fp32 is faster here"
 
 
+_watches: list[Watch] = []  # of this process's group, if it has joined one
+
+
 @contextmanager
 def group() -> Iterator[None]:
     """Leave the group of ranks at the end of the block, whether it succeeds or not.
@@ -168,12 +179,27 @@ def group() -> Iterator[None]:
     """
     rank = os.environ.get("RANK", "0")
     try:
-        yield
+        with _named():
+            yield
     except (BadInput, Failure) as error:
         if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(GRACE)
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         raise
     finally:
+        while _watches:
+            _watches.pop().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Where a collective fails as another rank is gone, a Failure that names it."""
+    try:
+        yield
+    except RuntimeError as error:
+        known = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not _watches or not known or not (line := _watches[-1].explain()):
+            raise
+        raise Failure(line) from None

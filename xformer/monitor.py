@@ -56,6 +56,9 @@ class Monitor:
         self._on_board(self.board.close)
         self._write()
         self.file.close()
+        if not self.drawing and error is None:  # no start is to come that would
+            self.drawing = True
+            self._on_board(self._draw_anew)
         if self.unwritten and error is None:
             raise Failure(f"the end of {self.path} could not be written")
 
@@ -114,7 +117,14 @@ class Monitor:
         except OSError as error:
             self.drawing = False
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
-            self.say(f"{error}: TensorBoard's curves end here, until the run is started again")
+            self.say(f"{error}: TensorBoard's curves end here; they are drawn anew from the log")
+
+    def _draw_anew(self) -> None:
+        """All curves from the log."""
+        self.board = Board(self.run / "tensorboard", 0)
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            self._draw(json.loads(line))
+        self.board.close()
 
     def _draw(self, record: dict[str, Any]) -> None:
         if record["event"] != "end":  # a result is no curve

@@ -84,7 +84,9 @@ class Run:
         for path in sorted(self._checkpoints(), key=_step)[:-keep_last]:
             kept = bool(keep_every) and _step(path) % keep_every == 0
             if not kept and _step(path) != best_step:
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))
+                path.rename(path.with_name(f".{path.name}.deleted"))
+        for path in (self.path / "checkpoints").glob(".step_*.deleted"):
+            shutil.rmtree(path)
 
     def dropped(self) -> dict[str, dict[str, Any]]:
         """What is noted of each step whose update was dropped, by the step's first sample."""

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -429,6 +429,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
 
             epoch = state.position // job.samples.per_epoch
             state.advance(step)
+            ranks.at(state.step)
             monitor.advance(job.progress(state.step, state.position)[0])
             done = job.done(state)
             stopped = stop.read(state.step, optimizer.counts[3])
@@ -754,7 +755,7 @@ def _save(job: Job, run: Run, copy: Snapshot, state: dict[str, Any]) -> None:
     copy.wait()
     made = replace(job.start, weights=copy.weights, history=(*job.start.history, record))
     try:
-        sync(run.path / "log.jsonl")
+        _sync_told(run)
         checkpoints.save(made, run.checkpoint_path(step), True, copy.moments, state)
         run.prune(state["best_step"], recipe.train.keep_last, recipe.train.keep_every)
     except (OSError, Failure) as error:
@@ -785,7 +786,16 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
             "seconds": round(state.seconds, 3),
             "real_tokens_per_second": state.real_tokens / max(state.seconds, 1e-9),
         }
+        _sync_told(run)
         write_json(run.path / "result.json", result)
+
+
+def _sync_told(run: Run) -> None:
+    """Have the disk keep what was logged and drawn, before what goes on from it."""
+    board = (run.path / "tensorboard").glob("*")
+    for file in (run.path / "log.jsonl", *board):
+        with suppress(FileNotFoundError):  # nothing is drawn where the disk refused
+            sync(file)
 
 
 def _has_labels(job: Job, split: str) -> bool:

@@ -8,6 +8,10 @@ import signal
 import sys
 from collections.abc import Callable
 
+# what a disk, a path or the rights to it may be at fault for, and no bug
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG,
+               errno.ENAMETOOLONG)  # fmt: skip
+
 
 class BadInput(Exception):
     """The user's input is wrong: the message names it and what would be right. Exit status 2."""
@@ -46,18 +50,19 @@ def run(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-            errno.EROFS,
-            errno.EIO,
-            errno.EFBIG,
-            errno.ENAMETOOLONG,
-        ):
+        if error.errno not in OF_THE_DISK:
             raise
         where = f": {error.filename}" if error.filename else ""
         status, line = 1, f"{os.strerror(error.errno)}{where}"
     if line and rank_zero:
+        line = one_line(line)
         print(f"error: {line}" if status < 128 else line, file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def one_line(text: str, most: int = 2000) -> str:
+    """The text as one line of at most `most` characters that does nothing to a terminal: what
+    names and data hold beside letters and signs is escaped, and a long middle is left out."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import mmap
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xformer.data.errors import BadInput, Failure
 
@@ -27,6 +30,14 @@ def read_json(path: Path) -> Any:
         raise BadInput(f"{path} is not valid JSON: {error}") from None
 
 
+def read_own_json(path: Path) -> Any:
+    """A file of `write_json`; raises BadInput also where no more than its last line end is lost."""
+    found = read_json(path)
+    if not path.read_bytes().endswith(b"\n"):
+        raise BadInput(f"{path} is damaged: it is cut off")
+    return found
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -38,6 +49,20 @@ def write_json(path: Path, value: Any) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def load_array(path: Path, mapped: bool = True) -> np.ndarray:
+    """The array of a .npy file, by default mapped from it. Raises BadInput if it is none."""
+    try:
+        found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header fails anywhere: EOFError, TokenError ..
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise BadInput(f"{path} is not a .npy file: {reason}") from None
+    if not isinstance(found, np.ndarray):
+        raise BadInput(f"{path} is not a .npy file but an archive of them")
+    return found
 
 
 def sync(path: Path) -> None:
@@ -81,9 +106,8 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
             sync(file)
         if path.exists():
             refuse_existing(path, overwrite)
-            old = path.parent / f".{path.name}.{os.getpid()}.old.partial"
-            path.rename(old)
-            temporary.rename(path)
+            old = exchange(temporary, path)
+            sync(path.absolute().parent)
             shutil.rmtree(old)
         else:
             temporary.rename(path)
@@ -94,6 +118,22 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         if not isinstance(error, OSError) and "os error" in str(error):
             raise Failure(f"{path} could not be written: {error}") from None
         raise
+
+
+def exchange(new: Path, path: Path) -> Path:
+    """Put `new` where `path` is, and say where that is now: at one go where the system can (Linux),
+    so that `path` is there at every moment."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        renameat2 = None
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 and not renameat2(here, os.fsencode(new), here, os.fsencode(path), both):
+        return new
+    old = path.parent / f".{path.name}.{os.getpid()}.old.partial"
+    path.rename(old)
+    new.rename(path)
+    return old
 
 
 def _alive(pid: str) -> bool:

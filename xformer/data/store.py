@@ -1,6 +1,7 @@
 """The store: a directory of memory-mapped columns, one row an example, bare ids only.
 
     STORE/store.json              what is in it: columns, splits, labels, checksums, where from
+    STORE/sums.json               the checksums of store.json and the tokenizer's files
     STORE/tokenizer_meta.json ... the tokenizer that made the ids
     STORE/train/tokens.npy        every row's ids end to end (uint16 where the vocabulary allows)
     STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]]
@@ -25,12 +26,24 @@ import numpy as np
 
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
-from xformer.data.files import BLOCK, atomic_directory, block_checksums, read_json, write_json
+from xformer.data.files import (
+    BLOCK,
+    atomic_directory,
+    block_checksums,
+    file_checksum,
+    load_array,
+    read_json,
+    read_own_json,
+    write_json,
+)
 
 FORMAT = 1
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the training classes
+SUMS = "sums.json"
 NARROWED = 2**20  # offsets rewritten at once
+CHECKED = 2**22  # numbers of a column looked at at once
+TRIES = 20  # to open a store that is being replaced
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
 
@@ -85,6 +98,7 @@ class Store:
         self.fingerprint: str = meta["tokenizer"]["fingerprint"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         self.key: str = sha256(repr(sorted(_files(meta))).encode()).hexdigest()
+        self._files: dict[str, tuple[int, ...]] = {}  # which file was mapped
         self._splits = {name: self._open(name) for name in meta["splits"]}
 
     @property
@@ -102,11 +116,38 @@ class Store:
         return tokenizers.load(self.path)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
-        """(file, block number, good?) for every 64 MiB block of every column, one by one."""
+        """(file, block number, good?) for every 64 MiB block of every column, one by one: its
+        checksum, and whether what is in it can be. Ends early where the store was replaced."""
         for name, sums in _files(self.meta):
-            found = block_checksums(self.path / name)
+            found, wrong = block_checksums(self.path / name), self._impossible(name)
             for block, expected in enumerate(sums):
-                yield name, block, next(found, None) == expected
+                try:
+                    good = next(found, None) == expected and block not in wrong
+                except FileNotFoundError:
+                    good = False
+                if not good and _which(self.path / name) != self._files[name]:
+                    return
+                yield name, block, good
+
+    def _impossible(self, name: str) -> set[int]:
+        """The blocks of a file with ids beyond the vocabulary, or offsets that do not ascend."""
+        split, _, file = name.partition("/")
+        column, offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
+        found = self._splits[split].columns[column.removesuffix(".offsets")]
+        if not offsets and column not in TEXTS:
+            return set()
+        values = (
+            found if not isinstance(found, Ragged) else found.offsets if offsets else found.values
+        )
+        wrong = set()
+        for start in range(0, len(values), CHECKED):
+            part = values[start : start + CHECKED + offsets]
+            bad = np.diff(part) < 0 if offsets else part >= self.vocab_size
+            if offsets and start == 0 and part[0] != 0:
+                bad = np.ones(1, bool)
+            if bad.any():
+                wrong.add((HEADER + (start + int(bad.argmax())) * values.itemsize) // BLOCK)
+        return wrong
 
     def verify_in_background(self, report: Callable[[str], None]) -> threading.Thread:
         """Check every block in a daemon thread; call `report` once with the first bad one."""
@@ -128,9 +169,20 @@ class Store:
             table = column.partition(".")[0] if "." in column else None
             rows = meta["tables"][table] if table else meta["rows"]
             values = self._map(f"{name}/{column}.npy", meta)
-            if f"{name}/{column}.offsets.npy" in meta["files"]:
+            known = self.meta["columns"][column]
+            if (
+                values.ndim == 0
+                or str(np.dtype((values.dtype, values.shape[1:]))) != known["dtype"]
+            ):
+                raise BadInput(f"{self.path / name}/{column}.npy is not of the type in store.json")
+            if known["ragged"]:
                 offsets = self._map(f"{name}/{column}.offsets.npy", meta)
-                if len(offsets) != rows + 1 or offsets[-1] != len(values):
+                if (
+                    offsets.ndim != 1
+                    or offsets.dtype.kind != "i"
+                    or len(offsets) != rows + 1
+                    or offsets[-1] != len(values)
+                ):
                     raise BadInput(
                         f"{self.path / name}/{column}.offsets.npy contradicts its values"
                     )
@@ -148,30 +200,71 @@ class Store:
         size, expected = path.stat().st_size, meta["files"][file]["bytes"]
         if size != expected:
             raise BadInput(f"{path} is {size} bytes, not {expected}: the store is damaged")
-        try:
-            if size == HEADER:  # no values: an empty file cannot be mapped
-                return np.load(path, allow_pickle=False)
-            # a plain view: numpy's own class of maps makes every look-up slower
-            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-        except ValueError as error:
-            raise BadInput(f"{path} is not a .npy file: {error}") from None
+        self._files[file] = _which(path)
+        # no values: an empty file cannot be mapped. A plain view, as numpy's own class of maps
+        # makes every look-up slower
+        return np.asarray(load_array(path, mapped=size != HEADER))
 
 
 def open_store(path: str | Path) -> Store:
     """Open a store without reading its columns.
 
-    Raises BadInput if it is absent, of another format version, or a file's size or header is off.
+    Raises BadInput if it is absent, of another format version, or a file's size, header or (of the
+    small ones) checksum is off. One that is replaced meanwhile is opened anew.
     """
     path = Path(path)
+    for _ in range(TRIES):
+        before = _which(path / "store.json")
+        try:
+            store = _open_store(path)
+        except (BadInput, FileNotFoundError):
+            if _which(path / "store.json") == before:
+                raise
+        else:
+            if _which(path / "store.json") == before:
+                return store
+    raise BadInput(f"{path} is replaced again and again while it is opened")
+
+
+def _open_store(path: Path) -> Store:
     if not (path / "store.json").is_file():
         raise BadInput(f"{path} is not a store (no store.json); make one with preprocess.py")
+    _check_sums(path)
     meta = read_json(path / "store.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise BadInput(f"{path} is not a store of format {FORMAT}; make it anew with preprocess.py")
     try:
         return Store(path, meta)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInput(f"{path / 'store.json'} is damaged: {error!r}") from None
+
+
+def _check_sums(path: Path) -> None:
+    """Raise BadInput naming a small file that is not as it was written; stores of before they were
+    kept have no checksums."""
+    if not (path / SUMS).exists():
+        return
+    sums = read_own_json(path / SUMS)
+    if (
+        not isinstance(sums, dict)
+        or not isinstance(sums.get("sha256"), dict)
+        or "store.json" not in sums["sha256"]
+    ):
+        raise BadInput(f"{path / SUMS} is damaged: it lists no checksums")
+    for name, expected in sums["sha256"].items():
+        if not (path / name).is_file():
+            raise BadInput(f"{path / name} is missing, which {SUMS} lists: the store is damaged")
+        if file_checksum(path / name) != expected:
+            raise BadInput(f"{path / name} is damaged: its checksum is not that of {SUMS}")
+
+
+def _which(path: Path) -> tuple[int, ...]:
+    """What tells a file from another of the same name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
@@ -313,6 +406,8 @@ class StoreWriter:
             "origin": origin,
         }
         write_json(self.directory / "store.json", meta)
+        small = [path for path in sorted(self.directory.iterdir()) if path.is_file()]
+        write_json(self.directory / SUMS, {"sha256": {p.name: file_checksum(p) for p in small}})
 
 
 @contextmanager

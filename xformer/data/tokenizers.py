@@ -344,7 +344,7 @@ def albert(scores: list[tuple[str, float]], charsmap: bytes | None, controls: It
     if lowercase:
         steps.append(normalizers.Lowercase())
     if charsmap:
-        steps.append(normalizers.Precompiled(charsmap))
+        steps.append(_precompiled(charsmap))
     model.normalizer = normalizers.Sequence(steps)
     model.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
     normalisation = {"lowercase": lowercase, "keep_accents": keep_accents}
@@ -352,17 +352,24 @@ def albert(scores: list[tuple[str, float]], charsmap: bytes | None, controls: It
     return Tokenizer({**meta, "normalisation": normalisation}, model)
 
 
+def _precompiled(charsmap: bytes) -> Any:
+    from tokenizers import normalizers
+
+    try:
+        return normalizers.Precompiled(charsmap)
+    except Exception as error:  # the library raises a bare Exception
+        raise BadInput(f"its table of characters is damaged: {error}") from None
+
+
 def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Tokenizer:
     """XLM-RoBERTa's tokenizer: SentencePiece's unigram model, its ids moved so that RoBERTa's
     special tokens come first and <mask> last. Arguments as for `albert`, in the final order of ids.
     Raises BadInput unless id 3 is "<unk>"."""
-    from tokenizers import normalizers
-
     if len(scores) < 4 or scores[3][0] != ROBERTA_SPECIAL["unk"]:
         raise BadInput("the vocabulary is not XLM-RoBERTa's: id 3 is not <unk>")
     model = _unigram_rules(scores, 3, set(ROBERTA_SPECIAL.values()))
     if charsmap:
-        model.normalizer = normalizers.Precompiled(charsmap)
+        model.normalizer = _precompiled(charsmap)
     meta = {"kind": "unigram", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}
     return Tokenizer({**meta, "normalisation": dict(XLM_ROBERTA)}, model)
 

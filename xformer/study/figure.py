@@ -30,7 +30,8 @@ def ink(salt: str) -> Iterator[Any]:
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10,
                   "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
                   "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none",
-                  "svg.hashsalt": salt, "legend.frameon": False}  # fmt: skip
+                  "svg.hashsalt": salt, "legend.frameon": False,
+                  "text.parse_math": False}  # fmt: skip
     with plt.rc_context(style):
         yield plt
 

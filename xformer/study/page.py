@@ -6,6 +6,7 @@ Everything that comes from a study file, a run or a log is escaped.
 from __future__ import annotations
 
 import json
+import math
 from base64 import b64encode
 from html import escape
 from pathlib import Path
@@ -196,9 +197,10 @@ def _run(work: Work, results: Results, outcomes: dict[str, Outcome], directory: 
 def _curve(run: Path) -> str:
     """Training loss by step as an SVG line, where the run has a log."""
     try:
-        points = [(e["step"], e["loss"]) for e in events(run, "train")]
-    except (OSError, KeyError, json.JSONDecodeError):
+        found = [(e["step"], e["loss"]) for e in events(run, "train")]
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return ""
+    points = [p for p in found if all(type(v) in (int, float) and math.isfinite(v) for v in p)]
     if len(points) < 2:
         return ""
     steps, losses = zip(*points, strict=True)

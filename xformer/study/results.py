@@ -81,11 +81,11 @@ class Results:
         for work in plan.works.values():
             if work.stage and work.done:
                 content = read_json(work.proof)
-                if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
-                    raise BadInput(f"{work.proof} is no result: it has no metrics")
-                found = content["metrics"]
-                if "split" in content:  # evaluate.py scores one split
+                found = content.get("metrics") if isinstance(content, dict) else None
+                if found is not None and "split" in content:  # evaluate.py scores one split
                     found = {content["split"]: found}
+                if not _are_scores(found):
+                    raise BadInput(f"{work.proof} is no result: it has no metrics")
                 if logs and work.recipe is not None:
                     found = {**found, "train": _last(work.path)}
                 self.metrics[work.key] = found
@@ -276,6 +276,15 @@ def drawn(results: Results, picture: Picture) -> tuple[Work, Path] | None:
         if picture.where.items() <= work.levels.items() and work.done and path.is_file():
             return work, path
     return None
+
+
+def _are_scores(value: Any) -> bool:
+    """Whether this is {split: {metric: number}}."""
+    splits = value.values() if isinstance(value, dict) else [None]
+    return all(
+        isinstance(scores, dict) and all(type(score) in (int, float) for score in scores.values())
+        for scores in splits
+    )
 
 
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")

@@ -1,0 +1,142 @@
+"""Everything that may go wrong around a run, made to go wrong.
+
+    make faults
+    PYTHONPATH=tests python -m faults --only kills,damage --kills 50 --json faults.json
+
+Each fault is made many times on a small real run and a small real preprocess run; then the same
+command is started again and must end as if nothing had happened, bit for bit. Prints a table and,
+with --output, writes it into a document between its two marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import toys
+from helpers import Forks
+
+from faults import damage, deaths, haul, many, ranks
+from faults.inject import ERRORS, KILL, POWER
+from faults.works import Bench, Row, as_json
+
+BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
+
+
+def kills(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    for fault in (KILL, POWER):
+        for name in ("preprocessing", "training"):
+            yield deaths.killed_at_operations(bench, name, fault, given.most, given.jobs)
+
+
+def moments(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    shares = {"preprocessing": 0.5, "training": 0.46, "training on two ranks": 0.04}
+    for name, share in shares.items():
+        yield deaths.killed_at_random(bench, name, round(share * given.kills), given.jobs)
+
+
+def disk(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    for name in ("preprocessing", "training"):
+        for kind in ERRORS:
+            yield deaths.refused_by_the_disk(bench, name, kind, given.most, given.jobs)
+        yield deaths.short_writes(bench, name)
+
+
+def files(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    for what in ("store", "checkpoint"):
+        yield from damage.every_file(bench, what)
+
+
+def gone(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        for rank in (1, 0):
+            yield ranks.one_of_two(bench, number, rank)
+        yield ranks.restarted_by_torchrun(bench, number)
+
+
+def told(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    yield from deaths.told_to_stop(bench, "training")
+
+
+def at_once(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    yield many.same_run(bench)
+    yield many.same_output(bench)
+    yield many.ten_readers(bench)
+    yield from many.replaced_while_read(bench)
+
+
+def long(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
+    yield haul.long_haul(bench, given.steps)[0]
+
+
+CASES: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Row]]] = {
+    "kills": kills, "moments": moments, "disk": disk, "damage": files, "ranks": gone,
+    "sigterm": told, "many": at_once, "haul": long,
+}  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    lines = ["| fault | times | lost | wrong |", "|---|---:|---:|---:|"]
+    lines += [f"| {row.fault} | {row.times:,} | {row.lost} | {row.wrong} |" for row in rows]
+    notes = [f"- {row.fault}: {note}" for row in rows for note in row.notes[:3]]
+    return "\n".join([*lines, "", *notes]).rstrip("\n") + "\n"
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m faults", description=(__doc__ or "").partition("\n")[0]
+    )
+    add = parser.add_argument
+    add("--only", metavar="A,B", help=f"Some of {', '.join(CASES)} (default: all).")
+    add("--kills", type=int, default=500, help="Kills at random moments (default: 500).")
+    add("--most", type=int, default=10**6, metavar="N", help="Try N operations on files of each "
+        "work at most, spread evenly (default: all).")  # fmt: skip
+    add("--steps", type=int, default=20_000, help="Steps of the long run (default: 20,000).")
+    add("--jobs", type=int, default=2, help="How many at a time (default: 2).")
+    add("--json", type=Path, metavar="FILE", help="Also write all to this file.")
+    add("--output", type=Path, metavar="FILE", help=f"Write the table between {BEGIN} and {END}.")
+    add("--scratch", type=Path, metavar="DIR", help="Where to work (default: a temporary "
+        "directory).")  # fmt: skip
+    given = parser.parse_args()
+    chosen = given.only.split(",") if given.only else list(CASES)
+    if unknown := set(chosen) - set(CASES):
+        parser.error(f"{unknown.pop()!r} is none of {', '.join(CASES)}")
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.scratch)))
+        (scratch / "toys").mkdir()
+        made = toys.make(scratch / "toys")
+        servers = []
+        for i in range(given.jobs):
+            (scratch / f"forks{i}").mkdir()
+            servers.append(stack.enter_context(Forks(scratch / f"forks{i}")))
+        bench = Bench(made, scratch, servers)
+        for name in chosen:
+            began = time.monotonic()
+            for row in CASES[name](bench, given):
+                seconds, began = time.monotonic() - began, time.monotonic()
+                print(f"{row.fault}: {row.times:,} times, {row.lost} lost, {row.wrong} wrong "
+                      f"({seconds:.0f} s)", flush=True)  # fmt: skip
+                for note in row.notes[:20]:
+                    print(f"    {note}", flush=True)
+                rows.append(row)
+                if given.json is not None:
+                    given.json.write_text(as_json(rows) + "\n")
+    print(f"\n{table(rows)}")
+    if given.output is not None:
+        text = given.output.read_text()
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
+        given.output.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+    raise SystemExit(any(row.lost or row.wrong for row in rows))
+
+
+if __name__ == "__main__":
+    main()

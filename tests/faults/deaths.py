@@ -1,0 +1,190 @@
+"""Processes that die: at every operation on files, when the power goes, at any moment, by SIGTERM
+in the middle of something."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from helpers import Fork
+
+from faults.inject import KILL, POWER, SHORT, armed
+from faults.works import Bench, Row, clear_line
+
+
+def sampled(number: int, most: int) -> list[int]:
+    """All of `number` places, or `most` of them spread evenly."""
+    if number <= most:
+        return list(range(number))
+    return sorted({round(i * (number - 1) / (most - 1)) for i in range(most)})
+
+
+def together(row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
+    """Do the trials, `jobs` at a time, and count."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for bad in pool.map(lambda trial: trial(), trials):
+            row.count(bad)
+    return row
+
+
+def killed_at_operations(bench: Bench, name: str, fault: str, most: int, jobs: int) -> Row:
+    """Die at every operation on files (or `most` of them), start again."""
+    operations, reference = bench.operations(name), bench.reference(name)
+    work = bench.works[name]
+    how = {KILL: "SIGKILL", POWER: "power cut, what was not synced is gone,"}[fault]
+    row = Row(f"{name}: {how} at every operation on files")
+    places = sampled(len(operations), most)
+    if len(places) < len(operations):
+        row.fault = f"{name}: {how} at {len(places)} of {len(operations)} operations on files"
+
+    def trial(number: int) -> str:
+        with bench.place() as place, bench.forks() as forks:
+            before = armed(place, fault, number)
+            done = forks.run(*work.line(place), ranks=work.ranks, before=before)
+            if done.status != -signal.SIGKILL:
+                return f"wrong: status {done.status} at operation {number}: {done.err[-200:]}"
+            bad = work.finish(forks, place, reference)
+            return bad and f"{bad} (at {number}: {operations[number]})"
+
+    return together(row, [lambda n=n: trial(n) for n in places], jobs)  # type: ignore[misc]
+
+
+def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int = 0) -> Row:
+    """SIGKILL at any moment, again and again until the work is done."""
+    reference, work = bench.reference(name), bench.works[name]
+    row = Row(f"{name}: SIGKILL at a random moment")
+    draw = random.Random(seed)
+    with bench.forks() as forks, bench.place() as place:
+        began = time.monotonic()
+        forks.run(*work.line(place), ranks=work.ranks)
+        whole = time.monotonic() - began
+
+    def chain(share: int, chance: random.Random) -> list[str]:
+        """Kill `share` times; the work is begun anew whenever it is done."""
+        found: list[str] = []
+        while len(found) < share:
+            with bench.place() as place, bench.forks() as forks:
+                for _ in range(8):
+                    fork = forks.start(*work.line(place), ranks=work.ranks)
+                    time.sleep(chance.uniform(0, whole))
+                    if not kill(fork):
+                        fork.wait()
+                        break
+                    fork.wait()
+                    found.append("")
+                bad = work.finish(forks, place, reference)
+                if bad and found:
+                    found[-1] = bad
+                elif bad:
+                    found.append(bad)
+        return found
+
+    shares = [kills // jobs + (i < kills % jobs) for i in range(jobs)]
+    with ThreadPoolExecutor(jobs) as pool:
+        chances = [random.Random(draw.random()) for _ in shares]
+        for found in pool.map(chain, shares, chances):
+            for bad in found:
+                row.count(bad)
+    return row
+
+
+def kill(fork: Fork) -> bool:
+    """SIGKILL to every rank; whether any was still there."""
+    hit = False
+    for pid in fork.pids:
+        with suppress(ProcessLookupError):
+            hit |= not ended(pid)
+            os.kill(pid, signal.SIGKILL)
+    return hit
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is done, though nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int) -> Row:
+    """The disk is full from some operation on, fails once at one, or is read-only."""
+    operations, reference = bench.operations(name), bench.reference(name)
+    work = bench.works[name]
+    how = {"full": "no space left (ENOSPC)", "error": "the disk fails once (EIO)",
+           "read-only": "read-only directory (EROFS)"}[kind]  # fmt: skip
+    row = Row(f"{name}: {how}")
+    places = sampled(len(operations), most)
+
+    def trial(number: int) -> str:
+        with bench.place() as place, bench.forks() as forks:
+            before = armed(place, kind, number, once=kind == "error")
+            done = forks.run(*work.line(place), ranks=work.ranks, before=before)
+            bad = clear_line(done)
+            if not bad:
+                bad = work.finish(forks, place, reference)
+            return bad and f"{bad} (at {number}: {operations[number]})"
+
+    return together(row, [lambda n=n: trial(n) for n in places], jobs)  # type: ignore[misc]
+
+
+def short_writes(bench: Bench, name: str) -> Row:
+    """Every write of the whole work writes half of what it is given."""
+    row, work = Row(f"{name}: every write is short"), bench.works[name]
+    reference = bench.reference(name)
+    with bench.place() as place:
+        done = bench.run(name, place, armed(place, SHORT, -1))
+        bad = "" if done.status == 0 else f"lost: {done.err[-200:]}"
+        if not bad:
+            try:
+                work.check(place, reference)
+            except AssertionError as error:
+                bad = f"wrong: {str(error)[:200]}"
+        row.count(bad)
+    return row
+
+
+# Python that sends this process SIGTERM in the middle of something
+TOLD = {
+    "validation": "from xformer import train as m; name = '_score'",
+    "a checkpoint": "import safetensors.torch as m; name = 'serialize_file'",
+    "the end of a checkpoint": "from xformer import checkpoint as m; name = 'write_json'",
+    "start-up": "from xformer import train as m; name = 'prepare'",
+    "the opening of the run": "from xformer import train as m; name = 'cut_log'",
+}
+HOOK = """
+import os, signal, sys
+{where}
+original, left = getattr(m, name), [{left}]
+def hooked(*arguments, **options):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(*arguments, **options)
+setattr(m, name, hooked)
+"""
+
+
+def told_to_stop(bench: Bench, name: str, when: Iterable[str] = TOLD) -> list[Row]:
+    """SIGTERM in the middle of something; the same command goes on."""
+    rows, work, reference = [], bench.works[name], bench.reference(name)
+    for what in when:
+        where = TOLD[what]
+        row = Row(f"{name}: SIGTERM during {what}")
+        for left in (1, 2) if "start" not in what and "opening" not in what else (1,):
+            with bench.place() as place, bench.forks() as forks:
+                before = HOOK.format(where=where, left=left)
+                done = forks.run(*work.line(place), ranks=work.ranks, before=before)
+                if done.status not in (128 + signal.SIGTERM, -signal.SIGTERM, 0):
+                    row.count(f"wrong: status {done.status}: {done.err[-200:]}")
+                elif "Traceback" in done.err:
+                    row.count(f"wrong: a traceback: {done.err[-200:]}")
+                else:
+                    row.count(work.finish(forks, place, reference))
+        rows.append(row)
+    return rows

@@ -1,0 +1,353 @@
+"""Hostile files for every reader (tests/faults/readers.py), for as long as is asked.
+
+    PYTHONPATH=tests python -m faults.fuzz --seconds 3600 --findings fuzz
+    PYTHONPATH=tests python -m faults.fuzz --seconds 60 --only parquet,midi --findings fuzz
+    PYTHONPATH=tests python -m faults.fuzz --replay fuzz/parquet/0123abcd
+
+Inputs come from `atheris` where it is installed (guided by the lines of ours that run), else from
+mutations of valid files. A finding is a traceback, an empty message, a read of more than
+HANG seconds, more than MEMORY above what the process began with, or the death of the process; the
+input and the traceback are kept, one of each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from helpers import ROOT
+
+from xformer.data.errors import OF_THE_DISK, one_line
+
+HANG = 20  # seconds
+PATIENCE = 900  # seconds more than a worker was given
+MEMORY = 2**30  # bytes
+LARGEST = 2**15  # bytes of a hostile file, unless the valid one is larger
+ODD = (b"\0", b"\xff" * 4, b"\x80", b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}", b'"', b"'",
+       b"\n", b"\r", b"\t", b",", b"../", b"\xed\xa0\x80", b"\xef\xbb\xbf", "\u2028".encode(),
+       b"9" * 30, b"[" * 10_000, b'{"a":' * 10_000, b"\x7f\xff\xff\xff", b"true",
+       b"a = [[")  # fmt: skip
+
+
+class Hang(BaseException):
+    """The reader took too long."""
+
+
+def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
+    """A seed after a few small damages."""
+    data = bytearray(draw.choice(seeds))
+    for _ in range(draw.choice((1, 1, 2, 3, 8, 30))):
+        place, kind = draw.randrange(len(data) + 1), draw.randrange(8)
+        end = min(len(data), place + draw.choice((1, 2, 4, 16, 200)))
+        if kind == 0 and place < len(data):
+            data[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            data[place:end] = draw.randbytes(end - place)
+        elif kind == 2:
+            data[place:place] = draw.choice(ODD)
+        elif kind == 3:
+            data[place:end] = draw.choice(ODD)
+        elif kind == 4:
+            del data[place:end]
+        elif kind == 5:
+            data[place:place] = data[place:end] * draw.choice((1, 2, 100))
+        elif kind == 6:
+            other = draw.choice(seeds)
+            start = draw.randrange(len(other) + 1)
+            data[place:end] = other[start : start + draw.choice((4, 40, 400))]
+        elif draw.randrange(4) == 0:
+            del data[place:]
+        else:  # another number in place of one
+            numbers = list(re.finditer(rb"-?\d+", bytes(data)))
+            if numbers:
+                found = draw.choice(numbers)
+                new = draw.choice(
+                    (b"0", b"-1", b"1", b"4294967296", b"9223372036854775808", b"1.5")
+                )
+                data[found.start() : found.end()] = new
+    return bytes(data)
+
+
+class Trial:
+    """One reader and a directory in which it is given one hostile file after another."""
+
+    def __init__(self, name: str, ground: Path, place: Path):
+        from faults.readers import READERS
+
+        self.reader = next(r for r in READERS if r.name == name)
+        self.source, self.place = place / "valid", place
+        place.mkdir(parents=True)
+        (place / "ground").symlink_to(ground)
+        valid = ground / self.reader.base / self.reader.file
+        self.seeds = list(self.reader.seeds) or [valid.read_bytes()]
+        if self.reader.base == "raw":  # files that know nothing of each other
+            self.source.mkdir()
+        else:
+            shutil.copytree(ground / self.reader.base, self.source)
+
+    def __call__(self, data: bytes) -> str:
+        """Read it; what was wrong with that, or nothing. Raises Hang."""
+        from faults.readers import CLEAN
+
+        path = self.place / "work"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(self.source, path, copy_function=_linked(self.reader))
+        file = path / self.reader.file
+        file.unlink(missing_ok=True)
+        file.write_bytes(data)
+        # seconds of CPU: the machine may be busy, or the process held
+        signal.signal(signal.SIGPROF, _hang)
+        signal.setitimer(signal.ITIMER_PROF, HANG)
+        try:
+            if self.reader.mend is not None:
+                self.reader.mend(path, self.reader.file)
+            self.reader.read(path)
+        except (*CLEAN, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in OF_THE_DISK:
+                return traceback.format_exc()
+            if not one_line(str(error)).strip():
+                return f"an empty message: {error!r}"
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            return traceback.format_exc()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        return ""
+
+
+def _linked(reader: Any) -> Callable[[str, str], Any]:
+    """Files that nobody changes are linked, not copied."""
+    written = ("store.json", "manifest.json", "tokenizer_meta.json", "log.jsonl", "f.h5")
+
+    def copy(source: str, target: str) -> Any:
+        if Path(source).name in written or reader.base == "run":
+            return shutil.copy(source, target)
+        return os.link(source, target)
+
+    return copy
+
+
+def _hang(number: int, frame: FrameType | None) -> None:
+    raise Hang
+
+
+def kind_of(fault: str) -> str:
+    """What makes two findings one: the error and the last line of ours that it went through."""
+    ours = re.findall(r'File ".*/((?:xformer|preprocess)/[^"]+)", line (\d+)', fault)
+    last = fault.strip().rpartition("\n")[2].partition(":")[0]
+    return f"{last} at {':'.join(ours[-1])}" if ours else last[:80]
+
+
+def memory() -> int:
+    """Bytes that this process held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Findings:
+    """Keeps the first input of each kind of fault, and counts."""
+
+    def __init__(self, directory: Path, trial: Trial):
+        self.directory, self.trial, self.inputs = directory, trial, 0
+        self.peak = memory()
+
+    def test(self, data: bytes) -> None:
+        """Try one input and keep it if it shows a fault that is new."""
+        self.inputs += 1
+        self.directory.mkdir(parents=True, exist_ok=True)
+        last = self.directory / "last"
+        last.write_bytes(data)  # of whatever ends the process
+        fault = self.trial(data)
+        grown, self.peak = memory() - self.peak, max(self.peak, memory())
+        if grown > MEMORY:
+            fault = fault or f"memory of {grown >> 20} MiB more"
+        if fault:
+            name = hashlib.sha256(kind_of(fault).encode()).hexdigest()[:12]
+            file = self.directory / name
+            if not file.exists():
+                file.write_bytes(data)
+                file.with_suffix(".txt").write_text(f"{kind_of(fault)}\n{fault}")
+
+
+def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -> None:
+    """Try inputs on one reader until the time is up, then write how many."""
+    import gc
+
+    setattr(os, "fsync", lambda fd: None)  # noqa: B010 - no disk is meant to last
+    guided = _atheris()
+    if guided is not None:
+        guided.instrument_imports(include=["xformer", "preprocess"]).__enter__()
+    from preprocess import cli
+
+    parser = cli.make_parser()
+    cli.make_parser = lambda: parser
+    with tempfile.TemporaryDirectory(dir=_shared_memory()) as place:
+        found = Findings(findings / name, Trial(name, ground, Path(place) / "trial"))
+        began, note = time.monotonic(), findings / name / "inputs"
+        for data in found.trial.seeds:
+            found.test(data)
+        before = int(note.read_text()) if note.exists() else 0
+
+        def one(data: bytes) -> None:
+            found.test(data)
+            if found.inputs % 50 == 0:
+                note.write_text(str(before + found.inputs))
+            if time.monotonic() - began > seconds:
+                note.write_text(str(before + found.inputs))
+                shutil.rmtree(place, ignore_errors=True)
+                os._exit(0)
+
+        draw = random.Random(seed)
+        if guided is None:
+            while True:
+                one(mutated(draw, found.trial.seeds))
+        gc.collect()
+        corpus = Path(place) / "corpus"
+        corpus.mkdir()
+        for i, data in enumerate(found.trial.seeds):
+            (corpus / f"valid{i}").write_bytes(data)
+        largest = max(LARGEST, *(2 * len(data) for data in found.trial.seeds))
+
+        def custom(data: bytes, most: int, number: int) -> bytes:
+            chance = random.Random(number)
+            if chance.randrange(3) == 0:
+                return mutated(chance, [data, *found.trial.seeds])[:most]
+            return bytes(guided.Mutate(data, most))
+
+        options = [f"-max_len={largest}", "-timeout=900", "-rss_limit_mb=0", f"-seed={seed + 1}",
+                   f"-artifact_prefix={place}/", "-close_fd_mask=0", "-verbosity=0"]  # fmt: skip
+        guided.Setup(["fuzz", *options, str(corpus)], one, custom_mutator=custom)
+        guided.Fuzz()
+
+
+def _atheris() -> Any:
+    try:
+        import atheris  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        return None
+    return atheris
+
+
+def _shared_memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() and os.access("/dev/shm", os.W_OK) else None
+
+
+def make_ground(path: Path) -> Path:
+    """The directories the readers start from, made once in a process of their own."""
+    code = "import pathlib, sys; from faults.readers import make_ground as make; "
+    code += "make(pathlib.Path(sys.argv[1]))"
+    if not path.exists():
+        part = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(part, ignore_errors=True)
+        subprocess.run([sys.executable, "-c", code, str(part)], check=True, cwd=ROOT)
+        part.rename(path)
+    return path
+
+
+def fuzz(names: list[str], ground: Path, findings: Path, seconds: float) -> Iterator[str]:
+    """Give each reader its share of the time; a line about each."""
+    each = seconds / len(names)
+    for name in names:
+        end, seed, deaths = time.monotonic() + each, 0, 0
+        directory = findings / name
+        began = resource.getrusage(resource.RUSAGE_CHILDREN)
+        while (left := end - time.monotonic()) > 1 or seed == 0:
+            line = [
+                sys.executable,
+                "-m",
+                "faults.fuzz",
+                "--worker",
+                name,
+                "--ground",
+                str(ground),
+                "--findings",
+                str(findings),
+                "--seconds",
+                str(left),
+                "--seed",
+                str(seed),
+            ]
+            try:
+                ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True,
+                                       timeout=left + PATIENCE, errors="replace")  # fmt: skip
+                status, said = ended.returncode, ended.stderr
+            except subprocess.TimeoutExpired:
+                status, said = -1, "the reader hung where no signal reaches it"
+            seed += 1
+            if status == 0:
+                break
+            deaths += 1
+            kind = hashlib.sha256(said[-200:].encode()).hexdigest()[:8]
+            if (directory / "last").exists():
+                shutil.copy(directory / "last", directory / f"death-{kind}")
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"death-{kind}.txt").write_text(f"died with {status}\n{said[-4000:]}")
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = used.ru_utime + used.ru_stime - began.ru_utime - began.ru_stime
+        note = directory / "inputs"
+        inputs = int(note.read_text()) if note.exists() else 0
+        faults = sorted(file.read_text().partition("\n")[0] for file in directory.glob("*.txt"))
+        record = {"reader": name, "inputs": inputs, "cpu_seconds": round(cpu, 1), "faults": faults}
+        with (findings / "record.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        yield (f"{name:<32} {inputs:>8,} inputs  {cpu:6.0f} s of CPU  {len(faults)} faults"
+               + "".join(f"\n    {fault}" for fault in faults))  # fmt: skip
+
+
+def main() -> None:
+    """The command."""
+    from faults.readers import READERS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m faults.fuzz", description=(__doc__ or "").partition("\n")[0]
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=600, help="Time for all readers together (default: 600).")
+    add("--only", metavar="A,B", help="Readers to try (default: all).")
+    add("--findings", type=Path, default=Path("fuzz-findings"), metavar="DIR",
+        help="Where inputs that show a fault are kept (default: fuzz-findings).")  # fmt: skip
+    add("--ground", type=Path, metavar="DIR", help="Where the valid files lie; made there if it "
+        "does not exist (default: a temporary directory).")  # fmt: skip
+    add("--replay", type=Path, metavar="FILE", help="Try one input that was kept, and show all.")
+    add("--list", action="store_true", help="Name the readers.")
+    for hidden in ("--worker", "--seed"):
+        add(hidden, default="0", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    names = [reader.name for reader in READERS]
+    if given.worker != "0":
+        worker(given.worker, given.ground, given.findings, given.seconds, int(given.seed))
+    if given.list:
+        print("\n".join(names))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        ground = make_ground((given.ground or Path(temporary) / "ground").absolute())
+        if given.replay is not None:
+            trial = Trial(given.replay.parent.name, ground, Path(temporary) / "trial")
+            print(trial(given.replay.read_bytes()) or "no fault")
+            return
+        chosen = given.only.split(",") if given.only else names
+        if unknown := set(chosen) - set(names):
+            parser.error(f"no reader is called {unknown.pop()!r}; see --list")
+        given.findings.mkdir(parents=True, exist_ok=True)
+        for line in fuzz(chosen, ground, given.findings.absolute(), given.seconds):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

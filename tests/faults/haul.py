@@ -1,0 +1,72 @@
+"""A long run of a tiny model: what it holds of the machine at its beginning and at its end."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from helpers import SMOKE, training
+
+from faults.works import Bench, Row
+
+SAMPLE = """
+import json, os, pathlib, threading, time, resource
+from xformer.monitor import Monitor
+plain = Monitor.advance
+def held():
+    status = pathlib.Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return {{"rss": int(fields["RssAnon"].split()[0]) * 1024,
+            "files": len(os.listdir("/proc/self/fd")), "threads": int(fields["Threads"]),
+            "shared": maps.count("/dev/shm/"),
+            "cpu": time.process_time(), "wall": time.perf_counter()}}
+def advance(self, done):
+    plain(self, done)
+    if done % 1000 == 0:
+        print(json.dumps({{"step": done, **held()}}), flush=True)
+Monitor.advance = advance
+"""
+TINIEST = ["model.layers=1", "model.hidden=16", "model.heads=1", "model.intermediate=16",
+           "batch.rows=2", "train.log_every=100", "train.validate_every=5000",
+           "train.checkpoint_every=2500"]  # fmt: skip
+SLOWER = 1.05  # the last steps' time beside that of the first
+GROWTH = 32 * 2**20  # bytes that the process may hold more at the end than after a tenth
+
+
+def long_haul(bench: Bench, steps: int = 20_000) -> tuple[Row, dict[str, Any]]:
+    """Steps of a tiny model: memory, files, threads and shared memory stay, and so does the speed,
+    by time of the CPU."""
+    row = Row(f"{steps:,} steps of a tiny model")
+    with bench.place() as place, bench.forks() as forks:
+        line = training(SMOKE, bench.toys.text, place / "run", *TINIEST, f"train.steps={steps}")
+        done = forks.run(*line, before=SAMPLE.format())
+    if done.status:
+        row.count(f"lost: {done.err[-300:]}")
+        return row, {}
+    points = [json.loads(text) for text in done.out.splitlines() if text.startswith('{"step"')]
+    early, last = points[max(1, len(points) // 10)], points[-1]
+    found: dict[str, Any] = {
+        name: [(b[name] - a[name]) for a, b in pairwise(points)] for name in ("cpu", "wall")
+    }  # seconds a thousand steps are milliseconds a step
+    found["memory_mib"] = [round(p["rss"] / 2**20, 1) for p in points]
+    found |= {name: [p[name] for p in points] for name in ("files", "threads", "shared")}
+    few = max(1, len(found["cpu"]) // 6)
+    speed = [float(np.median(part)) for part in (found["cpu"][:few], found["cpu"][-few:])]
+    bad = ""
+    if last["rss"] - early["rss"] > GROWTH:
+        bad = f"wrong: memory grows: {found['memory_mib']} MiB"
+    for name in ("files", "threads", "shared"):
+        if last[name] > early[name]:
+            bad = f"wrong: {name} grow: {found[name]}"
+    if speed[1] > SLOWER * speed[0]:
+        bad = f"wrong: it slows down: {found['cpu']} s of CPU a thousand steps"
+    row.count(bad)
+    row.notes.append(
+        f"memory {found['memory_mib'][0]} to {found['memory_mib'][-1]} MiB, "
+        f"{last['files']} files, {last['threads']} threads; "
+        f"{speed[0]:.2f} to {speed[1]:.2f} ms of CPU a step"
+    )
+    return row, found

@@ -1,0 +1,165 @@
+"""Faults inside a process: every operation that it does on files is counted, and at a given one it
+dies, the machine loses its power, the disk is full, fails, or is read-only.
+
+A process that tests.helpers.Forks starts is armed by `before=armed(place, fault, number)`. Writes
+of Python go through a file of ours, so that a half of one can be written. The weights, which the
+library writes at one go, count as one write; its file may be half there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COUNT, KILL, POWER, SHORT = "count", "kill", "power", "short"
+ERRORS = {"full": errno.ENOSPC, "error": errno.EIO, "read-only": errno.EROFS}
+_real = {name: getattr(os, name) for name in
+         ("open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync", "link",
+          "symlink", "truncate", "ftruncate")}  # fmt: skip
+_open = io.open
+
+
+def armed(place: Path, fault: str, number: int = 0, once: bool = False) -> str:
+    """Python that arms a process: `fault` at the operation `number` on what lies below `place`.
+    An error comes at all later operations too, unless `once`."""
+    return (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        f"from faults.inject import Armed\nArmed({str(place)!r}, {fault!r}, {number}, {once})\n"
+    )
+
+
+class Armed:
+    """Wraps what this process does with files below `place` from now on."""
+
+    def __init__(self, place: str, fault: str, number: int, once: bool):
+        self.place, self.fault, self.number, self.once = place, fault, number, once
+        self.seen = 0
+        self.safe: dict[int, int] = {}  # inode -> bytes that the disk has for sure
+        for directory, _, names in os.walk(place):
+            for name in names:
+                found = os.stat(os.path.join(directory, name))
+                self.safe[found.st_ino] = found.st_size
+        for name, call in _real.items():
+            setattr(os, name, self._wrapped(name, call))
+        io.open = builtins.open = self._opened
+        if "safetensors.torch" in sys.modules:
+            module: Any = sys.modules["safetensors.torch"]
+            module.serialize_file = self._serialised(module.serialize_file)
+
+    # ------------------------------------------------------------------------ what happens when
+
+    def point(self, what: str, half: Callable[[], Any] | None = None) -> None:
+        """An operation is about to be done; `half` does half of it."""
+        number, self.seen = self.seen, self.seen + 1
+        if self.fault == COUNT:
+            _real_write(f"{what}\n")
+        hit = number == self.number
+        if self.fault in (KILL, POWER) and hit:
+            self._die(half)
+        if self.fault in ERRORS and (hit or (number > self.number and not self.once)):
+            if half is not None and self.fault == "full":
+                half()
+            code = ERRORS[self.fault]
+            raise OSError(code, os.strerror(code), what.partition(" ")[2])
+
+    def _die(self, half: Callable[[], Any] | None) -> None:
+        if half is not None:
+            half()
+        if self.fault == POWER:  # what was not synced is gone
+            for directory, _, names in os.walk(self.place):
+                for name in names:
+                    path = os.path.join(directory, name)
+                    found = os.stat(path)
+                    kept = self.safe.get(found.st_ino, 0)
+                    if found.st_size > kept:
+                        _real["truncate"](path, kept)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # ------------------------------------------------------------------------------ the wrappers
+
+    def _below(self, path: Any) -> str | None:
+        """The path as a string, if it lies below the place."""
+        if isinstance(path, int):
+            try:
+                path = os.readlink(f"/proc/self/fd/{path}")
+            except OSError:
+                return None
+        text = os.path.abspath(os.fsdecode(path))
+        return text if text == self.place or text.startswith(self.place + os.sep) else None
+
+    def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(path: Any, *arguments: Any, **options: Any) -> Any:
+            directory = options.get("dir_fd")
+            known = path if directory is None else f"/proc/self/fd/{directory}/{os.fsdecode(path)}"
+            inside = self._below(known) or (directory is not None and self._below(directory))
+            flags = arguments[0] if arguments and name == "open" else options.get("flags", 0)
+            writes = name != "open" or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if inside and writes:
+                self.point(f"{name} {inside}")
+            done = call(path, *arguments, **options)
+            if name == "fsync" and inside:
+                found = os.fstat(path) if isinstance(path, int) else os.stat(path)
+                self.safe[found.st_ino] = found.st_size
+            return done
+
+        return wrapper
+
+    def _opened(self, file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None,
+                errors: Any = None, newline: Any = None, closefd: bool = True,
+                opener: Any = None) -> Any:  # fmt: skip
+        plain = isinstance(file, int) or opener is not None or not set(mode) & set("wax+")
+        if plain or not (path := self._below(file)):
+            return _open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        self.point(f"open {path}")
+        raw = _Raw(path, mode.replace("b", "").replace("t", ""))
+        raw.owner = self
+        if buffering == 0:
+            return raw
+        buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        if "b" in mode:
+            return buffered
+        return io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
+
+    def _serialised(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def serialize_file(tensors: Any, file: Any, *arguments: Any, **options: Any) -> Any:
+            path = self._below(file)
+            if path is None:
+                return call(tensors, file, *arguments, **options)
+
+            def half() -> None:
+                call(tensors, file, *arguments, **options)
+                _real["truncate"](path, os.stat(path).st_size // 2)
+
+            self.point(f"open {path}")
+            self.point(f"write {path}", half)
+            return call(tensors, file, *arguments, **options)
+
+        return serialize_file
+
+
+class _Raw(io.FileIO):
+    """A file whose writes are told before they are done."""
+
+    owner: Armed
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        if self.owner.fault == SHORT and len(view) > 1:
+            view = view[: (len(view) + 1) // 2]
+        if len(view) > 1:
+            self.owner.point(f"begin {self.name!s}")
+        half = view[: len(view) // 2]
+        self.owner.point(f"write {self.name!s}", lambda: super(_Raw, self).write(half))
+        return super().write(view)
+
+
+def _real_write(text: str) -> None:
+    """To standard output, past all buffers."""
+    os.write(1, text.encode())

@@ -1,0 +1,210 @@
+"""What is killed, and how it is told whether anything was lost: a training run and a preprocess
+run, small and real."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+from helpers import SMOKE, Done, Forks, training
+from tensorboard.backend.event_processing.directory_watcher import (  # type: ignore[import-untyped]
+    DirectoryDeletedError,
+)
+from test_train import drawn_once, same
+from toys import Toys
+
+from faults.inject import COUNT, armed
+
+# it tells of each restart that a curve was begun anew
+logging.getLogger("tensorboard").setLevel(logging.ERROR)
+# a checkpoint at every step, so that many are written and all but some deleted again
+STEPS = ["train.steps=4", "train.checkpoint_every=1", "train.validate_every=2",
+         "train.log_every=1"]  # fmt: skip
+
+
+@dataclass
+class Row:
+    """A line of the table: how often a fault was made, and how often something was lost (what had
+    been written, or the work cannot go on) or wrong (it ends otherwise than it would have)."""
+
+    fault: str
+    times: int = 0
+    lost: int = 0
+    wrong: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def count(self, bad: str) -> None:
+        """One more; `bad` begins with "lost" or "wrong", or is empty."""
+        self.times += 1
+        self.lost += bad.startswith("lost")
+        self.wrong += bad.startswith("wrong")
+        if bad:
+            self.notes.append(bad)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command line that writes below `place`, and what must hold when it is done."""
+
+    name: str
+    line: Callable[[Path], list[str]]
+    check: Callable[[Path, Path], None]  # raises AssertionError where `place` is not `reference`
+    ranks: int = 1
+
+    def finish(self, forks: Forks, place: Path, reference: Path) -> str:
+        """Run it to its end in a place where it was stopped; what is lost or wrong then."""
+        before = newest(place)
+        done = forks.run(*self.line(place), ranks=self.ranks)
+        if done.status != 0:
+            return f"lost: it does not go on: {done.err.strip().rpartition(chr(10))[2]}"
+        if before and f"from step {before}\n" not in done.err and "is finished" not in done.err:
+            return f"lost: the checkpoint of step {before}: {done.err.splitlines()[:1]}"
+        try:
+            self.check(place, reference)
+        except (AssertionError, OSError, DirectoryDeletedError) as error:
+            return f"wrong: {str(error)[:200]}"
+        return ""
+
+
+def newest(place: Path) -> int:
+    """The step of the newest checkpoint below a place; 0: there is none."""
+    found = (place / "run/checkpoints").glob("step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in found), default=0)
+
+
+def check_run(place: Path, reference: Path) -> None:
+    """Weights, moments, state, scores, log and TensorBoard are those of the reference."""
+    same(place / "run", reference / "run")
+    drawn_once(place / "run")
+    left = [p.name for p in (place / "run").rglob(".*")]
+    assert left == [".lock"], f"left behind: {left}"
+
+
+def check_store(place: Path, reference: Path) -> None:
+    """Every byte is that of the reference, but for the output's name in the command line."""
+    assert [p.name for p in place.iterdir()] == ["store"], [p.name for p in place.iterdir()]
+    found, wanted = (files(p / "store", p) for p in (place, reference))
+    assert found.keys() == wanted.keys()
+    for name in found:
+        assert found[name] == wanted[name], f"{name} differs"
+
+
+def files(directory: Path, place: Path) -> dict[str, bytes]:
+    """The content of every file below a directory, without the command line that made it."""
+    own = {}
+    for path in directory.rglob("*"):
+        if path.is_file() and path.name != "sums.json":
+            content = path.read_bytes().replace(bytes(place), b"")
+            if path.name == "store.json":
+                meta = json.loads(content)
+                del meta["origin"]["command"]
+                content = json.dumps(meta).encode()
+            own[str(path.relative_to(directory))] = content
+    return own
+
+
+def works(toys: Toys) -> dict[str, Work]:
+    """The works by name."""
+    text = ["preprocess.py", "text", "--input", str(toys.raw / "train.txt"), "--valid",
+            str(toys.raw / "valid.txt"), "--tokenizer", str(toys.tokenizer)]  # fmt: skip
+    made = [
+        Work(
+            "training",
+            lambda place: training(SMOKE, toys.text, place / "run", *STEPS),
+            check_run,
+        ),
+        Work(
+            "training on two ranks",
+            lambda place: training(SMOKE, toys.text, place / "run", *STEPS),
+            check_run,
+            ranks=2,
+        ),
+        Work(
+            "preprocessing",
+            lambda place: [*text, "--output", str(place / "store"), "--overwrite"],
+            check_store,
+        ),
+    ]
+    return {work.name: work for work in made}
+
+
+class Bench:
+    """Servers that start commands quickly, a place for their output, and the works' references."""
+
+    def __init__(self, toys: Toys, scratch: Path, servers: list[Forks]):
+        self.toys, self.scratch = toys, scratch
+        self.works = works(toys)
+        self.servers: SimpleQueue[Forks] = SimpleQueue()
+        for server in servers:
+            self.servers.put(server)
+        self.numbers = iter(range(10**9))
+        self.references: dict[str, Path] = {}
+
+    @contextmanager
+    def forks(self) -> Iterator[Forks]:
+        """A server for one caller at a time."""
+        server = self.servers.get()
+        try:
+            yield server
+        finally:
+            self.servers.put(server)
+
+    @contextmanager
+    def place(self) -> Iterator[Path]:
+        """An empty directory that goes when all was well."""
+        path = self.scratch / f"place-{next(self.numbers)}"
+        path.mkdir(parents=True)
+        yield path
+        shutil.rmtree(path)
+
+    def reference(self, name: str) -> Path:
+        """Where a work lies that never stopped."""
+        if name not in self.references:
+            path = self.scratch / f"reference-{name.replace(' ', '-')}"
+            path.mkdir(parents=True)
+            done = self.run(name, path)
+            assert done.status == 0, done.err
+            self.references[name] = path
+        return self.references[name]
+
+    def run(self, name: str, place: Path, before: str = "") -> Done:
+        """A work from its beginning to its end."""
+        work = self.works[name]
+        with self.forks() as forks:
+            return forks.run(*work.line(place), ranks=work.ranks, before=before)
+
+    def operations(self, name: str) -> list[str]:
+        """What a work does with files, in order."""
+        self.reference(name)
+        with self.place() as place:
+            said = self.run(name, place, armed(place, COUNT)).out
+        kinds = r"(?:begin|" + "|".join(KINDS) + r") /"
+        return [line for line in said.splitlines() if re.match(kinds, line)]
+
+
+KINDS = ("open", "write", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync",
+         "link", "symlink", "truncate", "ftruncate")  # fmt: skip
+
+
+def clear_line(done: Done) -> str:
+    """What is wrong with how a command told of its failure; nothing if it is one line."""
+    if "Traceback" in done.err:
+        return f"wrong: a traceback: {done.err.strip().rpartition(chr(10))[2]}"
+    last = done.err.strip().rpartition("\n")[2]
+    if done.status == 1 and not last.startswith("error: "):
+        return f"wrong: it failed without a word: {last[:100]}"
+    if done.status not in (0, 1):
+        return f"wrong: status {done.status}: {last[:100]}"
+    return ""
+
+
+def as_json(rows: list[Row]) -> str:
+    """The rows for a program."""
+    return json.dumps([vars(row) for row in rows], indent=1)

@@ -1,0 +1,72 @@
+"""A sample of what `make faults` does in full: nothing is lost, whatever dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults import damage, deaths, many
+from faults.inject import KILL, POWER
+from faults.works import Bench, Row
+from helpers import Forks
+from toys import Toys
+
+
+@pytest.fixture(scope="module")
+def bench(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(data, tmp_path_factory.mktemp("faults"), [forks])
+
+
+def good(*rows: Row) -> None:
+    """Assert that nothing was lost or wrong, and that something was tried."""
+    for row in rows:
+        assert (row.lost, row.wrong) == (0, 0), (row.fault, row.notes)
+        assert row.times > 0, row.fault
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "most"),
+    [("preprocessing", KILL, 10), ("preprocessing", POWER, 6), ("training", KILL, 4)],
+)
+def test_killed_at_an_operation_on_files(bench: Bench, name: str, fault: str, most: int) -> None:
+    assert len(bench.operations(name)) > 50
+    good(deaths.killed_at_operations(bench, name, fault, most, jobs=1))
+
+
+def test_killed_at_random(bench: Bench) -> None:
+    good(deaths.killed_at_random(bench, "preprocessing", 4, jobs=1))
+
+
+@pytest.mark.parametrize("kind", ["full", "error", "read-only"])
+def test_a_disk_that_refuses(bench: Bench, kind: str) -> None:
+    good(deaths.refused_by_the_disk(bench, "preprocessing", kind, 3, jobs=1))
+
+
+def test_short_writes(bench: Bench) -> None:
+    good(deaths.short_writes(bench, "preprocessing"))
+
+
+@pytest.mark.parametrize("what", ["store", "checkpoint"])
+def test_damage_of_every_file_is_noticed_and_named(bench: Bench, what: str) -> None:
+    good(*damage.every_file(bench, what, flips=1))
+
+
+def test_many_at_once(bench: Bench) -> None:
+    """One process has a run, and two write to one output; a store is replaced while it is read."""
+    good(many.same_run(bench, others=2), many.same_output(bench, times=1))
+    good(*many.replaced_while_read(bench, seconds=0.5))
+
+
+def test_told_to_stop_in_the_middle(bench: Bench) -> None:
+    good(*deaths.told_to_stop(bench, "training", ["a checkpoint"]))
+
+
+def test_what_is_tried_is_noticed(bench: Bench, tmp_path: Path) -> None:
+    """The harness itself: a work that goes on wrongly is counted as such."""
+    work, reference = bench.works["preprocessing"], bench.reference("preprocessing")
+    with bench.forks() as forks:
+        (tmp_path / "foreign").mkdir()
+        assert work.finish(forks, tmp_path, reference).startswith("wrong: ['foreign', 'store']")
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other/store").mkdir()
+        assert work.finish(forks, tmp_path / "other", reference).startswith("lost: ")

@@ -1,0 +1,181 @@
+"""Files and names from strangers: each is read or refused in one line; nothing of theirs runs."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faults import fuzz
+from faults.readers import READERS, command, make_ground, zipped
+from helpers import ROOT, SMOKE, Forks, good, training
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xformer.data.errors import one_line
+from xformer.data.store import open_store
+
+INPUTS = 3  # random ones a reader
+DEEP = 10_000
+MORE = int(os.environ.get("FAULTS_INPUTS", INPUTS))
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Valid files of every kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [""])
+        threads = torch.get_num_threads()
+        path = tmp_path_factory.mktemp("hostile") / "ground"
+        make_ground(path)
+        torch.set_num_threads(threads)
+    return path
+
+
+@pytest.fixture
+def trial(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], fuzz.Trial]]:
+    """Makes a Trial of a reader by name."""
+    monkeypatch.setattr("sys.argv", [""])
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    threads = torch.get_num_threads()
+    yield lambda name: fuzz.Trial(name, ground, tmp_path / "trial")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", [reader.name for reader in READERS])
+def test_a_damaged_file_is_read_or_refused_in_one_line(
+    name: str, trial: Callable[[str], fuzz.Trial]
+) -> None:
+    """A sample of what `python -m faults.fuzz` tries by the million."""
+    reads, draw = trial(name), random.Random(name)
+    for seed in reads.seeds:
+        assert reads(seed) == ""  # a valid one
+    for number in range(MORE):
+        data = fuzz.mutated(draw, reads.seeds)
+        assert (fault := reads(data)) == "", (number, fault, data[:200])
+
+
+# ------------------------------------------------------------------------- nothing of theirs runs
+
+
+class Payload:
+    """What a pickle would do: make a directory."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def pickles(marker: Path) -> dict[str, bytes]:
+    """The payload in every form that a loader of arrays or weights might open."""
+    forms = {"pickle": pickle.dumps(Payload(marker))}
+    for name, legacy in (("torch", False), ("old torch", True)):
+        buffer = io.BytesIO()
+        torch.save({"w": Payload(marker)}, buffer, _use_new_zipfile_serialization=not legacy)
+        forms[name] = buffer.getvalue()
+    for name, save in (("npy", np.save), ("npz", np.savez)):
+        buffer = io.BytesIO()
+        save(buffer, np.array([Payload(marker)], object))
+        forms[name] = buffer.getvalue()
+    forms["zip"] = zipped(**{"archive/data.pkl": forms["pickle"], "archive/version": b"3"})
+    return forms
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["import pytorch_model.bin", "PLUS", "mapping.npy", "store label", "store train/tokens.npy",
+     "checkpoint model.safetensors", "capture", "capture part", "from spiece.model",
+     "import model.safetensors"],
+)  # fmt: skip
+def test_no_pickle_runs(name: str, trial: Callable[[str], fuzz.Trial], tmp_path: Path) -> None:
+    reads, marker = trial(name), tmp_path / "owned"
+    for form, data in pickles(marker).items():
+        assert reads(data) == "", form
+        assert not marker.exists(), form
+    pickle.loads(pickles(marker)["pickle"])  # it would have
+    assert marker.exists()
+
+
+DANGEROUS = {"eval", "exec", "compile", "os.system", "os.popen", "pickle.loads", "__import__"}
+
+
+SOURCES = sorted(p for name in ("xformer", "preprocess") for p in (ROOT / name).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_nothing_is_interpreted(path: Path) -> None:
+    """No source calls what runs a text as a program, or hands one to a shell."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in DANGEROUS, ast.unparse(node)
+            assert not any(k.arg == "shell" for k in node.keywords), ast.unparse(node)
+
+
+NAMES = ["a b", "it's \"so\"", "$(touch owned)", "`touch owned`; touch owned", "line\nbreak",
+         "-rf", "%s {0} {text}", "\x1b[31mred", "[ab]", "é\u202eback"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_names(name: str, ground: Path, tmp_path: Path, forks: Forks,
+                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A file, an output and a run may be called anything; a shell never sees it."""
+    monkeypatch.chdir(tmp_path)
+    Path(f"{name}.txt").write_text((ground / "raw/t.txt").read_text() * 3)
+    Path("v.txt").write_text((ground / "raw/v.txt").read_text())
+    command("text", f"--input={name}.txt", "--valid", "v.txt", "--tokenizer", ground / "tok",
+            f"--output={name}")  # fmt: skip
+    assert open_store(name).split("train").rows > 0
+    line = training(SMOKE, tmp_path / name, tmp_path / f"run {name}", "train.steps=1")
+    good(forks.run(*line))
+    assert (tmp_path / f"run {name}/result.json").is_file()
+    again = forks.run(*line, "optim.lr=0.5")
+    assert (again.status, again.err.count("\n")) == (2, 1)
+    assert again.err.rstrip("\n").isprintable()
+    kept = {name, f"{name}.txt", "v.txt", f"run {name}"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+# ------------------------------------------------------------------------------- what was found
+
+
+@pytest.mark.parametrize("name", [r.name for r in READERS if r.file.endswith((
+    ".json", ".jsonl", ".toml", "words"))])  # fmt: skip
+def test_ten_thousand_levels(name: str, trial: Callable[[str], fuzz.Trial]) -> None:
+    reads = trial(name)
+    for data in (b"[" * DEEP, b'{"a":' * DEEP, b"a = " + b"[" * DEEP, b"a." * DEEP + b"b = 1",
+                 b"[" * DEEP + b"]" * DEEP, b'{"a":' * DEEP + b"1" + b"}" * DEEP):  # fmt: skip
+        assert reads(data) == "", data[:10]
+
+
+HEAD = b"\x93NUMPY\x01\x00v\x00"
+FOUND: list[tuple[str, bytes]] = [
+    ("archive a.zip", zipped(a=b"x" * 99)[10:]),  # its table points before its beginning
+    ("store train/tokens.offsets.npy", b""),
+    ("store train/tokens.offsets.npy", HEAD + b"{'descr': '<i4', (".ljust(118)),
+    ("evaluated train/tokens.offsets.npy", HEAD + b"{'descr': '<i4', (".ljust(118)),
+    ("splice", b"E" * 10**5 + b",x,ACGT\n"),  # a class of 100,000 letters
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_was_found(name: str, data: bytes, trial: Callable[[str], fuzz.Trial]) -> None:
+    assert trial(name)(data) == ""
+
+
+@given(st.text())
+def test_a_message_is_one_line_of_letters_and_signs(text: str) -> None:
+    line = one_line(text * 3000, most=500)
+    assert line.isprintable()
+    assert len(line) <= 10 * 510
+    assert one_line("plain words, 5 %: é北") == "plain words, 5 %: é北"
