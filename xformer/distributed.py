@@ -99,12 +99,15 @@ class Ranks:
         return answer["result"]
 
 
+ALONE = Ranks(0, 1, torch.device("cpu"))  # a process of its own on the CPU
+
+
 def keep_memory() -> None:
     """Have glibc keep the memory of a step for the next one. Where it is given back, every large
     tensor is mapped and zeroed page by page again: 100,000 page faults a step of 4,096 tokens.
 
-    So nothing is mapped on its own: by its size alone glibc would map what has 32 MiB and more, such
-    as the gradient of a word table."""
+    So nothing is mapped on its own: glibc would map whatever has 32 MiB and more, such as the
+    gradient of a word table."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

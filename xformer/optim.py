@@ -70,7 +70,8 @@ class Group:
 
     names: list[str]
     weights: list[Tensor]
-    moments: list[list[Tensor]]
+    first: list[Tensor]
+    second: list[Tensor]
     steps: list[Tensor]
     decay: float
 
@@ -140,9 +141,9 @@ class FlatOptimizer:
         return self._group([name for name, _ in named], parts, decay)
 
     def _group(self, names: list[str], parts: list[slice], decay: float) -> Group:
-        moments = [[moment[part] for part in parts] for moment in self.moments.values()]
+        first, second = ([moment[part] for part in parts] for moment in self.moments.values())
         steps = [torch.zeros((), device=self.flat.device) for _ in parts]
-        return Group(names, [self.mine[part] for part in parts], moments, steps, decay)
+        return Group(names, [self.mine[part] for part in parts], first, second, steps, decay)
 
     @property
     def counts(self) -> Tensor:
@@ -187,7 +188,7 @@ class FlatOptimizer:
         for group, some in zip(self.groups, gradients, strict=True):
             # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
             adam(
-                group.weights, some, *group.moments, [], group.steps, fused=True,
+                group.weights, some, group.first, group.second, [], group.steps, fused=True,
                 grad_scale=divisor.float(), decoupled_weight_decay=config.name == "adamw", lr=lr,
                 weight_decay=group.decay, beta1=config.betas[0], beta2=config.betas[1],
                 eps=config.eps, amsgrad=False, maximize=False,

@@ -178,16 +178,16 @@ def _table(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
-def fuses(x: Tensor, norm: nn.Module) -> bool:
-    """Whether the Triton kernel for residual, dropout and LayerNorm serves."""
-    return x.is_cuda and isinstance(norm, nn.LayerNorm) and x.size(1) <= WIDEST
+def fuses(x: Tensor) -> bool:
+    """Whether the Triton kernel for residual, dropout and LayerNorm serves (T, C) of this kind."""
+    return x.is_cuda and x.size(1) <= WIDEST
 
 
 def add_norm(x: Tensor, y: Tensor, norm: nn.Module, rate: float, plain: bool = False,
              ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """norm(z) and z = x + dropout(y), all (T, C); on CUDA in one kernel, unless `plain` operations
     are asked for, which can be differentiated twice."""
-    if not plain and fuses(x, norm):
+    if not plain and isinstance(norm, nn.LayerNorm) and fuses(x):
         from xformer.model import norm_kernels
 
         seed = int(torch.randint(2**62, ())) if rate > 0.0 else 0
