@@ -111,11 +111,12 @@ def block_checksums(path: Path) -> Iterator[str]:
     """SHA-256 of every 64 MiB block of a file, in order, each as soon as it is read."""
     piece = memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest, size = hashlib.sha256(piece[:count]), count
-            while size < BLOCK and (count := file.readinto(piece[: BLOCK - size])):
+        while count := file.readinto(piece[:BLOCK]):
+            digest, size = hashlib.sha256(), 0
+            while count:
                 digest.update(piece[:count])
                 size += count
+                count = file.readinto(piece[: BLOCK - size])
             yield digest.hexdigest()
 
 

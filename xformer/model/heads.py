@@ -18,7 +18,7 @@ from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
-LOGITS = 2**23 - 2**10  # at a time on the CPU: pieces of memory below 32 MiB are used again
+LOGITS = 2**24  # at a time on the CPU: enough rows for fast products, few enough for the cache
 
 
 @dataclass(frozen=True)
