@@ -5,7 +5,6 @@ Everything that comes from a study file, a run or a log is escaped.
 
 from __future__ import annotations
 
-import json
 import math
 from base64 import b64encode
 from html import escape
