@@ -218,8 +218,9 @@ class FlatOptimizer:
                     _other(config, group, some, lr)
                 continue
             # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
+            first, second = group.moments
             adam(
-                group.weights, some, *group.moments, [], group.steps, fused=True,
+                group.weights, some, first, second, [], group.steps, fused=True,
                 grad_scale=divisor.float(), decoupled_weight_decay=config.name == "adamw", lr=lr,
                 weight_decay=group.decay, beta1=config.betas[0], beta2=config.betas[1],
                 eps=config.eps, amsgrad=False, maximize=False, found_inf=drop,
@@ -288,13 +289,15 @@ def _other(config: OptimConfig, group: Group, gradients: list[Tensor], lr: float
     """A step of one group by another optimizer than Adam."""
     b1, b2 = config.betas
     if config.name == "adagrad":
-        adagrad(group.weights, gradients, *group.moments, group.steps, lr=lr,
+        (sums,) = group.moments
+        adagrad(group.weights, gradients, sums, group.steps, lr=lr,
                 weight_decay=group.decay, lr_decay=0.0, eps=config.eps, maximize=False)  # fmt: skip
     elif config.name == "novograd":
         novograd(group, gradients, lr, config.betas, config.eps)
     else:
+        first, second = group.moments
         step = adamax if config.name == "adamax" else radam
-        step(group.weights, gradients, *group.moments, group.steps, beta1=b1, beta2=b2, lr=lr,
+        step(group.weights, gradients, first, second, group.steps, beta1=b1, beta2=b2, lr=lr,
              weight_decay=group.decay, eps=config.eps)  # fmt: skip
 
 

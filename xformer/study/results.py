@@ -86,6 +86,7 @@ class Results:
                     found = {content["split"]: found}
                 if not _are_scores(found):
                     raise BadInput(f"{work.proof} is no result: it has no metrics")
+                assert found is not None
                 if logs and work.recipe is not None:
                     found = {**found, "train": _last(work.path)}
                 self.metrics[work.key] = found
