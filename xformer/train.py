@@ -41,6 +41,7 @@ from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 from xformer.profile import Profiler
 from xformer.run import Run, open_run
 from xformer.shard import ShardedOptimizer
+from xformer.surgery import operations
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
@@ -477,6 +478,9 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     if job.recipe.init is not None:
         manifest = checkpoints.resolve(job.recipe.init) / "manifest.json"
         identity["init"] = file_checksum(manifest)
+    read = [operations.content(operation) for operation in job.recipe.surgery]
+    if any(read):  # what operations read beside the checkpoint
+        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
     environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
