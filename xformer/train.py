@@ -227,7 +227,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         name = recipe.optim.name
         raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
     split = store.split("train")
-    array = mapping.build(recipe.mapping, store, start.tokenizer)
+    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     pairs = recipe.masking.pair_weight > 0
     head = Head(
         recipe.head,
