@@ -40,6 +40,7 @@ from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 from xformer.profile import Profiler
 from xformer.run import Run, open_run
 from xformer.shard import ShardedOptimizer, Snapshot
+from xformer.surgery import operations
 from xformer.surgery.operations import Operation, apply
 from xformer.trouble import LIMIT, NOWHERE, WEIGHT, Account, first_layer
 from xformer.writer import Writer
@@ -241,7 +242,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         name = recipe.optim.name
         raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
     split = store.split("train")
-    array = mapping.build(recipe.mapping, store, start.tokenizer)
+    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     pairs = recipe.masking.pair_weight > 0
     head = Head(
         recipe.head,
@@ -597,6 +598,9 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     if job.recipe.init is not None:
         manifest = checkpoints.resolve(job.recipe.init) / "manifest.json"
         identity["init"] = file_checksum(manifest)
+    read = [operations.content(operation) for operation in job.recipe.surgery]
+    if any(read):  # what operations read beside the checkpoint
+        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
     environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(job.recipe.run)

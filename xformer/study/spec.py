@@ -369,7 +369,8 @@ def _same_key_twice(study: Study, stage: str) -> None:
     """Two factors that set the same key would overrule one another."""
     owner: dict[str, str] = {}
     for factor, levels in study.factors(stage).items():
-        for key in sorted({key for settings in levels.values() for key in flat(settings)}):
+        keys = {key for settings in levels.values() for key in flat(settings)}
+        for key in sorted("data.store" if key == "data" else key for key in keys):
             if key in owner:
                 raise BadInput(
                     f"{study.path}: stages.{stage}: the factors {owner[key]} and {factor} both "
