@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment as linear_sum_assignment  # its import takes time
 from torch import Tensor
 
 from benchmarks import machine
@@ -223,6 +224,8 @@ def perturbation_case(count: int = 16, length: int = 32) -> Case:
 CASES: dict[str, tuple[str, Callable[[], Case]]] = {
     "gradients": ("gradients, 64 examples of 8 to 24 tokens, masked words",
                   lambda: gradient_case("mlm", 16)),
+    "gradients-middle": ("gradients, 64 examples of 16 to 48 tokens, masked words",
+                         lambda: gradient_case("mlm", 32)),
     "gradients-long": ("gradients, 64 examples of 32 to 96 tokens, masked words",
                        lambda: gradient_case("mlm", 64)),
     "gradients-task": ("gradients, 64 examples of 32 to 96 tokens, two classes",

@@ -15,7 +15,15 @@ import pytest
 import torch
 from tiny import seeded
 
-from xformer.analysis import attention, capture, curves, figure, perturbation
+from xformer.analysis import (
+    attention,
+    capture,
+    curves,
+    figure,
+    gradients,
+    jacobian,
+    perturbation,
+)
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
@@ -132,6 +140,12 @@ def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: P
     with pytest.raises(BadInput, match=r"layer 2 is not finite .* in row \d+ of the split 'valid'"):
         capture.run([str(small / "bad")], config_of(small, tmp_path / "f.h5"))
     assert not (tmp_path / "f.h5").exists()
+    settings = {"data": str(small / "s"), "out": str(tmp_path / "o"), "threads": 1}
+    for module, config in ((gradients, gradients.GradientsConfig(**settings)),
+                           (perturbation, PerturbationConfig(**settings)),
+                           (jacobian, jacobian.JacobianConfig(**settings))):  # fmt: skip
+        with pytest.raises(BadInput, match=r"layer 2 is not finite .* in row \d+"):
+            module.run([str(small / "bad")], config)
 
 
 def test_layers_by_name_and_number() -> None:

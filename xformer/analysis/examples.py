@@ -128,8 +128,8 @@ def names_of(paths: list[str], given: tuple[str, ...] = ()) -> list[str]:
     return names
 
 
-def open_examples(config: ExamplesConfig, paths: list[str]) -> Examples:
-    """Load the checkpoints and choose the rows.
+def open_examples(config: ExamplesConfig, paths: list[str], most: int = LONGEST) -> Examples:
+    """Load the checkpoints and choose the rows, of `most` tokens where the config says nothing.
 
     Raises BadInput where a checkpoint has no layers to look into, cannot read the store, or where
     the tokens of two checkpoints do not correspond one to one.
@@ -141,7 +141,7 @@ def open_examples(config: ExamplesConfig, paths: list[str]) -> Examples:
         raise BadInput(f"the split {config.split!r} of {config.data} has no rows")
     device = distributed.start(SystemConfig(threads=config.threads)).device
     loaded = [checkpoints.load(path) for path in paths]
-    longest = _longest(config, paths, loaded)
+    longest = _longest(config, paths, loaded, most)
     readers = []
     for i, (path, name, checkpoint) in enumerate(zip(paths, names, loaded, strict=True)):
         spec = config.mapping if i == 0 or config.mapping_b is None else config.mapping_b
@@ -166,7 +166,8 @@ def key_of(path: str) -> str:
     return str(manifest["sha256"]["model.safetensors"])
 
 
-def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint]) -> int:
+def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint],
+             longest: int) -> int:  # fmt: skip
     """Tokens of a row that every model takes."""
     for path, checkpoint in zip(paths, loaded, strict=True):
         if checkpoint.config.architecture != "transformer":
@@ -177,7 +178,7 @@ def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint])
         most = checkpoint.config.max_positions
         if config.max_tokens is not None and config.max_tokens > most:
             raise BadInput(f"max_tokens={config.max_tokens}: {path} takes rows of {most} at most")
-    return config.max_tokens or min(LONGEST, *(c.config.max_positions for c in loaded))
+    return config.max_tokens or min(longest, *(c.config.max_positions for c in loaded))
 
 
 def _mapping(checkpoint: Checkpoint, store: Store, spec: str | None) -> np.ndarray | None:

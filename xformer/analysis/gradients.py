@@ -33,7 +33,13 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from xformer.analysis import figure
 from xformer.analysis.command import Command, publish
-from xformer.analysis.examples import Examples, ExamplesConfig, Reader, open_examples
+from xformer.analysis.examples import (
+    Examples,
+    ExamplesConfig,
+    Reader,
+    look_inside,
+    open_examples,
+)
 from xformer.checkpoint import Head
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput, Failure
@@ -351,6 +357,9 @@ def run(paths: list[str], config: GradientsConfig) -> None:
         model, fresh = _with_head(reader, examples, config)
         batch = to_device(_batch(reader, rows, config, model), reader.device)
         values, norms = cosines(inner_products(model, batch))
+        if not np.isfinite(norms).all():
+            for row in rows:
+                look_inside(reader, np.array([row]))  # which says where a number is not finite
         found.append({"name": reader.name, "head": model.kind, "fresh_head": fresh,
                       **_summary(values, norms, reader)})  # fmt: skip
     result = {"analysis": "gradients", **examples.describe(), "rows": rows.tolist(),

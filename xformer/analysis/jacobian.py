@@ -180,9 +180,7 @@ def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def run(paths: list[str], config: JacobianConfig) -> None:
     """`python -m xformer.analysis jacobian CHECKPOINT ... key=value ...`"""
-    if config.max_tokens is None:
-        config = config.model_copy(update={"max_tokens": LONGEST})
-    examples = open_examples(config, paths)
+    examples = open_examples(config, paths, LONGEST)
     if config.token >= examples.sizes.min():
         raise BadInput(
             f"token={config.token}: the shortest of the drawn rows has {examples.sizes.min()} "

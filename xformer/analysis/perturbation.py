@@ -32,6 +32,7 @@ from xformer.analysis.examples import (
     ExamplesConfig,
     Reader,
     check_finite,
+    look_inside,
     open_examples,
 )
 from xformer.data.errors import BadInput
@@ -78,6 +79,8 @@ def outputs(encoder: nn.Module, reader: Reader, examples: Examples) -> list[Tens
         batch = reader.assembler.batch(part)
         packed = to_device(batch, reader.device)
         hidden = encoder(packed, "explicit")
+        if not torch.isfinite(hidden).all():
+            look_inside(reader, part)  # which says in which layer, unless it is for the noise
         check_finite(hidden, batch, reader, "the last layer")
         found += hidden.split(list(packed.layout.lengths))
     return found
