@@ -81,7 +81,8 @@ class Products:
 
     def run(self, shape: Shape) -> None:
         """y = x W^T; then dx = dy W and dW = dy^T x."""
-        rows = [shape.tokens] * len(self.layers) + [shape.masked] * len(self.head)
+        masked = 3 + len(self.head)  # behind its attention the last layer is needed there alone
+        rows = [shape.tokens] * (len(self.weights) - masked) + [shape.masked] * masked
         sizes = [*self.layers, *self.head]
         for n, (a, b), weight, gradient in zip(rows, sizes, self.weights, self.gradients,
                                                strict=True):  # fmt: skip

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from xformer.convert import hf
+from xformer.data import batch as batches
 from xformer.data import mapping, masking, sampler, tokenizers
 from xformer.data.batch import CHUNK, Assembler, Batch, Masks, chunks, ragged_arange, truncate
 from xformer.data.errors import BadInput
@@ -578,6 +579,20 @@ def test_chunks_hold_every_row_once_in_order_of_length() -> None:
     assert min(fills[:-1]) > CHUNK - 130
     few = list(chunks(Assembler(split_of([[3]]), BERT, 130), 1))
     assert [part.tolist() for part in few] == [[0]]
+
+
+def test_chunks_put_windows_of_rows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "WINDOW", 400)
+    monkeypatch.setattr(batches, "CHUNK", 700)
+    lengths = np.random.default_rng(2).integers(0, 200, 1500)
+    assembler = Assembler(split_of([[3] * n for n in lengths]), BERT, 130)
+    found = list(chunks(assembler, 1500))
+    assert all(len({row // 400 for row in part.tolist()}) == 1 for part in found)
+    order = np.concatenate(found)
+    for start in range(0, 1500, 400):
+        window = order[start : start + 400]
+        assert sorted(window.tolist()) == list(range(start, min(start + 400, 1500)))
+        assert (np.diff(assembler.sizes(window)) >= 0).all()
 
 
 def test_ragged_arange() -> None:

@@ -91,7 +91,8 @@ def test_evaluation_is_a_third_of_training() -> None:
     assert some == Work(19_200, 150 * 128**2, 150, 2_880)
     assert cost.training_flops(BASE, "mlm", some) == 3 * cost.forward_flops(BASE, "mlm", some)
     # Chiang & Lee 2020's step by hand: layers, attention, MLM head
-    layers = 12 * (8 * 768**2 + 4 * 768 * 3072) * 19_200
+    layers = 12 * 6 * 768**2 * 19_200
+    layers += (2 * 768**2 + 4 * 768 * 3072) * (11 * 19_200 + 2_880)
     attention = 12 * 4 * 768 * 128 * 19_200
     head = (2 * 768 * 768 + 2 * 768 * 30_522) * 2_880
     assert cost.forward_flops(BASE, "mlm", some) == layers + attention + head

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import Done, Forks, command, good, refused
 from scipy.stats import spearmanr
 from toys import TOPICS, Toys
@@ -17,6 +18,7 @@ from xformer.convert.describe import describe
 from xformer.data.files import read_json
 from xformer.data.store import create_store, open_store
 from xformer.data.tokenizers import symbols
+from xformer.distributed import slow_precision
 from xformer.evaluate import EvaluateConfig
 
 Runs = dict[str, Path]
@@ -161,6 +163,23 @@ def test_a_checkpoint_in_a_run_and_its_precision(
     assert losses[0] == losses[1]
     assert losses[2] != losses[1]
     assert losses[2] == pytest.approx(losses[1], abs=0.02)
+
+
+def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> None:
+    """The command says where bf16 is slow, and raw rows and masks are predicted in it too."""
+    shown = []
+    text = f"text={TOPICS[1][0]} [MASK] {TOPICS[1][1]}"
+    rows = f"input={data.raw / 'scores/test.tsv'}"
+    for name, form in (("text", text), ("scores", rows)):
+        done = [good(evaluate(forks, learned[name], form, f"system.precision={precision}"))
+                for precision in ("fp32", "bf16")]  # fmt: skip
+        shown.append([one.out for one in done])
+        slow = slow_precision(torch.device("cpu"), "bf16")
+        assert slow in done[1].err
+        assert "bf16" not in done[0].err
+    scores = [[float(row[0]) for row in table(out)] for out in shown[1]]
+    assert scores[0] != scores[1]
+    assert scores[0] == pytest.approx(scores[1], abs=0.05)
 
 
 # -------------------------------------------------------------------------------- bad input

@@ -26,6 +26,7 @@ if DEVICE == "cpu":
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from xformer.model import encoder as encoders  # noqa: E402
 from xformer.model import norm_kernels  # noqa: E402
 from xformer.model.encoder import Encoder, ModelConfig  # noqa: E402
 from xformer.model.kernels import dropout_mask, packed_attention  # noqa: E402
@@ -418,6 +419,43 @@ def test_norm_of_other_layouts_and_of_nothing() -> None:
     assert y.shape == z.shape == (0, 24)
     gradients = torch.autograd.grad(y.sum() + z.sum(), empty)
     assert [float(gradient.sum()) for gradient in gradients] == [0.0] * 4
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_the_encoder_takes_the_fused_norm(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients are those of the plain path; dropout is there, by torch's seed."""
+    config = ModelConfig(vocab_size=PIECES, layers=2, hidden=12, heads=3, intermediate=19,
+                         max_positions=17, norm=norm, dropout=0.0,
+                         attention_dropout=0.0)  # fmt: skip
+    batch, used = random_batch([1, 5, 7]), []
+    model = Encoder(config).to(DEVICE).train()
+    for i, weight in enumerate(model.parameters()):
+        weight.data.normal_(generator=torch.Generator().manual_seed(i)).mul_(0.3)
+    fused = norm_kernels.add_norm
+    monkeypatch.setattr(norm_kernels, "add_norm", lambda *a: used.append(a[-2:]) or fused(*a))
+    found = []
+    for fuses in (False, True):
+        monkeypatch.setattr(encoders, "fuses", lambda x, fuses=fuses: fuses)
+        out = model(batch)
+        gradients = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+        found.append([out, *gradients])
+    assert len(used) == (4 if norm == "post" else 2)
+    for one, two in zip(*found, strict=True):
+        # nothing but rounding reaches the bias of keys
+        assert float((one - two).detach().norm()) <= 1e-5 * max(float(one.detach().norm()), 1.0)
+    for layer in model.layers:
+        layer.dropout = layer.mlp_dropout = 0.3
+    outs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outs.append(model(batch))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    assert {rate for rate, _ in used} == {0.0, 0.3}
+    assert len({seed for _, seed in used}) > 4  # another mask each time
+    count = len(used)
+    model(batch, "explicit")  # to be differentiated twice
+    assert len(used) == count
 
 
 def test_wrong_arguments_of_the_norm_are_refused() -> None:

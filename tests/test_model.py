@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from xformer import checkpoint as checkpoints
-from xformer import surgery
+from xformer import optim, surgery
 from xformer.checkpoint import Checkpoint, Head
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
+from xformer.distributed import Ranks
 from xformer.model.attention import Backend, attention, explicit_attention, layout
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import Model
@@ -468,14 +469,20 @@ def flat_steps(optimizer: FlatOptimizer, model: nn.Module, steps: range) -> list
     return norms
 
 
+ONE_OF_TWO = Ranks(0, 2, torch.device("cpu"))  # whose gradients lie in the flat buffer
+
+
+@pytest.mark.parametrize("ranks", [None, ONE_OF_TWO])
 @pytest.mark.parametrize("clip", [0.0, 2.0])
 @pytest.mark.parametrize("name", ["adamw", "adam"])
 @pytest.mark.parametrize(
     "make", [Little, lambda: Bare((70,), (3,), (2,)), lambda: Bare((5, 4), (3, 2))]
 )
 def test_the_flat_optimizer_equals_torch(
-    make: Callable[[], nn.Module], name: Any, clip: float
-) -> None:
+    make: Callable[[], nn.Module], name: Any, clip: float, ranks: Ranks | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(optim, "LARGE", 1)  # the table of words has a sparse gradient
     torch.manual_seed(0)
     ours = make()
     theirs = copy.deepcopy(ours)
@@ -494,7 +501,12 @@ def test_the_flat_optimizer_equals_torch(
         for group in reference.param_groups:
             group["lr"] = 0.01 * (step + 1)
         reference.step()
-    found = flat_steps(FlatOptimizer(ours, config), ours, range(6))
+    optimizer = FlatOptimizer(ours, config, ranks)
+    assert optimizer.scattered == (ranks is None)
+    found = flat_steps(optimizer, ours, range(6))
+    if ranks is None and isinstance(ours, Little):
+        assert ours.word.weight.grad is not None
+        assert ours.word.weight.grad.is_sparse
     assert found == pytest.approx(norms, rel=1e-5)
     assert not clip or max(norms) > clip
     for (parameter, weight), expected in zip(
@@ -537,7 +549,7 @@ def test_another_models_optimizer_state_is_refused() -> None:
 
 def test_counts_travel_with_the_gradient() -> None:
     model = Little()
-    optimizer = FlatOptimizer(model, OptimConfig(clip=0.0))
+    optimizer = FlatOptimizer(model, OptimConfig(clip=0.0), ONE_OF_TWO)
     optimizer.zero()
     loss_of(model, 0).backward()
     optimizer.counts[1] = 5

@@ -6,7 +6,8 @@ embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
 Operations are those of matrix products (two for a multiplication and an addition), which the model
 needs for its real tokens: padding, recomputation and all that is element-wise count nothing, so
 that the share of a device's peak is comparable between programs (Chowdhery et al. 2022, appendix
-B, counts so too).
+B, counts so too). Behind its attention the last layer is needed at the places that are predicted
+alone, and counts for these alone.
 """
 
 from __future__ import annotations
@@ -91,8 +92,11 @@ def forward_flops(config: ModelConfig, kind: HeadKind | None, work: Work, output
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, outputs)) * work.rows
     C, E, F, V = config.hidden, config.width, config.intermediate, config.vocab_size
-    # qkv 3CC, out CC, up CF, down CF; for each token as many scores and sums as its row is long
-    flops = config.layers * ((8 * C * C + 4 * C * F) * work.tokens + 4 * C * work.squares)
+    judged = {None: work.tokens, "span": work.tokens, "tag": work.masked}.get(kind, work.rows)
+    last = work.masked + pairs * work.rows if kind == "mlm" else judged
+    # qkv 3CC; out CC, up CF, down CF; for each token as many scores and sums as its row is long
+    flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
+    flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
     if kind == "mlm":
@@ -101,7 +105,6 @@ def forward_flops(config: ModelConfig, kind: HeadKind | None, work: Work, output
     if pooled and config.pooler != "none":
         flops += 2 * C * C * work.rows
     K = {"regress": 1, "span": 2}.get(kind or "", 2 if pairs else outputs)
-    judged = {"span": work.tokens, "tag": work.masked}.get(kind or "", work.rows)
     return flops + 2 * C * K * judged
 
 

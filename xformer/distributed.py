@@ -25,7 +25,7 @@ from xformer.data.errors import BadInput, Failure
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why
 
 
@@ -108,14 +108,20 @@ class Ranks:
         return json.loads(bytes(content.cpu().numpy()))
 
 
+ALONE = Ranks(0, 1, torch.device("cpu"))  # a process of its own on the CPU
+
+
 def keep_memory() -> None:
     """Have glibc keep the memory of a step for the next one. Where it is given back, every large
-    tensor is mapped and zeroed page by page again: 100,000 page faults a step of 4,096 tokens."""
+    tensor is mapped and zeroed page by page again: 100,000 page faults a step of 4,096 tokens.
+
+    So nothing is mapped on its own: glibc would map whatever has 32 MiB and more, such as the
+    gradient of a word table."""
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return  # another C library
-    set_option(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
+    set_option(M_MMAP_MAX, 0)
     set_option(M_TRIM_THRESHOLD, 2**31 - 1)
 
 

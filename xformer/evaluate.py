@@ -86,8 +86,7 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     was_training = model.training
     model.eval()
     rows = assembler.split.rows
-    all_chunks = list(chunks(assembler, rows))
-    sums = torch.zeros(len(all_chunks), 3, dtype=torch.float64, device=ranks.device)
+    parts: list[torch.Tensor] = []  # sums of every chunk, of other ranks' zero
     width = {"mlm": 2, "span": 4, "tag": tags.WIDTH}.get(head.kind, head.outputs)
     judged = assembler.split.tokens if head.kind == "tag" else rows
     outputs = torch.zeros(judged, width, device=ranks.device)
@@ -97,7 +96,8 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             return assembler.batch(part)
         return assembler.masked_batch(part, np.zeros_like(part), MASKING_SEED, head.masking)
 
-    for i, part in enumerate(all_chunks):
+    for i, part in enumerate(chunks(assembler, rows)):
+        parts.append(torch.zeros(3, dtype=torch.float64, device=ranks.device))
         if i % ranks.world_size != ranks.rank:
             continue
         batch = build(part)
@@ -110,7 +110,7 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
                 if loss.pairs is not None and packed.targets is not None:
                     total = F.cross_entropy(logits, packed.targets, reduction="sum")
                     outputs[places] = loss.pairs
-                sums[i] = torch.stack([total, total.new_tensor(loss.count), loss.correct])
+                parts[i][:] = torch.stack([total, total.new_tensor(loss.count), loss.correct])
             elif head.kind == "tag":
                 places, logits = tags.outcome(model, packed, batch, assembler)
                 outputs[places] = logits
@@ -120,10 +120,10 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             b = torch.from_numpy(assembler.lengths(batch.rows)[1]).to(ranks.device)
             second = packed.layout.cu_seqlens.diff() - 1 - b
             outputs[places] = spans.best_spans(padded(logits, packed), second, b)
-    over = len(all_chunks) % ranks.world_size
+    sums, over = torch.stack(parts), len(parts) % ranks.world_size
     if is_divided(model) and over and ranks.rank >= over:  # all ranks pass equally often
         with ranks.autocast(precision):
-            model.logits(to_device(build(all_chunks[0]), ranks.device))
+            model.logits(to_device(build(np.zeros(1, np.int64)), ranks.device))
     model.train(was_training)
     if head.kind == "mlm":
         total, count, correct = ranks.sum(sums).sum(0).tolist()
@@ -226,11 +226,14 @@ def main() -> None:
         config = _config(arguments)
         checkpoint = checkpoints.load(arguments[0])
         ranks = distributed.start(config.system)
+        slow = distributed.slow_precision(ranks.device, config.system.precision)
+        if slow and ranks.rank == 0:
+            print(slow, file=sys.stderr)
         if config.data is not None:
             _score_split(checkpoint, config, arguments[0], ranks)
         elif ranks.rank == 0:
             act = _fill_masks if config.text is not None else _predict_file
-            act(checkpoint, config)
+            act(checkpoint, config, ranks)
 
 
 def _config(arguments: list[str]) -> EvaluateConfig:
@@ -254,8 +257,10 @@ def _config(arguments: list[str]) -> EvaluateConfig:
     return config
 
 
-def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig) -> None:
-    for i, filling in enumerate(predict.fill_mask(checkpoint, str(config.text), config.top), 1):
+def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
+    precision = config.system.precision
+    found = predict.fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
+    for i, filling in enumerate(found, 1):
         print(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
 
 
@@ -301,15 +306,17 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         Path(config.predictions).write_text(lines, encoding="utf-8")
 
 
-def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig) -> None:
-    head = checkpoint.head
+def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
+    head, precision = checkpoint.head, config.system.precision
     if head is None or head.kind in ("mlm", "span"):
         raise BadInput("input= needs a checkpoint with a class, score or tag head")
     if head.kind == "tag":
-        lines = tags.predict(checkpoint, predict.read_texts(Path(str(config.input))))
+        texts = predict.read_texts(Path(str(config.input)))
+        lines = tags.predict(checkpoint, texts, ranks, precision)
     else:
-        texts = predict.read_rows(Path(str(config.input)), head)
-        lines = predict.as_lines(head, predict.predict_rows(checkpoint, texts), texts)
+        rows = predict.read_rows(Path(str(config.input)), head)
+        outputs = predict.predict_rows(checkpoint, rows, ranks, precision)
+        lines = predict.as_lines(head, outputs, rows)
     if config.out:
         Path(config.out).write_text(lines, encoding="utf-8")
     else:

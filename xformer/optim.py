@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import torch
@@ -20,6 +22,7 @@ from xformer.distributed import Ranks, all_gather, reduce_scatter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGN = 64  # elements: every parameter starts where vector loads like it
+LARGE = 2**20  # elements of a table of embeddings whose gradient may be sparse
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -69,51 +72,87 @@ def keep(norm: Tensor) -> None:
     """The judge who takes every step."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Pieces of the flat buffer that are stepped together: their weights, moments and step counts,
+    one each; `names` of the parameters whose pieces they are, none where a piece holds many."""
+
+    names: list[str]
+    weights: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+    steps: list[Tensor]
+    decay: float
+
+
 class FlatOptimizer:
     """Adam or AdamW over a model's parameters, moved into one flat buffer.
 
     `gradient` is the flat gradient; its last COUNTS entries travel with it through `reduce` and
     belong to the caller (`counts`). With `sliced` each of the ranks has the moments of its slice of
     the buffer alone and steps that slice (ZeRO-1, Rajbhandari et al. 2020, section 5.1).
+
+    One process on the CPU (`scattered`) has nothing to reduce, and steps wait for its memory: its
+    gradients stay where the backward pass makes them, which saves the zeroing of a flat one and the
+    addition to it; that of a large table of embeddings is sparse where nothing else makes it dense.
     """
 
     COUNTS = 4
 
     def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None,
                  sliced: bool = False):  # fmt: skip
+        self.config, self.buffers = config, list(model.buffers())
         self.slices, self.slice = (ranks.world_size, ranks.rank) if ranks and sliced else (1, 0)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         decayed = [(n, p) for n, p in named if p.ndim > 1]
         plain = [(n, p) for n, p in named if p.ndim <= 1]
+        self.parameters = dict([*decayed, *plain])
         self.places: dict[str, tuple[int, torch.Size]] = {}
         offset = 0
-        for name, parameter in [*decayed, *plain]:
+        for name, parameter in self.parameters.items():
             self.places[name] = (offset, parameter.shape)
             offset += -(-parameter.numel() // ALIGN) * ALIGN
         split = self.places[plain[0][0]][0] if plain else offset
         length = -(-offset // (self.slices * ALIGN)) * ALIGN
-        offset = length * self.slices
         device = named[0][1].device
-        self.flat = torch.zeros(offset, device=device)
-        self.gradient = torch.zeros(offset + self.COUNTS, device=device)
+        self.flat = torch.zeros(length * self.slices, device=device)
         for name, parameter in named:
             parameter.data = self._view(self.flat, name).copy_(parameter.data)
-            parameter.grad = self._view(self.gradient, name)
-        # this rank's slice of weights and summed gradient, its moments
+        # this rank's slice of the weights, and its moments
         start = self.slice * length
         self.mine = self.flat[start : start + length]
+        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS}
+        self.scattered = device.type == "cpu" and (ranks is None or ranks.world_size == 1)
+        self.rows: dict[str, Tensor] = {}  # a sparse gradient made dense: zero between steps
+        if self.scattered:
+            self.gradient = torch.zeros(self.COUNTS)
+            self.groups = [self._scattered_group(names, decay) for names, decay in
+                           ((decayed, config.weight_decay), (plain, 0.0)) if names]  # fmt: skip
+            for module in model.modules():
+                if isinstance(module, nn.Embedding) and module.weight.numel() >= LARGE:
+                    module.sparse = True
+            return
+        self.gradient = torch.zeros(len(self.flat) + self.COUNTS, device=device)
+        for name, parameter in named:
+            parameter.grad = self._view(self.gradient, name)
         whole = self.slices == 1
         self.summed = self.gradient[: -self.COUNTS] if whole else torch.zeros_like(self.mine)
-        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS}
-        # where each group lies in the slice, its decay, and the steps it took
         middle = min(max(split - start, 0), length)
         self.groups = [
-            (part, decay, torch.zeros((), device=device))
+            self._group([], [part], decay)
             for part, decay in ((slice(middle), config.weight_decay), (slice(middle, length), 0.0))
             if len(self.mine[part])
         ]
-        self.config = config
-        self.buffers = list(model.buffers())
+
+    def _scattered_group(self, named: list[tuple[str, nn.Parameter]], decay: float) -> Group:
+        starts = [self.places[name][0] for name, _ in named]
+        parts = [slice(at, at + p.numel()) for at, (_, p) in zip(starts, named, strict=True)]
+        return self._group([name for name, _ in named], parts, decay)
+
+    def _group(self, names: list[str], parts: list[slice], decay: float) -> Group:
+        first, second = ([moment[part] for part in parts] for moment in self.moments.values())
+        steps = [torch.zeros((), device=self.flat.device) for _ in parts]
+        return Group(names, [self.mine[part] for part in parts], first, second, steps, decay)
 
     @property
     def counts(self) -> Tensor:
@@ -127,6 +166,9 @@ class FlatOptimizer:
     def zero(self) -> None:
         self.gradient.zero_()
         self.before = [buffer.clone() for buffer in self.buffers]
+        if self.scattered:
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def reduce(self, world_size: int) -> None:
         """Sum gradient and counts over the ranks, and give all the mean of their buffers (the
@@ -145,33 +187,58 @@ class FlatOptimizer:
     def step(self, count: Tensor, lr: float, judge: Judge = keep) -> Tensor:
         """Divide the gradient by `count`, clip it, take a step unless `judge` drops it; the norm
         before clipping, ()."""
-        gradient = self.summed
-        scale = 1.0 / count.clamp(min=1.0)
-        norm = torch.linalg.vector_norm(gradient) * scale
+        config, gradients = self.config, self._gradients()
+        divisor = count.clamp(min=1.0)
+        squares = torch.stack(torch._foreach_norm([g for some in gradients for g in some])).square()
+        norm = squares.sum()
         if self.slices > 1:
-            norm = norm.square()
             dist.all_reduce(norm)
-            norm = norm.sqrt()
+        norm = norm.sqrt() / divisor
         drop = judge(norm)
-        config = self.config
         if config.clip > 0:
-            scale = scale * (config.clip / (norm + 1e-6)).clamp(max=1.0)
-        gradient.mul_(scale)
-        for part, decay, steps in self.groups:
+            divisor = divisor / (config.clip / (norm + 1e-6)).clamp(max=1.0)
+        for group, some in zip(self.groups, gradients, strict=True):
             # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
-            first, second = (moment[part] for moment in self.moments.values())
             adam(
-                [self.mine[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
-                decoupled_weight_decay=config.name == "adamw", lr=lr, weight_decay=decay,
-                beta1=config.betas[0], beta2=config.betas[1], eps=config.eps,
-                amsgrad=False, maximize=False, found_inf=drop,
+                group.weights, some, group.first, group.second, [], group.steps, fused=True,
+                grad_scale=divisor.float(), decoupled_weight_decay=config.name == "adamw", lr=lr,
+                weight_decay=group.decay, beta1=config.betas[0], beta2=config.betas[1],
+                eps=config.eps, amsgrad=False, maximize=False, found_inf=drop,
             )  # fmt: skip
+        self._forget_rows()
         if drop is not None:
             for buffer, before in zip(self.buffers, self.before, strict=True):
                 torch.where(drop > 0, before, buffer, out=buffer)
         if self.slices > 1:
             all_gather(self.flat, self.mine.clone())
         return norm
+
+    def _gradients(self) -> list[list[Tensor]]:
+        """Of each group the gradients of its pieces, flat."""
+        if self.scattered:
+            return [[self._of(name) for name in group.names] for group in self.groups]
+        ends = torch.tensor([0, *(len(group.weights[0]) for group in self.groups)]).cumsum(0)
+        return [[self.summed[a:b]] for a, b in pairwise(ends.tolist())]
+
+    def _of(self, name: str) -> Tensor:
+        """The gradient of a parameter, flat and dense."""
+        parameter = self.parameters[name]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+            if name not in self.rows:
+                self.rows[name] = torch.zeros_like(parameter)
+            gradient = self.rows[name].index_copy_(0, gradient.indices()[0], gradient.values())
+        return gradient.reshape(-1)
+
+    def _forget_rows(self) -> None:
+        """Make the dense forms of sparse gradients zero again."""
+        for name, dense in self.rows.items():
+            gradient = self.parameters[name].grad
+            if gradient is not None and gradient.is_sparse:
+                dense.index_fill_(0, gradient.indices()[0], 0.0)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """The moments by parameter name, and the step count: the tensors themselves, or gathered
@@ -182,7 +249,7 @@ class FlatOptimizer:
                 all_gather(flat, mine)
             for name in self.places:
                 yield f"{moment}.{name}", self._view(flat, name)
-        yield "step", self.groups[0][2]
+        yield "step", self.groups[0].steps[0]
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Continue from a copy of `state()`. Raises BadInput if the parameters were others."""
@@ -194,8 +261,9 @@ class FlatOptimizer:
                 self._view(flat, name).copy_(tensors[f"{moment}.{name}"])
             if self.slices > 1:
                 mine.copy_(flat[start : start + len(mine)])
-        for _, _, steps in self.groups:
-            steps.copy_(tensors["step"])
+        for group in self.groups:
+            for steps in group.steps:
+                steps.copy_(tensors["step"])
 
 
 def check_state(tensors: dict[str, Tensor], names: Collection[str]) -> None:

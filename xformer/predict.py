@@ -13,10 +13,12 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
+from xformer.distributed import ALONE, Ranks
 from xformer.model.encoder import to_device
 
 
-def fill_mask(checkpoint: Checkpoint, text: str, top: int) -> list[list[tuple[float, str]]]:
+def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
+              precision: str = "fp32") -> list[list[tuple[float, str]]]:  # fmt: skip
     """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
 
     Raises BadInput without an MLM head or a mask token, or if the text is too long.
@@ -43,9 +45,10 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int) -> list[list[tuple[fl
     length = np.array([0, len(ids)], np.int32)
     row = np.zeros(1, np.int64)
     batch = Batch(tokens, np.arange(len(ids)), np.zeros_like(tokens), length, row, places=places)
-    with torch.no_grad():
-        logits = checkpoint.model().logits(to_device(batch, torch.device("cpu")))
-    likely = torch.softmax(logits.float(), 1)[:, : len(tokenizer)]  # rows beyond have no piece
+    model = checkpoint.model().to(ranks.device)
+    with torch.no_grad(), ranks.autocast(precision):
+        logits = model.logits(to_device(batch, ranks.device)).float().cpu()
+    likely = torch.softmax(logits, 1)[:, : len(tokenizer)]  # rows beyond have no piece
     best = likely.topk(min(top, likely.size(1)))
     return [
         [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
@@ -53,7 +56,8 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int) -> list[list[tuple[fl
     ]
 
 
-def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
+def predict_rows(checkpoint: Checkpoint, texts: list[list[str]], ranks: Ranks = ALONE,
+                 precision: str = "fp32") -> np.ndarray:  # fmt: skip
     """Outputs (N, K) for raw rows of one or two texts each: probabilities, or (N, 1) scores."""
     head = checkpoint.head
     assert head is not None
@@ -66,13 +70,13 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]]) -> np.ndarray:
         columns[name] = Ragged(np.concatenate(encoded), offsets)
     split = Split("input", len(texts), 0, columns)
     assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
-    model = checkpoint.model()
+    model = checkpoint.model().to(ranks.device)
     outputs = np.zeros((len(texts), head.outputs), np.float32)
-    with torch.no_grad():
+    with torch.no_grad(), ranks.autocast(precision):
         for part in chunks(assembler, len(texts)):
             batch = assembler.batch(part)
-            logits = model.logits(to_device(batch, torch.device("cpu")))
-            outputs[batch.rows] = logits.numpy()
+            logits = model.logits(to_device(batch, ranks.device))
+            outputs[batch.rows] = logits.float().cpu().numpy()
     return probabilities(outputs) if head.kind == "classify" else outputs
 
 

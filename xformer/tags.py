@@ -17,6 +17,7 @@ from xformer.data.batch import Assembler, Batch, chunks, ragged_arange
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, Ragged, Split
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
+from xformer.distributed import ALONE, Ranks
 from xformer.model.encoder import Packed, to_device
 from xformer.model.heads import Model
 
@@ -76,7 +77,8 @@ def lines(outputs: np.ndarray, split: Split, classes: tuple[str, ...]) -> str:
     return "".join(f"{line}\n" for line in found)
 
 
-def predict(checkpoint: Checkpoint, texts: list[str]) -> str:
+def predict(checkpoint: Checkpoint, texts: list[str], ranks: Ranks = ALONE,
+            precision: str = "fp32") -> str:  # fmt: skip
     """`lines` for raw texts, whose words stand between white space."""
     head = checkpoint.head
     assert head is not None
@@ -89,10 +91,11 @@ def predict(checkpoint: Checkpoint, texts: list[str]) -> str:
     columns = {"tokens": Ragged(tokens, offsets), "labels": Ragged(labels, offsets)}
     split = Split("input", len(texts), len(tokens), columns)
     assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
-    model, outputs = checkpoint.model(), np.zeros((len(tokens), WIDTH), np.float32)
-    with torch.no_grad():
+    model = checkpoint.model().to(ranks.device)
+    outputs = np.zeros((len(tokens), WIDTH), np.float32)
+    with torch.no_grad(), ranks.autocast(precision):
         for part in chunks(assembler, len(texts)):
             batch = assembler.batch(part)
-            where, found = outcome(model, to_device(batch, torch.device("cpu")), batch, assembler)
-            outputs[where.numpy()] = found.numpy()
+            where, found = outcome(model, to_device(batch, ranks.device), batch, assembler)
+            outputs[where.cpu().numpy()] = found.float().cpu().numpy()
     return lines(outputs, split, head.labels)

@@ -19,6 +19,7 @@ from xformer.data.store import Ragged, Split
 from xformer.data.tokenizers import Tokenizer
 
 CHUNK = 8192  # tokens of one forward pass without gradient
+WINDOW = 2**17  # rows that are put in order of length together
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,12 @@ class Assembler:
 
 
 def chunks(assembler: Assembler, rows: int) -> Iterator[np.ndarray]:
-    """Row numbers 0 to `rows` in order of length, cut where CHUNK tokens are full."""
-    order = np.arange(rows)
-    sizes = assembler.sizes(order)
-    order = order[np.argsort(sizes, kind="stable")]
-    ends = np.cumsum(sizes[order])
-    cuts = np.unique(np.searchsorted(ends, np.arange(CHUNK, int(ends[-1]), CHUNK)))
-    yield from (part for part in np.split(order, cuts) if len(part))
+    """Row numbers 0 to `rows`, those of every WINDOW in order of length, cut where CHUNK tokens are
+    full."""
+    for start in range(0, rows, WINDOW):
+        order = np.arange(start, min(start + WINDOW, rows))
+        sizes = assembler.sizes(order)
+        order = order[np.argsort(sizes, kind="stable")]
+        ends = np.cumsum(sizes[order - start])
+        cuts = np.unique(np.searchsorted(ends, np.arange(CHUNK, int(ends[-1]), CHUNK)))
+        yield from (part for part in np.split(order, cuts) if len(part))

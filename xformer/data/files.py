@@ -15,6 +15,7 @@ from typing import Any
 from xformer.data.errors import BadInput, Failure
 
 BLOCK = 64 * 2**20  # bytes under one checksum
+PIECE = 8 * 2**20  # bytes of it in memory at once
 
 
 def read_json(path: Path) -> Any:
@@ -108,9 +109,15 @@ def _alive(pid: str) -> bool:
 
 def block_checksums(path: Path) -> Iterator[str]:
     """SHA-256 of every 64 MiB block of a file, in order, each as soon as it is read."""
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield hashlib.sha256(block).hexdigest()
+    piece = memoryview(bytearray(PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece[:BLOCK]):
+            digest, size = hashlib.sha256(), 0
+            while count:
+                digest.update(piece[:count])
+                size += count
+                count = file.readinto(piece[: BLOCK - size])
+            yield digest.hexdigest()
 
 
 def file_checksum(path: Path) -> str:

@@ -13,9 +13,10 @@ Any program reads it with `np.load(file, mmap_mode="r")`.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -109,9 +110,12 @@ class Store:
                 yield name, block, next(found, None) == expected
 
     def verify_in_background(self, report: Callable[[str], None]) -> threading.Thread:
-        """Check every block in a daemon thread; call `report` once with the first bad one."""
+        """Check every block in a daemon thread, which takes only processor time that nobody else
+        wants; call `report` once with the first bad one."""
 
         def check() -> None:
+            with suppress(OSError, AttributeError):  # other systems have no priority of a thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             for name, block, good in self.verify():
                 if not good:
                     report(f"{self.path / name} is damaged in block {block} of {BLOCK} bytes")

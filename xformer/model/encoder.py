@@ -17,8 +17,17 @@ from torch import Tensor, nn
 
 from xformer.config import Settings
 from xformer.data.batch import Batch
-from xformer.model.attention import Backend, Layout, attention, drop, explicit_attention, layout
+from xformer.model.attention import (
+    Backend,
+    Layout,
+    attention,
+    drop,
+    drop_add,
+    explicit_attention,
+    layout,
+)
 
+WIDEST = 8192  # a row that the fused LayerNorm of CUDA takes
 # the settings that a transformer has no use for, and those that every architecture has
 HILBERT_CNN = ("kmer", "letters")
 COMMON = ("architecture", "vocab_size", "max_positions", "dropout", "head_dropout")
@@ -169,6 +178,24 @@ def _table(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
+def fuses(x: Tensor) -> bool:
+    """Whether the Triton kernel for residual, dropout and LayerNorm serves (T, C) of this kind."""
+    return x.is_cuda and x.size(1) <= WIDEST
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module, rate: float, plain: bool = False,
+             ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """norm(z) and z = x + dropout(y), all (T, C); on CUDA in one kernel, unless `plain` operations
+    are asked for, which can be differentiated twice."""
+    if not plain and isinstance(norm, nn.LayerNorm) and fuses(x):
+        from xformer.model import norm_kernels
+
+        seed = int(torch.randint(2**62, ())) if rate > 0.0 else 0
+        return norm_kernels.add_norm(y, x, norm.weight, norm.bias, norm.eps, rate, seed)
+    z = drop_add(x, y, rate, plain)
+    return norm(z), z
+
+
 class DeviationNorm(nn.Module):
     """LayerNorm as PLUS has it: it divides by the square root of the deviation (with N - 1), not of
     the variance (Min et al. 2019, public code)."""
@@ -240,8 +267,10 @@ class SelfAttention(nn.Module):
         self.heads = config.heads
         self.dropout = config.attention_dropout
 
-    def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
-        """x (T, C) -> (T, C), and with the back end "explicit" the maps, else none."""
+    def forward(self, x: Tensor, layout: Layout, backend: Backend, places: Tensor | None = None,
+                ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """x (T, C) -> (T, C), with `places` (P,) what leaves these tokens alone, (P, C); and with
+        the back end "explicit" the maps, else none."""
         T, C = x.size()
         qkv = self.qkv(x).view(T, 3, self.heads, C // self.heads)
         dropout = self.dropout if self.training else 0.0
@@ -250,7 +279,8 @@ class SelfAttention(nn.Module):
             y, maps = explicit_attention(qkv, layout, dropout)
         else:
             y = attention(qkv, layout, dropout, backend)
-        return self.out(y.reshape(T, C)), maps
+        y = y.reshape(T, C)
+        return self.out(y if places is None else y.index_select(0, places)), maps
 
 
 class MLP(nn.Module):
@@ -279,14 +309,20 @@ class Layer(nn.Module):
         self.dropout = 0.0 if config.dropout_form == "distilbert" else config.dropout
         self.mlp_dropout = 0.0 if config.dropout_form == "albert" else config.dropout
 
-    def forward(self, x: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, x: Tensor, layout: Layout, backend: Backend, places: Tensor | None = None,
+                ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """x (T, C) -> (T, C), or (P, C) at `places`, and the maps as of SelfAttention."""
+        plain = backend == "explicit"
+        rates = (self.dropout, self.mlp_dropout) if self.training else (0.0, 0.0)
+        before = self.attention_norm(x) if self.pre_norm else x
+        y, maps = self.attention(before, layout, backend, places)
+        x = x if places is None else x.index_select(0, places)
         if self.pre_norm:
-            y, maps = self.attention(self.attention_norm(x), layout, backend)
-            x = x + drop(y, self.dropout, self.training)
-            return x + drop(self.mlp(self.mlp_norm(x)), self.mlp_dropout, self.training), maps
-        y, maps = self.attention(x, layout, backend)
-        x = self.attention_norm(x + drop(y, self.dropout, self.training))
-        return self.mlp_norm(x + drop(self.mlp(x), self.mlp_dropout, self.training)), maps
+            normed, x = add_norm(x, y, self.mlp_norm, rates[0], plain)
+            return drop_add(x, self.mlp(normed), rates[1], plain), maps
+        x, _ = add_norm(x, y, self.attention_norm, rates[0], plain)
+        x, _ = add_norm(x, self.mlp(x), self.mlp_norm, rates[1], plain)
+        return x, maps
 
 
 @dataclass(frozen=True)
@@ -309,11 +345,15 @@ class Encoder(nn.Module):
         pre_norm = config.norm == "pre"
         self.final_norm = layer_norm(config, config.hidden) if pre_norm else None
 
-    def forward(self, batch: Packed, backend: Backend = "auto") -> Tensor:
-        """The last hidden states, (T, C)."""
+    def forward(self, batch: Packed, backend: Backend = "auto", places: Tensor | None = None,
+                ) -> Tensor:  # fmt: skip
+        """The last hidden states, (T, C); with `places` (P,) those of these tokens alone, (P, C),
+        for which the last layer does no more than they need."""
         x = self.embeddings(batch)
+        last = self.config.layers - 1
         for i in range(self.config.layers):
-            x, _ = self.layers[i % len(self.layers)](x, batch.layout, backend)
+            wanted = places if i == last else None
+            x, _ = self.layers[i % len(self.layers)](x, batch.layout, backend, wanted)
         return x if self.final_norm is None else self.final_norm(x)
 
     def inside(self, batch: Packed, backend: Backend = "auto") -> Inside:

@@ -18,7 +18,7 @@ from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
-LOGITS = 2**23 - 2**10  # at a time on the CPU: pieces of memory below 32 MiB are used again
+LOGITS = 2**24  # at a time on the CPU: enough rows for fast products, few enough for the cache
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,14 @@ class _VocabularyLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         V, wide = len(word), -(-len(word) // 16) * 16  # products are faster into aligned rows
         rows = max(1, (2**26 if h.is_cuda else LOGITS) // wide)
+        rows = -(-len(h) // max(1, -(-len(h) // rows)))  # as many in every block
         total, correct = bias.new_zeros(()), bias.new_zeros(())
-        d_h, d_word, d_bias = torch.empty_like(h), torch.zeros_like(word), torch.zeros_like(bias)
+        d_h, d_word, d_bias = torch.empty_like(h), torch.empty_like(word), torch.zeros_like(bias)
+        if dtype != word.dtype:
+            d_word.zero_()
         w, b = word.to(dtype), bias.to(dtype)
-        for x, d_x, y in zip(h.to(dtype).split(rows), d_h.split(rows), targets[:, None].split(rows),
-                             strict=True):  # fmt: skip
+        blocks = zip(*(t.split(rows) for t in (h.to(dtype), d_h, targets[:, None])), strict=True)
+        for i, (x, d_x, y) in enumerate(blocks):
             logits = x.new_empty(len(x), wide)
             logits[:, V:] = -torch.inf
             torch.addmm(b, x, w.T, out=logits[:, :V])
@@ -87,21 +90,28 @@ class _VocabularyLoss(torch.autograd.Function):
             d_logits = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, :V]
             d_bias += d_logits.sum(0)
             d = d_logits.to(dtype)
-            d_x.copy_(d @ w)
             if dtype == word.dtype:
-                d_word.addmm_(d.T, x)
+                torch.mm(d, w, out=d_x)
+                d_word.addmm_(d.T, x, beta=min(i, 1))  # the first block writes
             else:
+                d_x.copy_(d @ w)
                 d_word += d.T @ x
-        ctx.save_for_backward(d_h, d_word, d_bias)
+        # not saved: so that the word table's gradient is nobody else's, and the rows of the tokens
+        # are added in place
+        ctx.gradients = (d_h, d_word, d_bias)
         ctx.mark_non_differentiable(correct)
         return total, correct
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the loss of training has none: use that of Model.logits")
+        if ctx.gradients is None:
+            raise RuntimeError("the loss of training goes backward once")
+        gradients = ctx.gradients
         if d_total.device.type == "cpu" and d_total == 1:
-            return (*ctx.saved_tensors, None)
-        return (*(x * d_total for x in ctx.saved_tensors), None)
+            ctx.gradients = None
+            return (*gradients, None)
+        return (*(x * d_total for x in gradients), None)
 
 
 class Model(nn.Module):
@@ -141,26 +151,32 @@ class Model(nn.Module):
 
     def pooled(self, x: Tensor, batch: Packed) -> Tensor:
         """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
+        return self._pool(x.index_select(0, batch.first))
+
+    def _pool(self, x: Tensor) -> Tensor:
+        """First tokens (N, C) -> pooled ones."""
         if self.config.pooler == "none":
-            return x[batch.first]
+            return x
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
-        y = self.pooler(drop(x[batch.first], self.first_dropout, self.training))
+        y = self.pooler(drop(x, self.first_dropout, self.training))
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
     def logits(self, batch: Packed) -> Tensor:
         """(M, V) at the masked places for MLM, (M, outputs) at the labelled ones for tags (without
         places at all T), (T, 2) for spans, else (N, outputs)."""
-        x = self.encoder(batch) if self.cnn is None else self.cnn(batch)
         if self.mlm_head is not None:
             assert batch.places is not None
-            return self.mlm_head(x[batch.places], self.encoder.embeddings.word.weight)
+            x = self.encoder(batch, places=batch.places)
+            return self.mlm_head(x, self.encoder.embeddings.word.weight)
         if self.task_head is None:
             raise ValueError("this model has no head: give it one with Checkpoint.with_head")
-        if self.kind == "tag" and batch.places is not None:
-            x = x[batch.places]
-        elif self.kind not in ("span", "tag") and self.cnn is None:
-            x = self.pooled(x, batch)  # (N, C)
+        if self.cnn is not None:
+            x = self.cnn(batch)
+        elif self.kind in ("span", "tag"):
+            x = self.encoder(batch, places=batch.places if self.kind == "tag" else None)
+        else:
+            x = self._pool(self.encoder(batch, places=batch.first))  # (N, C)
         return self.task_head(drop(x, self.dropout, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
@@ -188,8 +204,10 @@ class Model(nn.Module):
         assert self.mlm_head is not None
         assert batch.places is not None
         assert batch.targets is not None
-        x, word = self.encoder(batch), self.encoder.embeddings.word.weight
-        masked = x.index_select(0, batch.places)
+        places, first = batch.places, batch.first if self.pair_scale else batch.places[:0]
+        x = self.encoder(batch, places=torch.cat([places, first]) if self.pair_scale else places)
+        masked, first = x.split([len(places), len(first)])
+        word = self.encoder.embeddings.word.weight
         if self.training:
             total, correct = self.mlm_head.loss(masked, word, batch.targets)
             logits = total.new_empty(0)
@@ -201,7 +219,7 @@ class Model(nn.Module):
         if self.pair_scale:
             assert self.pair_head is not None
             assert batch.labels is not None
-            pooled = drop(self.pooled(x, batch), self.pair_dropout, self.training)
+            pooled = drop(self._pool(first), self.pair_dropout, self.training)
             pairs = self.pair_head(pooled).float()
             pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
             total = total + self.pair_scale * pair_loss
