@@ -153,7 +153,7 @@ def test_a_run_may_change_its_processes_and_micro_batches(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
     """Without dropout: 1, 2, 1 processes of 1, 1, 4 micro-batches are as 1 of 1, to rounding; and
-    2 processes are 2 micro-batches bit for bit without clipping, as both add two halves."""
+    2 processes are 2 micro-batches to the rounding of one update."""
     plain = [*STEPS, *NO_DROPOUT, "train.log_every=1"]
     names = ("one", "elastic", "ranks", "batches")
     lines = {name: training(SMOKE, data.text, tmp_path / name, *plain) for name in names}
@@ -173,7 +173,7 @@ def test_a_run_may_change_its_processes_and_micro_batches(
     a, b = (load_file(tmp_path / name / "checkpoints/step_15/model.safetensors")
             for name in ("ranks", "batches"))  # fmt: skip
     for name, weight in a.items():
-        assert torch.equal(weight, b[name]), name
+        torch.testing.assert_close(weight, b[name], rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------ origin, repeat
