@@ -33,7 +33,9 @@ def id_counts(
     counts = np.zeros(store.vocab_size, np.int64)
     for column in texts(store, split).values():
         for block in _blocks(column.values):
-            counts += np.bincount(block, minlength=store.vocab_size)
+            if len(block) and block.max() >= store.vocab_size:
+            raise BadInput(f"{store.path}: an id is beyond the vocabulary: it is damaged")
+        counts += np.bincount(block, minlength=store.vocab_size)
             read(len(block))
     return counts
 
