@@ -34,8 +34,8 @@ def id_counts(
     for column in texts(store, split).values():
         for block in _blocks(column.values):
             if len(block) and block.max() >= store.vocab_size:
-            raise BadInput(f"{store.path}: an id is beyond the vocabulary: it is damaged")
-        counts += np.bincount(block, minlength=store.vocab_size)
+                raise BadInput(f"{store.path}: an id is beyond the vocabulary: it is damaged")
+            counts += np.bincount(block, minlength=store.vocab_size)
             read(len(block))
     return counts
 
