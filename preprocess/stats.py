@@ -33,6 +33,8 @@ def id_counts(
     counts = np.zeros(store.vocab_size, np.int64)
     for column in texts(store, split).values():
         for block in _blocks(column.values):
+            if len(block) and block.max() >= store.vocab_size:
+                raise BadInput(f"{store.path}: an id is beyond the vocabulary: it is damaged")
             counts += np.bincount(block, minlength=store.vocab_size)
             read(len(block))
     return counts
@@ -94,6 +96,8 @@ def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
         names = ["(not in training)", "(none)", *store.labels]  # -2, -1, 0, ...
         counts = np.zeros(len(names), np.int64)
         for block in _blocks(values):
+            if len(block) and (block.min() < IGNORED or block.max() >= len(store.labels)):
+                raise BadInput(f"{store.path}: a label is none of the classes: it is damaged")
             counts += np.bincount(block[block != IGNORED] + 2, minlength=len(names))
         found = dict(zip(names, counts.tolist(), strict=True))
         named = {name: found[name] for name in store.labels}

@@ -123,7 +123,7 @@ def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType
 
 def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
     """pydantic's error in our words: the key, the value, and what would be right."""
-    kind, value = error["type"], repr(error["input"])
+    kind, value = error["type"], _repr(error["input"])
     # what follows a number is the kind of an operation, which is no key
     pairs = pairwise(("", *error["loc"]))
     place = [part for before, part in pairs if not isinstance(before, int)]
@@ -149,6 +149,13 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
         message = 'an operation is written like {op = "clean"}'
     value = value if len(value) <= 80 else f"{value[:77]}..."
     return f"{name}={value}: {message[:1].lower()}{message[1:]}"
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except RecursionError:
+        return "{... very deep ...}"
 
 
 def nearest(name: str, choices: list[str]) -> str:

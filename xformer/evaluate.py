@@ -275,7 +275,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     if config.threshold is not None and head.kind != "span":
         raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
     model = checkpoint.model().to(ranks.device)
-    scores = score(model, assembler, head, ranks, config.system.precision, config.threshold)
+    with store.blamed():
+        scores = score(model, assembler, head, ranks, config.system.precision, config.threshold)
     if ranks.rank != 0:
         return
     labels = np.asarray(assembler.split.columns.get("label", ()))

@@ -166,7 +166,7 @@ def _show(value: Any) -> str:
 
 def _allowed(name: str, old: Any, new: Any) -> bool:
     if name in ("train.steps", "train.epochs"):
-        return bool(old) and new >= old
+        return bool(old) and all(isinstance(v, int | float) for v in (old, new)) and new >= old
     return name in FREE
 
 

@@ -278,7 +278,13 @@ class Capture:
         """These layers' states, some tokens at a time: lists of (tokens, C)."""
         with h5py.File(self.path) as h5:
             for start in range(0, int(self.offsets[-1]), READ):
-                yield [torch.from_numpy(h5[f"hidden/{i}"][start : start + READ]) for i in layers]
+                part = slice(start, start + READ)
+                try:
+                    found = [torch.from_numpy(h5[f"hidden/{i}"][part]) for i in layers]
+                except (OSError, KeyError, TypeError, ValueError) as error:
+                    reason = str(error).partition("\n")[0]
+                    raise BadInput(f"{self.path} or a part of it is damaged: {reason}") from None
+                yield found
 
 
 def open_capture(path: str | Path) -> Capture:
@@ -299,7 +305,7 @@ def open_capture(path: str | Path) -> Capture:
                     raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it "
                                    "anew with overwrite=true")  # fmt: skip
             rows, offsets = h5["rows"][:], h5["offsets"][:]
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadInput(
             f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
         ) from None

@@ -120,15 +120,17 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
     """{x: number} of one run."""
     points: dict[float, float] = {}
     names: set[str] = set()
-    for line in (Path(path) / "log.jsonl").read_text(encoding="utf-8").splitlines():
+    lines = (Path(path) / "log.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # the last line of a killed run
+        except (ValueError, RecursionError):  # the last line of a killed run
             continue
-        if record.get("event") != event:
+        if not isinstance(record, dict) or record.get("event") != event:
             continue
-        names |= {k for k, v in record.items() if isinstance(v, int | float)}
-        if value in record and config.x in record and math.isfinite(record[value]):
+        known = {k for k, v in record.items() if type(v) in (int, float) and abs(v) < math.inf}
+        names |= known
+        if value in known and config.x in known:
             points[float(record[config.x])] = float(record[value])
     if not points:
         has = ", ".join(sorted(names - {"time"})) or f"no line of {event}"

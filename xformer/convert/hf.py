@@ -3,6 +3,7 @@ names are in xformer/convert/names.py)."""
 
 from __future__ import annotations
 
+import errno
 import re
 import warnings
 from collections import Counter
@@ -218,9 +219,9 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):
             tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception:  # a damaged file fails anywhere: struct.error, IndexError, AssertionError ..
+    except Exception as error:  # damage fails anywhere: struct.error, IndexError ..
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise BadInput(f"{file} is refused: it is damaged, or holds more than tensors") from None
     if isinstance(tensors, dict) and all(
         isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()

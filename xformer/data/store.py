@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import (
     BLOCK,
     atomic_directory,
@@ -41,10 +41,11 @@ from xformer.data.files import (
 FORMAT = 1
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the training classes
+LEAST = -100  # of labels a token: there is no word (xformer.data.tags.IGNORED)
 SUMS = "sums.json"
 NARROWED = 2**20  # offsets rewritten at once
 CHECKED = 2**22  # numbers of a column looked at at once
-TRIES = 20  # to open a store that is being replaced
+TRIES = 100  # to open a store that is being replaced
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
 
@@ -131,11 +132,15 @@ class Store:
                 yield name, block, good
 
     def _impossible(self, name: str) -> set[int]:
-        """The blocks of a file with ids beyond the vocabulary, or offsets that do not ascend."""
+        """The blocks of a file with ids beyond the vocabulary, classes beyond those there are, or
+        offsets that do not ascend."""
         split, _, file = name.partition("/")
         column, offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
         found = self._splits[split].columns[column.removesuffix(".offsets")]
-        if not offsets and column not in TEXTS:
+        least, most = 0, self.vocab_size
+        if column in ("label", "labels") and self.kind in ("class", "tag"):
+            least, most = UNSEEN if column == "label" else LEAST, len(self.labels)
+        elif not offsets and column not in TEXTS:
             return set()
         values = (
             found if not isinstance(found, Ragged) else found.offsets if offsets else found.values
@@ -143,7 +148,7 @@ class Store:
         wrong = set()
         for start in range(0, len(values), CHECKED):
             part = values[start : start + CHECKED + offsets]
-            bad = np.diff(part) < 0 if offsets else part >= self.vocab_size
+            bad = np.diff(part) < 0 if offsets else (part < least) | (part >= most)
             if offsets and start == 0 and part[0] != 0:
                 bad = np.ones(1, bool)
             if bad.any():
@@ -165,6 +170,20 @@ class Store:
         thread = threading.Thread(target=check, name="verify", daemon=True)
         thread.start()
         return thread
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Where work with the rows crashes and the store is damaged, a BadInput that says so."""
+        try:
+            yield
+        except (BadInput, Failure, OSError):
+            raise
+        except Exception as error:
+            for name, block, good in self.verify():
+                if not good:
+                    line = f"{self.path / name} is damaged in block {block} of {BLOCK} bytes"
+                    raise BadInput(line) from error
+            raise
 
     def _open(self, name: str) -> Split:
         meta = self.meta["splits"][name]
