@@ -440,6 +440,7 @@ def test_ids_must_fit_the_model(tmp_path: Path) -> None:
     high = made_store(tmp_path / "high", wide, [[V, 3], [0]])
     with pytest.raises(BadInput, match=r"the id 19 in .*high/train/tokens\.npy does not fit"):
         mapping.build("ids", high, BERT)
+    assert mapping.build("ids", high, BERT, embeddings=V + 1) is None  # more than it has pieces
 
 
 # ------------------------------------------------------------------------------------ batches

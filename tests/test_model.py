@@ -458,18 +458,47 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(x).pow(2).sum() * 40
 
 
-def flat_steps(optimizer: FlatOptimizer, model: nn.Module, steps: range) -> list[float]:
+def flat_steps(optimizer: FlatOptimizer, model: nn.Module, steps: range,
+               rate: float = 0.01) -> list[float]:  # fmt: skip
     """Steps of a run, each at its own rate; the norms."""
     norms = []
     for step in steps:
         optimizer.zero()
         loss_of(model, step).backward()
-        norms.append(float(optimizer.step(torch.tensor(5.0), 0.01 * (step + 1))))
+        norms.append(float(optimizer.step(torch.tensor(5.0), rate * (step + 1))))
     return norms
 
 
+class NovoGrad(torch.optim.Optimizer):
+    """Ginsburg et al. 2019, algorithm 1, as printed: a parameter a layer, v a number."""
+
+    def __init__(self, groups: Any, betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.betas, self.eps = betas, eps
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for w in group["params"]:
+                g, d, state = w.grad, group["weight_decay"], self.state[w]
+                norm = float((g * g).sum())
+                if not state:
+                    state["v"], old = norm, torch.zeros_like(w)
+                else:
+                    state["v"] = self.betas[1] * state["v"] + (1 - self.betas[1]) * norm
+                    old = self.betas[0] * state["m"]
+                state["m"] = old + (g / (math.sqrt(state["v"]) + self.eps) + d * w.data)
+                w.data = w.data - group["lr"] * state["m"]
+
+
+KINDS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam, "novograd": NovoGrad,
+    "adagrad": lambda groups, betas, eps: torch.optim.Adagrad(groups, eps=eps),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("clip", [0.0, 2.0])
-@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "make", [Little, lambda: Bare((70,), (3,), (2,)), lambda: Bare((5, 4), (3, 2))]
 )
@@ -480,11 +509,11 @@ def test_the_flat_optimizer_equals_torch(
     ours = make()
     theirs = copy.deepcopy(ours)
     config = OptimConfig(name=name, weight_decay=0.3, clip=clip, betas=(0.8, 0.95), eps=1e-7)
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
     groups = [
         {"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in theirs.parameters()
     ]
-    reference = kind(groups, betas=(0.8, 0.95), eps=1e-7)
+    rate = 1e-6 if name == "radam" else 0.01  # whose first steps follow the gradient as it is
+    reference = KINDS[name](groups, betas=(0.8, 0.95), eps=1e-7)
     norms = []
     for step in range(6):
         reference.zero_grad()
@@ -492,9 +521,9 @@ def test_the_flat_optimizer_equals_torch(
         largest = clip or math.inf
         norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), largest)))
         for group in reference.param_groups:
-            group["lr"] = 0.01 * (step + 1)
+            group["lr"] = rate * (step + 1)
         reference.step()
-    found = flat_steps(FlatOptimizer(ours, config), ours, range(6))
+    found = flat_steps(FlatOptimizer(ours, config), ours, range(6), rate)
     assert found == pytest.approx(norms, rel=1e-5)
     assert not clip or max(norms) > clip
     for (parameter, weight), expected in zip(
@@ -503,9 +532,14 @@ def test_the_flat_optimizer_equals_torch(
         assert distance(weight, expected) <= 1e-6, parameter
 
 
-def test_an_optimizer_continues_bit_for_bit() -> None:
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [("adamw", ("exp_avg", "exp_avg_sq")), ("novograd", ("exp_avg", "exp_avg_sq")),
+     ("adagrad", ("sum",)), ("adamax", ("exp_avg", "exp_inf"))],
+)  # fmt: skip
+def test_an_optimizer_continues_bit_for_bit(name: Any, moments: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    config = OptimConfig(weight_decay=0.1, clip=0.5)
+    config = OptimConfig(name=name, weight_decay=0.1, clip=0.5)
     whole, stopped = Little(), Little()
     stopped.load_state_dict(whole.state_dict())
     flat_steps(FlatOptimizer(whole, config), whole, range(6))
@@ -513,9 +547,9 @@ def test_an_optimizer_continues_bit_for_bit() -> None:
     flat_steps(optimizer, stopped, range(3))
     state = optimizer.state()
     assert set(state) == {"step"} | {
-        f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in whole.state_dict()
+        f"{moment}.{name}" for moment in moments for name in whole.state_dict()
     }
-    assert all(state[f"exp_avg.{n}"].shape == w.shape for n, w in whole.state_dict().items())
+    assert all(state[f"{moments[0]}.{n}"].shape == w.shape for n, w in whole.state_dict().items())
 
     resumed = Little()
     resumed.load_state_dict(stopped.state_dict())

@@ -10,8 +10,9 @@ CHECKPOINT/manifest.json        SHA-256 of every file, written last
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -211,9 +212,10 @@ def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
 
 def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
          optimizer: dict[str, Tensor] | None = None, state: dict[str, Any] | None = None,
-         ) -> None:  # fmt: skip
+         check: Callable[[], None] = lambda: None) -> None:  # fmt: skip
     """Write a checkpoint as a directory that is whole or absent; `optimizer` and `state` are what
-    a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`."""
+    a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`, and whatever
+    `check`, called last, raises: then nothing is left."""
     with atomic_directory(path, overwrite) as directory:
         weights = {name: w.detach().cpu().contiguous() for name, w in checkpoint.weights.items()}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -242,6 +244,7 @@ def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
         names = [str(file.relative_to(directory)) for file in files]
         sums = dict(zip(names, found, strict=True))
         write_json(directory / "manifest.json", {"sha256": sums})
+        check()
 
 
 def check_output(out: Path, overwrite: bool, *read: Path) -> None:
@@ -291,6 +294,18 @@ def verify(path: Path) -> None:
                 raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
+    """A checkpoint as `load` gives it, before its checksums are taken: that goes on meanwhile, and
+    the function beside it waits for the end and raises BadInput if the checkpoint is damaged."""
+    with ThreadPoolExecutor(1) as pool:
+        check = pool.submit(verify, path)
+        try:
+            yield _read(path), check.result
+        finally:
+            check.result()  # of all that may be wrong, damage is what is said
+
+
 def load(path: str | Path) -> Checkpoint:
     """The checkpoint in a directory, or the one a finished run selected.
 
@@ -298,13 +313,8 @@ def load(path: str | Path) -> Checkpoint:
     changed in place stays as it is on disk. Raises BadInput if the checkpoint is absent,
     incomplete, damaged, or its config contradicts its weights.
     """
-    path = resolve(path)
-    with ThreadPoolExecutor(1) as pool:
-        check = pool.submit(verify, path)
-        try:
-            return _read(path)
-        finally:
-            check.result()  # of all that may be wrong, damage is what is said
+    with opened(resolve(path)) as (checkpoint, _):
+        return checkpoint
 
 
 def _read(path: Path) -> Checkpoint:

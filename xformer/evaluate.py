@@ -192,7 +192,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
             )
         array = checkpoint.mapping
     else:
-        array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer)
+        size = checkpoint.config.vocab_size
+        array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer, size)
     return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
 
 

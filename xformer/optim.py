@@ -5,20 +5,31 @@ step is one fused kernel a group and the gradient of all ranks is one reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
+from torch.optim.adamax import adamax
+from torch.optim.radam import radam
 
 from xformer.config import Settings
 from xformer.data.errors import BadInput
 from xformer.distributed import Ranks, all_gather, reduce_scatter
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# what each optimizer keeps of a parameter; all but Adam's are for Kao & Lee 2021, appendix A
+MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
+    "adamax": ("exp_avg", "exp_inf"),
+    "radam": ("exp_avg", "exp_avg_sq"),
+    "novograd": ("exp_avg", "exp_avg_sq"),
+}
 ALIGN = 64  # elements: every parameter starts where vector loads like it
 
 
@@ -28,16 +39,19 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Settings):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "adam"] = "adamw"
-    """AdamW (Loshchilov & Hutter 2019) or Adam (Kingma & Ba 2015)."""
+    name: Literal["adamw", "adam", "adagrad", "adamax", "radam", "novograd"] = "adamw"
+    """AdamW (Loshchilov & Hutter 2019), Adam and AdaMax (Kingma & Ba 2015), Adagrad (Duchi et al.
+    2011), RAdam (Liu et al. 2020) or NovoGrad (Ginsburg et al. 2019). All but the first two want
+    whole moments: system.shard=none."""
     lr: float = Field(1e-4, gt=0)
     """Highest learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the two moments."""
+    """Decay of the two moments; Adagrad has none."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.01, ge=0)
-    """Decay of matrices and embeddings, never of biases or LayerNorm; with adam an L2 term."""
+    """Decay of matrices and embeddings, never of biases or LayerNorm; with all but adamw an L2
+    term."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the rate falls after the warm-up: to 0 in a line, to 0 in a half cosine, not at all."""
     warmup: float = Field(0.0, ge=0)
@@ -61,7 +75,7 @@ def learning_rate(config: OptimConfig, before: float, after: float, warmup: floa
 
 
 class FlatOptimizer:
-    """Adam or AdamW over a model's parameters, moved into one flat buffer.
+    """An optimizer over a model's parameters, moved into one flat buffer.
 
     `gradient` is the flat gradient; its last COUNTS entries travel with it through `reduce` and
     belong to the caller (`counts`). With `sliced` each of the ranks has the moments of its slice of
@@ -95,12 +109,15 @@ class FlatOptimizer:
         self.mine = self.flat[start : start + length]
         whole = self.slices == 1
         self.summed = self.gradient[: -self.COUNTS] if whole else torch.zeros_like(self.mine)
-        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS}
+        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS[config.name]}
         # where each group lies in the slice, its decay, and the steps it took
         middle = min(max(split - start, 0), length)
         self.groups = [
             (part, decay, torch.zeros((), device=device))
-            for part, decay in ((slice(middle), config.weight_decay), (slice(middle, length), 0.0))
+            for part, decay in (
+                (slice(0, middle), config.weight_decay),
+                (slice(middle, length), 0.0),
+            )
             if len(self.mine[part])
         ]
         self.config = config
@@ -147,7 +164,11 @@ class FlatOptimizer:
         gradient.mul_(scale)
         for part, decay, steps in self.groups:
             # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
-            first, second = (moment[part] for moment in self.moments.values())
+            moments = [moment[part] for moment in self.moments.values()]
+            if config.name not in ("adam", "adamw"):
+                self._other(part, decay, steps, moments, lr)
+                continue
+            first, second = moments
             adam(
                 [self.mine[part]], [gradient[part]], [first], [second], [], [steps], fused=True,
                 decoupled_weight_decay=config.name == "adamw", lr=lr, weight_decay=decay,
@@ -157,6 +178,26 @@ class FlatOptimizer:
         if self.slices > 1:
             all_gather(self.flat, self.mine.clone())
         return norm
+
+    def _other(self, part: slice, decay: float, steps: Tensor, moments: list[Tensor],
+               lr: float) -> None:  # fmt: skip
+        """A step of one group by another optimizer than Adam."""
+        weights, gradient, config = self.mine[part], self.summed[part], self.config
+        if config.name == "adagrad":
+            adagrad([weights], [gradient], moments, [steps], lr=lr, weight_decay=decay,
+                    lr_decay=0.0, eps=config.eps, maximize=False)  # fmt: skip
+        elif config.name == "novograd":
+            steps += 1
+            places = [slice(offset - part.start, offset - part.start + shape.numel())
+                      for offset, shape in self.places.values()
+                      if part.start <= offset < part.stop]  # fmt: skip
+            first, second = moments
+            novograd(weights, gradient, first, second, places, bool(steps == 1), lr, config.betas,
+                     decay, config.eps)  # fmt: skip
+        else:
+            step = adamax if config.name == "adamax" else radam
+            step([weights], [gradient], [moments[0]], [moments[1]], [steps], beta1=config.betas[0],
+                 beta2=config.betas[1], lr=lr, weight_decay=decay, eps=config.eps)  # fmt: skip
 
     def state(self) -> dict[str, Tensor]:
         """The moments by parameter name, and the step count. Where moments are sliced, all ranks
@@ -173,7 +214,7 @@ class FlatOptimizer:
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Continue from `state()`. Raises BadInput if the parameters were others."""
-        check_state(tensors, self.places)
+        check_state(tensors, self.moments, self.places)
         start = self.slice * len(self.mine)
         for moment, mine in self.moments.items():
             flat = mine if self.slices == 1 else torch.zeros_like(self.flat)
@@ -185,7 +226,26 @@ class FlatOptimizer:
             steps.copy_(tensors["step"])
 
 
-def check_state(tensors: dict[str, Tensor], names: Collection[str]) -> None:
+def novograd(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor,
+             places: Iterable[slice], begin: bool, lr: float, betas: tuple[float, float],
+             decay: float, eps: float) -> None:  # fmt: skip
+    """A step of NovoGrad (Ginsburg et al. 2019, algorithm 1) on flat tensors, in place.
+
+    Its second moment is one number a layer, the squared norm of the gradient; here each parameter,
+    which lies at its place, is a layer, and all its elements of `second` hold that number. In the
+    first step, at `begin`, the moments are those of the gradient.
+    """
+    share, keep = (0.0, 0.0) if begin else (betas[0], betas[1])
+    for place in places:
+        own, g = second[place], gradient[place]
+        own.mul_(keep).add_((1 - keep) * g.square().sum())
+        direction = g / (own.sqrt() + eps) + decay * weights[place]
+        first[place] = share * first[place] + direction
+        weights[place] -= lr * first[place]
+
+
+def check_state(tensors: dict[str, Tensor], moments: Collection[str],
+                names: Collection[str]) -> None:  # fmt: skip
     """Raise BadInput unless these are the moments of parameters of these names."""
-    if {f"{m}.{name}" for m in MOMENTS for name in names} | {"step"} != set(tensors):
+    if {f"{m}.{name}" for m in moments for name in names} | {"step"} != set(tensors):
         raise BadInput("the checkpoint's optimizer state belongs to another model")

@@ -36,7 +36,7 @@ class ShardedOptimizer:
         self.config, self.ranks = config, ranks
         self.parameters = dict(model.named_parameters())
         self.moments = {m: {n: torch.zeros_like(p) for n, p in self.parameters.items()}
-                        for m in MOMENTS}  # fmt: skip
+                        for m in MOMENTS[config.name]}  # fmt: skip
         self.steps = {n: torch.zeros((), device=ranks.device) for n in self.parameters}
         self.counts = torch.zeros(FlatOptimizer.COUNTS, device=ranks.device)
 
@@ -82,7 +82,7 @@ class ShardedOptimizer:
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """As FlatOptimizer's."""
-        check_state(tensors, self.parameters)
+        check_state(tensors, self.moments, self.parameters)
         for m, moments in self.moments.items():
             for name, tensor in moments.items():
                 _fill(tensor, tensors[f"{m}.{name}"])

@@ -41,6 +41,7 @@ from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 from xformer.profile import Profiler
 from xformer.run import Run, open_run
 from xformer.shard import ShardedOptimizer
+from xformer.surgery import operations
 from xformer.surgery.operations import Operation, apply
 
 LOWER_IS_BETTER = ("loss", "perplexity")
@@ -222,8 +223,11 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
     if recipe.system.shard == "model" and start.config.architecture == "hilbert_cnn":
         raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
+    if recipe.system.shard != "none" and recipe.optim.name not in ("adam", "adamw"):
+        name = recipe.optim.name
+        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
     split = store.split("train")
-    array = mapping.build(recipe.mapping, store, start.tokenizer)
+    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     pairs = recipe.masking.pair_weight > 0
     head = Head(
         recipe.head,
@@ -474,6 +478,9 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     if job.recipe.init is not None:
         manifest = checkpoints.resolve(job.recipe.init) / "manifest.json"
         identity["init"] = file_checksum(manifest)
+    read = [operations.content(operation) for operation in job.recipe.surgery]
+    if any(read):  # what operations read beside the checkpoint
+        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
     environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -187,7 +187,8 @@ def _mapping(checkpoint: Checkpoint, store: Store, spec: str | None) -> np.ndarr
     if spec is None and source is not None and source.fingerprint == store.fingerprint:
         return checkpoint.mapping  # the very array of training
     trained = checkpoint.head.mapping if checkpoint.head else "none"
-    return mapping.build(spec or trained, store, checkpoint.tokenizer)
+    size = checkpoint.config.vocab_size
+    return mapping.build(spec or trained, store, checkpoint.tokenizer, size)
 
 
 def _check_aligned(readers: list[Reader]) -> None:

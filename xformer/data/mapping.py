@@ -35,8 +35,10 @@ def parse(spec: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3] or 0)
 
 
-def build(spec: str, store: Store, model: Tokenizer) -> np.ndarray | None:
+def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.ndarray | None:
     """The array (store vocabulary,) int64 of model ids, or None where nothing changes.
+
+    `embeddings` of the model may be more than its tokenizer has pieces (0: as many).
 
     Raises BadInput where the store's tokenizer is not the model's and `spec` does not say what its
     ids mean, or where the model's vocabulary cannot hold them.
@@ -44,7 +46,7 @@ def build(spec: str, store: Store, model: Tokenizer) -> np.ndarray | None:
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if name == "ids":
-        _check_ids(store, model)
+        _check_ids(store, max(embeddings, len(model)))
         return None
     if name == "none":
         if not same:
@@ -68,15 +70,15 @@ def _ordinary(model: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     return np.array(plain, np.int64), np.array(unused, np.int64)
 
 
-def _check_ids(store: Store, model: Tokenizer) -> None:
-    if store.vocab_size > len(model):
+def _check_ids(store: Store, embeddings: int) -> None:
+    if store.vocab_size > embeddings:
         for name in store.splits:
             for column, values in store.split(name).columns.items():
                 largest = int(values.values.max(initial=0)) if isinstance(values, Ragged) else 0
-                if largest >= len(model):
+                if largest >= embeddings:
                     raise BadInput(
                         f"mapping=ids: the id {largest} in {store.path}/{name}/{column}.npy does "
-                        f"not fit the model's {len(model)} embeddings"
+                        f"not fit the model's {embeddings} embeddings"
                     )
 
 

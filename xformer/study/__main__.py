@@ -73,12 +73,12 @@ def main() -> None:
     if plan.missing() and not any(not w.missing and w.stage for w in plan.works.values()):
         raise BadInput(f"{study.path}: nothing can run: {_lacking(plan)}")
     directory = root / f"{study.path.stem}-{settings.scale}"
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json(root / "version.json", {"results": RESULTS})
     if settings.executor == "slurm":
         executor: pool.Executor = pool.Slurm(root, settings.slurm)
     else:
         executor = pool.local(settings.jobs, settings.per_device)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(root / "version.json", {"results": RESULTS})
     for line in _lacking(plan).splitlines():
         print(f"missing: {line}", file=sys.stderr)
     outcomes = work_off(plan, executor, costs)

@@ -8,6 +8,7 @@ from typing import Any
 
 from xformer.analysis.curves import CurvesConfig, average
 from xformer.data.errors import BadInput
+from xformer.study.look import MORE, ink, svg
 from xformer.study.report import COLOURS
 from xformer.study.results import Results
 from xformer.study.spec import Curves
@@ -75,8 +76,6 @@ def _line(name: str, runs: list[Path], event: str, value: str) -> Line | None:
 
 def curves_figure(panels: list[Panel]) -> str:
     """An SVG of the panels, with a band of one standard deviation where a line has several runs."""
-    from xformer.study.figure import MORE, ink, svg
-
     colours = (*COLOURS, *MORE)
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     with ink("curves") as plt:

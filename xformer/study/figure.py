@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from xformer.study.look import INK, MORE, ink, svg
 from xformer.study.report import COLOURS
 from xformer.study.results import Cell
 from xformer.study.spec import Table
 from xformer.study.write import head
-
-INK = "#7a7a7a"  # readable on white and on black
-MORE = ("#56B4E9", "#D55E00", "#F0E442", "#999999")  # the rest of Okabe and Ito's palette
-
-
-@contextmanager
-def ink(salt: str) -> Iterator[Any]:
-    """pyplot in the look of a report, which is read on white and on black; ids depend on `salt`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10,
-                  "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
-                  "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none",
-                  "svg.hashsalt": salt, "legend.frameon": False}  # fmt: skip
-    with plt.rc_context(style):
-        yield plt
-
-
-def svg(figure: Any) -> str:
-    """A figure as SVG without its preamble; the figure is closed."""
-    from matplotlib import pyplot as plt
-
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
 
 
 def table_figure(table: Table, cells: list[list[Cell]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from xformer.train import Recipe
 
 RESULTS = 1  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best
+FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 INTERVALS = ("log_every", "checkpoint_every")
 
 
@@ -60,6 +62,7 @@ class Plan:
                 raise BadInput(f"needs.{name}: {study.path} has no such need; its needs: {known}")
         self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
         self.works: dict[str, Work] = {}
+        self._recipes: dict[str, dict[str, Any]] = {}
         self._open: list[str] = []  # what is being made, to see circles
         self._digests = Digests(root / "digests.json")
         depended = {name for kind, name, *_ in self._all_places() if kind == "stage"}
@@ -114,7 +117,9 @@ class Plan:
         if stage.command:
             parts = with_settings(stage.command, settings)
             return self._command(label, stage, parts, name, levels, put, waits, missing)
-        raw = merge(read_recipe(self.study.path.parent / stage.recipe), settings)
+        if stage.recipe not in self._recipes:
+            self._recipes[stage.recipe] = read_recipe(self.study.path.parent / stage.recipe)
+        raw = merge(self._recipes[stage.recipe], settings)
         by_key = validate(Recipe, {**_each_string(raw, lambda t: put(t, True)), "run": "-"})
         key = content_key(identity(by_key))
         path = self.root / "runs" / key
@@ -171,10 +176,17 @@ class Plan:
     def _put(self, text: str, levels: Levels, label: str, by_key: bool, waits: list[Work],
              missing: list[str]) -> str:  # fmt: skip
         """The text with its {places} filled in: by paths, or by the keys of what lies there."""
+        if "{" not in text:
+            return text
         for factor, level in levels.items():
             text = text.replace(f"{{{factor}}}", level)
         found = PLACE.search(text)
         if found is None:
+            unknown = FACTOR.search(text)
+            if unknown and unknown.group() != "{out}":
+                has = ", ".join(levels) or "none"
+                raise BadInput(f"{self.study.path}: {label}: {text!r}: {unknown.group()} is no "
+                               f"factor of it; its factors: {has}")  # fmt: skip
             return text
         kind, name, factor, level = found.groups()
         if factor:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from shutil import which
+from typing import Any, Protocol
 
 from xformer.data.errors import BadInput
+from xformer.study.job import Command
 from xformer.study.plan import Work
 
 TAIL = 15  # lines shown of a failed work's log
@@ -95,15 +97,18 @@ def local(jobs: int, per_device: int) -> Local:
 class Submitted:
     """A job that submitit watches."""
 
-    job: object
+    job: Any
 
     def status(self) -> int | None:
-        if not self.job.done():  # type: ignore[attr-defined]
+        if not self.job.done():
             return None
-        return 0 if self.job.state in ("COMPLETED", "DONE", "FINISHED") else 1  # type: ignore[attr-defined]
+        try:
+            return int(self.job.result())
+        except Exception:  # whatever submitit makes of a job that died
+            return 1
 
     def stop(self) -> None:
-        self.job.cancel()  # type: ignore[attr-defined]
+        self.job.cancel()
 
 
 class Slurm:
@@ -112,22 +117,18 @@ class Slurm:
     slots = 1000  # Slurm has a queue of its own
 
     def __init__(self, directory: Path, options: dict[str, str | int], cluster: str = "slurm"):
+        if cluster == "slurm" and which("sbatch") is None:
+            raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
         try:
             import submitit
         except ImportError:
             raise BadInput("executor=slurm needs: pip install 'xformer[slurm]'") from None
-        from shutil import which
-
-        if cluster == "slurm" and which("sbatch") is None:
-            raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
         self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
         self.executor.update_parameters(name="xformer", **options)
 
     def start(self, work: Work, slot: int) -> Submitted:
-        import submitit
-
-        command = [sys.executable, *work.command]
-        return Submitted(self.executor.submit(submitit.helpers.CommandFunction(command)))
+        command = Command((sys.executable, *work.command), log_of(work).absolute())
+        return Submitted(self.executor.submit(command))
 
 
 # ------------------------------------------------------------------------------------- the queue

@@ -177,7 +177,8 @@ class Results:
         are interpolated, as pandas does. The differences of the papers.
         """
         table = next(t for t in self.study.tables if t.name == summary.table)
-        cells = [cell for row in self.cells(table) for cell in row]
+        width = len(self.study.columns(table))  # without the means
+        cells = [cell for row in self.cells(table) for cell in row[:width]]
         by_row = summary.by == table.rows
         groups: dict[str, list[float]] = {}
         for cell in cells:

@@ -285,7 +285,7 @@ def _check(study: Study) -> None:
         if bool(stage.recipe) == bool(stage.command):
             raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
         for factor, levels in study.factors(name).items():
-            if not levels:
+            if not levels and name in study.shown():
                 raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
         _same_key_twice(study, name)
     for kind, name, *_ in _places(study):
@@ -369,7 +369,8 @@ def _same_key_twice(study: Study, stage: str) -> None:
     """Two factors that set the same key would overrule one another."""
     owner: dict[str, str] = {}
     for factor, levels in study.factors(stage).items():
-        for key in sorted({key for settings in levels.values() for key in flat(settings)}):
+        keys = {key for settings in levels.values() for key in flat(settings)}
+        for key in sorted("data.store" if key == "data" else key for key in keys):
             if key in owner:
                 raise BadInput(
                     f"{study.path}: stages.{stage}: the factors {owner[key]} and {factor} both "

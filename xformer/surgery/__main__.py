@@ -54,9 +54,9 @@ def main() -> None:
     read = [checkpoints.resolve(arguments.checkpoint)]
     read += [Path(o.source) for o in operations if isinstance(o, Transplant)]
     checkpoints.check_output(arguments.out, arguments.overwrite, *read)
-    before = checkpoints.load(read[0])
-    after = apply(before, operations, arguments.seed)
-    checkpoints.save(after, arguments.out, arguments.overwrite)
+    with checkpoints.opened(read[0]) as (before, check):
+        after = apply(before, operations, arguments.seed)
+        checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
     for record in after.history[len(before.history) :]:
         print(" ".join(f"{k}={v}" if k != "op" else str(v) for k, v in record.items()))
     print(f"{arguments.out}: {account(before, after)}, {time.perf_counter() - began:.2f} s")
