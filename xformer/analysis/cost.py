@@ -108,13 +108,10 @@ def run(paths: list[str], config: CostConfig) -> None:
              "precision": config.precision, "threads": torch.get_num_threads(),
              "device": ranks.device.type, "repeats": config.repeats}  # fmt: skip
     line = "cost " + "; ".join(_words(one) for one in found)
-    line += f" ({config.rows} rows of {config.length} tokens, {_threads(batch)})"
+    threads = figure.many(torch.get_num_threads(), "thread")
+    line += f" ({config.rows} rows of {config.length} tokens, {threads})"
     metrics = {one["name"]: numbers(one) for one in found}
     publish(config, {"analysis": "cost", "batch": batch, "models": found}, draw, line, metrics)
-
-
-def _threads(batch: dict[str, Any]) -> str:
-    return f"{batch['threads']} thread{'s' if batch['threads'] > 1 else ''}"
 
 
 def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
@@ -330,7 +327,8 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     panel.set(xlabel="seconds", title="Time to make it")
     drawn.suptitle(
         f"{batch['rows']} rows of {batch['length']} tokens, head {batch['head']}, "
-        f"{batch['precision']}, {_threads(batch)} of the {batch['device'].upper()}",
+        f"{batch['precision']}, {batch['device'].upper()}, "
+        f"{figure.many(batch['threads'], 'thread')}",
         fontsize=10.5,
     )
     return drawn

@@ -102,6 +102,11 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def many(count: int, noun: str) -> str:
+    """1 example, 2 examples."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def short(name: str) -> str:
     """A name that fits a legend."""
     return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"

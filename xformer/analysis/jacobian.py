@@ -200,7 +200,7 @@ def run(paths: list[str], config: JacobianConfig) -> None:
         f"{f['largest']['mean']:.3g}, {100 * f['near_one']['mean']:.1f} % between 1/2 and 2"
         for f in found
     )
-    line += f" on {len(examples.rows)} examples, output token {config.token}"
+    line += f" on {figure.many(len(examples.rows), 'example')}, output token {config.token}"
     metrics = {f["name"]: {name: f[name]["mean"] for name in SUMMARY} for f in found}
     publish(config, result, draw, line, metrics)
 
@@ -258,7 +258,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     store = Path(found["data"]["store"]).name
     drawn.suptitle(
         "Singular values of d(last hidden state) / d(word embeddings), "
-        f"{found['data']['examples']} examples of {store} (mean ± sd over examples)",
+        f"{figure.many(found['data']['examples'], 'example')} of {store} (mean ± sd over them)",
         fontsize=10.5,
     )
     return drawn

@@ -123,13 +123,9 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         f"{f['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in f["noise"])
         for f in found
     )
-    line += f" (L2, {len(examples.rows)} examples, {_draws(config.draws)})"
+    line += f" (L2, {len(examples.rows)} examples, {figure.many(config.draws, 'draw')} of noise)"
     metrics = {f["name"]: {f"{n['std']:.0e}": n["mean"] for n in f["noise"]} for f in found}
     publish(config, result, draw, line, metrics)
-
-
-def _draws(count: int) -> str:
-    return f"{count} draw{'s' if count > 1 else ''} of noise"
 
 
 def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
@@ -162,6 +158,6 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     axes.set(xlabel="standard deviation of the noise on every parameter",
              ylabel="L2 distance of last hidden states",
              title=f"{found['data']['examples']} examples of {store}, "
-                   f"{_draws(found['draws'])} (mean ± sd)")  # fmt: skip
+                   f"{figure.many(found['draws'], 'draw')} of noise (mean ± sd)")  # fmt: skip
     axes.legend(fontsize=8.5)
     return drawn
