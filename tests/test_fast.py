@@ -87,10 +87,10 @@ def test_a_residual_sum_with_dropout_equals_the_plain_one(rate: float) -> None:
     x, y, direction = (torch.randn(99, 13, generator=seeded(i)) for i in range(3))
     found = []
     for plain in (False, True):
-        given = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
         torch.manual_seed(5)
-        z = drop_add(*given, rate, plain)
-        found.append((z, *torch.autograd.grad(z, given, direction)))
+        z = drop_add(a, b, rate, plain)
+        found.append((z, *torch.autograd.grad(z, (a, b), direction)))
     for one, two in zip(*found, strict=True):
         assert distance(one, two) <= 1e-6
     assert rate == 0.0 or 0.1 < float((found[0][2] == 0).float().mean()) < 0.4

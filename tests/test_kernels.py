@@ -432,7 +432,12 @@ def test_the_encoder_takes_the_fused_norm(norm: Any, monkeypatch: pytest.MonkeyP
     for i, weight in enumerate(model.parameters()):
         weight.data.normal_(generator=torch.Generator().manual_seed(i)).mul_(0.3)
     fused = norm_kernels.add_norm
-    monkeypatch.setattr(norm_kernels, "add_norm", lambda *a: used.append(a[-2:]) or fused(*a))
+
+    def counted(*given: Any) -> Any:
+        used.append(given[-2:])
+        return fused(*given)
+
+    monkeypatch.setattr(norm_kernels, "add_norm", counted)
     found = []
     for fuses in (False, True):
         monkeypatch.setattr(encoders, "fuses", lambda x, fuses=fuses: fuses)
@@ -444,7 +449,8 @@ def test_the_encoder_takes_the_fused_norm(norm: Any, monkeypatch: pytest.MonkeyP
         # nothing but rounding reaches the bias of keys
         assert float((one - two).detach().norm()) <= 1e-5 * max(float(one.detach().norm()), 1.0)
     for layer in model.layers:
-        layer.dropout = layer.mlp_dropout = 0.3
+        for name in ("dropout", "mlp_dropout"):
+            setattr(layer, name, 0.3)
     outs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)

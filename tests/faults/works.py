@@ -14,9 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from helpers import SMOKE, Done, Forks, training
-from tensorboard.backend.event_processing.directory_watcher import (  # type: ignore[import-untyped]
-    DirectoryDeletedError,
-)
+from tensorboard.backend.event_processing.directory_watcher import DirectoryDeletedError
 from test_train import drawn_once, same
 from toys import Toys
 
