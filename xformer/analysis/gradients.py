@@ -19,7 +19,8 @@ N examples, T tokens, R rows of a matrix product, V vocabulary.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ from xformer.analysis.examples import (
 from xformer.checkpoint import Head
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput, Failure
-from xformer.model.encoder import Packed, to_device
+from xformer.model.attention import Backend
+from xformer.model.encoder import Encoder, Packed, to_device
 from xformer.model.heads import HeadKind, Model
 
 STRIP = 1024  # rows of a matrix of token by token products that exist at once
@@ -328,12 +330,29 @@ def inner_products(model: Model, batch: Packed) -> Tensor:
         parameter.requires_grad_(True)
         parameter.grad = None
     watch = PerExample(model, batch)
-    with watch:
+    with _every_token(model.encoder), watch:
         loss, _ = model.loss(batch)
     if loss.total.requires_grad:
         loss.total.backward()
     watch.check()
     return watch.products
+
+
+@contextmanager
+def _every_token(encoder: Encoder) -> Iterator[None]:
+    """Within it the last layer works on every token, of each of which the example is known, and not
+    on those alone whose hidden states are asked for."""
+    every = encoder.forward
+
+    def forward(batch: Packed, backend: Backend = "auto", places: Tensor | None = None) -> Tensor:
+        x = every(batch, backend)
+        return x if places is None else x.index_select(0, places)
+
+    encoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del encoder.forward
 
 
 def cosines(products: Tensor) -> tuple[np.ndarray, np.ndarray]:
