@@ -216,11 +216,19 @@ def test_verify_reports_a_block_before_it_reads_the_next(tmp_path, monkeypatch):
     found, _ = write(tmp_path / "s", "class")
     hashed = []
 
-    def sha256(data: bytes) -> object:
-        hashed.append(len(data))
-        return hashlib.new("sha256", data)
+    class Digest:
+        def __init__(self) -> None:
+            self.inner = hashlib.new("sha256")
+            hashed.append(0)
 
-    monkeypatch.setattr(files.hashlib, "sha256", sha256)
+        def update(self, data: memoryview) -> None:
+            self.inner.update(data)
+            hashed[-1] += len(data)
+
+        def hexdigest(self) -> str:
+            return self.inner.hexdigest()
+
+    monkeypatch.setattr(files.hashlib, "sha256", Digest)
     checked = found.verify()
     sizes = []
     for number in range(1, 6):
