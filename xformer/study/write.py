@@ -65,7 +65,8 @@ def ground(verdict: Verdict) -> str:
         text += f"{difference.mean:+.{verdict.digits}f}"
         if difference.half is not None:
             text += f" ± {difference.half:.{verdict.digits}f}"
-        said.append(text + (f" (p {p:.3f})" if p is not None else " (one pair)"))
+        small = "" if p is None else f"p {p:.3f}" if p >= 0.0005 else "p < 0.001"
+        said.append(f"{text} ({small or 'one pair'})")
     return "; ".join(said) or "no runs to compare"
 
 
