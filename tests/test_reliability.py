@@ -20,6 +20,7 @@ from toys import Toys
 
 from xformer import provenance
 from xformer.data.files import read_json, write_json
+from xformer.monitor import cut_log, records
 from xformer.writer import Writer
 
 STEPS = ["train.steps=15", "train.checkpoint_every=3", "train.log_every=3",
@@ -242,3 +243,11 @@ def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert "-one\n+two; $(touch x)" in diff
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.revision() == "git is not installed"
+
+
+def test_a_log_that_was_cut_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    whole = '{"event": "train", "step": 1, "loss": 0.1}\n'
+    (tmp_path / "log.jsonl").write_bytes(whole.encode() + b'{"event": "train", "st\xc3')
+    assert records(tmp_path) == [{"event": "train", "step": 1, "loss": 0.1}]
+    cut_log(tmp_path, 1)
+    assert (tmp_path / "log.jsonl").read_text() == whole

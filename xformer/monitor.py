@@ -38,8 +38,8 @@ class Monitor:
         self.unwritten = b""
         self.board = Board(run / "tensorboard", step + 1)
         if self.board.empty:
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                self._on_board(partial(self._draw, json.loads(line)))
+            for record in records(run):
+                self._on_board(partial(self._draw, record))
         self.terminal = sys.stderr.isatty()
         self.bar = tqdm(
             initial=done, total=total, unit=unit, disable=not self.terminal, dynamic_ncols=True
@@ -122,8 +122,8 @@ class Monitor:
     def _draw_anew(self) -> None:
         """All curves from the log."""
         self.board = Board(self.run / "tensorboard", 0)
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            self._draw(json.loads(line))
+        for record in records(self.run):
+            self._draw(record)
         self.board.close()
 
     def _draw(self, record: dict[str, Any]) -> None:
@@ -186,17 +186,25 @@ def _show(value: float) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
+def records(run: Path) -> list[dict[str, Any]]:
+    """The events of a run's log, in order. What is no event is left out, such as the last line of a
+    run that was killed while it wrote."""
+    found = []
+    for line in (run / "log.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and "event" in record:
+            found.append(record)
+    return found
+
+
 def cut_log(run: Path, step: int) -> None:
     """Drop the events after `step`, and an end, so that a restarted run's log is one run's."""
     path = run / "log.jsonl"
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # the last line of a killed run
-            continue
-        if record["step"] <= step and record["event"] != "end":
-            kept.append(line + "\n")
+    kept = [json.dumps(record) + "\n" for record in (records(run) if path.exists() else [])
+            if record["step"] <= step and record["event"] != "end"]  # fmt: skip
     temporary = path.with_suffix(".jsonl.partial")
     temporary.write_text("".join(kept), encoding="utf-8")
     sync(temporary)

@@ -23,10 +23,7 @@ def environment(ranks: Ranks) -> dict[str, Any]:
     """Versions, processes and processor: what may change a result, and the command line."""
     cuda = ranks.device.type == "cuda"
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "xformer": _version(),
+        **versions(),
         "git": revision(),
         "device": torch.cuda.get_device_name(ranks.device) if cuda else processor(),
         "world_size": ranks.world_size,
@@ -40,11 +37,14 @@ def processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _version() -> str:
+def versions() -> dict[str, str]:
+    """Of Python, torch, numpy and this package."""
     try:
-        return version("xformer")
+        own = version("xformer")
     except PackageNotFoundError:
-        return "not installed"
+        own = "not installed"
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "numpy": np.__version__, "xformer": own}  # fmt: skip
 
 
 def revision() -> str:

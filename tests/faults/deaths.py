@@ -15,7 +15,7 @@ from pathlib import Path
 from helpers import Fork
 
 from faults.inject import KILL, POWER, SHORT, armed
-from faults.works import Bench, Row, clear_line
+from faults.works import Bench, Row, clear_line, ending
 
 
 def sampled(number: int, most: int) -> list[int]:
@@ -139,13 +139,7 @@ def short_writes(bench: Bench, name: str) -> Row:
     reference = bench.reference(name)
     with bench.place() as place:
         done = bench.run(name, place, armed(place, SHORT, -1))
-        bad = "" if done.status == 0 else f"lost: {done.err[-200:]}"
-        if not bad:
-            try:
-                work.check(place, reference)
-            except AssertionError as error:
-                bad = f"wrong: {str(error)[:200]}"
-        row.count(bad)
+        row.count(ending(done, work.check, place, reference))
     return row
 
 

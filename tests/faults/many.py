@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers import SMOKE, Forks, refused, training
 
-from faults.works import STEPS, Bench, Row, check_run
+from faults.works import STEPS, Bench, Row, check_run, ending, wrong
 from xformer.data.errors import BadInput
 from xformer.data.store import open_store
 
@@ -39,25 +39,10 @@ def same_run(bench: Bench, others: int = 3) -> Row:
             time.sleep(0.01)
         for i in range(others):
             second = forks.run(*work.line(place), *["overwrite=true"] * (i == 1))
-            row.count(_refused(second, str(place / "run"), "in use by another process"))
+            row.count(wrong(refused, second, str(place / "run"), "in use by another process"))
         go.touch()
-        done = first.wait()
-        bad = "" if done.status == 0 else f"lost: {done.err[-200:]}"
-        if not bad:
-            try:
-                check_run(place, reference)
-            except AssertionError as error:
-                bad = f"wrong: {str(error)[:200]}"
-        row.count(bad)
+        row.count(ending(first.wait(), check_run, place, reference))
     return row
-
-
-def _refused(done: object, *words: str) -> str:
-    try:
-        refused(done, *words)  # type: ignore[arg-type]
-    except AssertionError as error:
-        return f"wrong: {str(error)[:200]}"
-    return ""
 
 
 def same_output(bench: Bench, times: int = 5) -> Row:
@@ -76,12 +61,7 @@ def same_output(bench: Bench, times: int = 5) -> Row:
                     late = [done for done in ends if done.status]
                     if not good or any("exists" not in done.err for done in late):
                         bad = f"lost: {[done.err[-100:] for done in late]}"
-                if not bad:
-                    try:
-                        work.check(place, reference)
-                    except AssertionError as error:
-                        bad = f"wrong: {str(error)[:200]}"
-                row.count(bad)
+                row.count(bad or wrong(work.check, place, reference))
     return row
 
 
@@ -94,14 +74,7 @@ def ten_readers(bench: Bench, number: int = 10) -> Row:
         forks = stack.enter_context(bench.forks())
         going = [forks.start(*work.line(place)) for place in places]
         for place, fork in zip(places, going, strict=True):
-            done = fork.wait()
-            bad = "" if done.status == 0 else f"lost: {done.err[-200:]}"
-            if not bad:
-                try:
-                    check_run(place, reference)
-                except AssertionError as error:
-                    bad = f"wrong: {str(error)[:200]}"
-            row.count(bad)
+            row.count(ending(fork.wait(), check_run, place, reference))
     return row
 
 
@@ -164,11 +137,4 @@ def _replaced_under_run(bench: Bench, place: Path, forks: Forks) -> str:
 
     shutil.rmtree(exchange(place / "new", store))
     go.touch()
-    done = first.wait()
-    if done.status:
-        return f"lost: {done.err[-200:]}"
-    try:
-        check_run(place, bench.reference("training"))
-    except AssertionError as error:
-        return f"wrong: {str(error)[:200]}"
-    return ""
+    return ending(first.wait(), check_run, place, bench.reference("training"))

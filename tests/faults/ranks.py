@@ -14,7 +14,7 @@ from pathlib import Path
 from helpers import QUIET, ROOT, SMOKE, training
 
 from faults.deaths import ended
-from faults.works import STEPS, Bench, Row, check_run
+from faults.works import STEPS, Bench, Row, check_run, wrong
 
 AT = """
 import os, signal
@@ -98,10 +98,5 @@ def restarted_by_torchrun(bench: Bench, number: signal.Signals) -> Row:
         bad = "" if done.returncode == 0 else f"lost: {done.stderr[-300:]}"
         if not bad and "from step" not in done.stderr:
             bad = "lost: it began anew"
-        if not bad:
-            try:
-                check_run(place, reference)
-            except AssertionError as error:
-                bad = f"wrong: {str(error)[:200]}"
-        row.count(bad)
+        row.count(bad or wrong(check_run, place, reference))
     return row

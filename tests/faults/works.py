@@ -64,11 +64,21 @@ class Work:
             return f"lost: it does not go on: {done.err.strip().rpartition(chr(10))[2]}"
         if before and f"from step {before}\n" not in done.err and "is finished" not in done.err:
             return f"lost: the checkpoint of step {before}: {done.err.splitlines()[:1]}"
-        try:
-            self.check(place, reference)
-        except (AssertionError, OSError, DirectoryDeletedError) as error:
-            return f"wrong: {str(error)[:200]}"
-        return ""
+        return wrong(self.check, place, reference)
+
+
+def wrong(check: Callable[..., object], *given: object) -> str:
+    """What a check of a result finds, or nothing."""
+    try:
+        check(*given)
+    except (AssertionError, OSError, DirectoryDeletedError) as error:
+        return f"wrong: {str(error)[:200]}"
+    return ""
+
+
+def ending(done: Done, check: Callable[..., object], *given: object) -> str:
+    """How a process that should have ended well did otherwise, or nothing."""
+    return f"lost: {done.err[-300:]}" if done.status else wrong(check, *given)
 
 
 def newest(place: Path) -> int:

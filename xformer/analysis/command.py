@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -121,13 +120,10 @@ def progress(items: Iterable[Item], total: float, unit: str,
 
 def made() -> dict[str, Any]:
     """How a result came about: the command and the versions."""
-    versions = {}
-    for package in ("xformer", "torch", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # run from a checkout
-            versions[package] = "checkout"
-    return {"command": shlex.join(["python", "-m", "xformer.analysis", *sys.argv[1:]]), **versions}
+    from xformer.provenance import versions
+
+    command = ["python", "-m", "xformer.analysis", *sys.argv[1:]]
+    return {"command": shlex.join(command), **versions()}
 
 
 def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,

@@ -10,7 +10,6 @@ form one curve, named after what tells it from the others. Numbers come from eac
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -24,6 +23,7 @@ from xformer.analysis.command import Command, Output, publish
 from xformer.config import flat
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
+from xformer.monitor import records
 
 SEEDED = re.compile(r"^(random|symbols|unused):\d+$")
 IGNORED = ("run", "seed", "overwrite", "system")  # what runs of one curve may differ in
@@ -120,13 +120,8 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
     """{x: number} of one run."""
     points: dict[float, float] = {}
     names: set[str] = set()
-    lines = (Path(path) / "log.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # the last line of a killed run
-            continue
-        if not isinstance(record, dict) or record.get("event") != event:
+    for record in records(Path(path)):
+        if record["event"] != event:
             continue
         known = {k for k, v in record.items() if type(v) in (int, float) and abs(v) < math.inf}
         names |= known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from xformer import checkpoint as checkpoints
 from xformer import predict
 from xformer.data.files import read_json
 from xformer.data.store import Store, open_store
+from xformer.monitor import records
 from xformer.study.statistics import compare
 
 # Okabe and Ito's palette, distinct to colour-blind eyes
@@ -43,8 +43,7 @@ class FineTuned:
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind in a run's log, in order."""
-    lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == kind]
+    return [record for record in records(run) if record["event"] == kind]
 
 
 def unigram_cross_entropy(store: Store, probability_of: str = "train", of: str = "valid") -> float:

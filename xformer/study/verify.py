@@ -20,6 +20,7 @@ from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import errors
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
+from xformer.monitor import records
 from xformer.run import is_run
 
 # of a record of the log: what the clock or the machine decides
@@ -96,12 +97,8 @@ def again() -> None:
 
 def _records(run: Path, steps: int) -> list[dict[str, Any]]:
     """The log to a step, without its end and what the clock decides."""
-    records = []
-    for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if record["step"] <= steps and record["event"] != "end":
-            records.append({k: v for k, v in record.items() if k not in CLOCK})
-    return records
+    return [{k: v for k, v in record.items() if k not in CLOCK} for record in records(run)
+            if record["step"] <= steps and record["event"] != "end"]  # fmt: skip
 
 
 def _first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
