@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise, number
 from xformer.data.errors import BadInput
+from xformer.model.encoder import ModelConfig
 
 BUCKET = 2**15  # elements that the cache of one core holds
 CHUNK = 8 * BUCKET  # elements that are dealt out to buckets at once
@@ -84,7 +85,7 @@ def shuffled(values: Tensor, *key: object) -> Tensor:
     return torch.from_numpy(made.view(array.dtype)).view(values.shape)
 
 
-def refuse_cnn(checkpoint: Checkpoint, what: str) -> None:
+def refuse_cnn(config: ModelConfig, what: str) -> None:
     """Raise BadInput where the model is no transformer."""
-    if checkpoint.config.architecture != "transformer":
+    if config.architecture != "transformer":
         raise BadInput(f"this model is a Hilbert-CNN, {what}")
