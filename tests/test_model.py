@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, random_batch, seeded
 from torch import Tensor, nn
@@ -212,6 +213,22 @@ def test_a_checkpoint_comes_back_as_it_was_saved(trained: Checkpoint, saved: Pat
     assert float(optimizer["step"]) == 4
     assert read_json(saved / "state.json") == {"step": 4}
     assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+
+
+def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = {"é.\"x\"": torch.randn(700, 999, generator=draw).t(), "scalar": torch.tensor(2.0),
+               "empty": torch.zeros(0, 3), "step": torch.tensor([2**40]),
+               "double": torch.zeros(5, dtype=torch.double),
+               "half": torch.ones(3, dtype=torch.bfloat16)}  # fmt: skip
+    found = checkpoints.save_tensors(tensors, tmp_path / "x")
+    assert found == file_checksum(tmp_path / "x")
+    theirs = safetensors.torch.save(
+        {n: t.contiguous() for n, t in tensors.items()}, {"format": "pt"}
+    )
+    assert (tmp_path / "x").read_bytes() == theirs
+    back = checkpoints.load_tensors(tmp_path / "x")
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_model_is_a_copy_of_its_checkpoint(trained: Checkpoint) -> None:

@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import looking
 import numpy as np
 import pytest
 from helpers import ROOT, command, good, refused
@@ -20,7 +21,9 @@ from scipy import stats
 
 from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
+from xformer.data.files import write_json
 from xformer.study import page, pool
+from xformer.study.__main__ import main as study_main
 from xformer.study.cost import Costs
 from xformer.study.curves import averaged
 from xformer.study.plan import Plan, Work
@@ -274,6 +277,56 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
     runs = plan_of(file, tmp_path).runs("finetune")
     assert len(runs) == 6
     assert all(run.missing == ("data",) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("start", "operations", "words"),
+    [
+        ("{stage.pretrain}", '{ op = "reinit_head", layer = 2, head = 1 }',
+         "reinit_head: layer=2: the model has layers 1 to 1"),
+        ("{made.half}", '{ op = "reinit_head", layer = 2, head = 4 }',
+         "reinit_head: head=4: a layer has heads 1 to 3"),
+        ("{made.half}", '{ op = "keep_layers", first = 1 }, { op = "keep_layers", every = 2 }',
+         "keep_layers: every=2: the model has layers 1 to 1"),
+        ("{made.hf}", '{ op = "reinit_last_layers", from_layer = 6 }', "give 1 to 5"),
+        ("{need.checkpoint}", '{ op = "keep_layers", layers = [3] }',
+         "layers=3: the model has layers 1 to 2"),
+        ("{need.albert}", '{ op = "reverse_layers" }', "(ALBERT)"),
+    ],
+)  # fmt: skip
+def test_operations_on_what_is_not_there_are_refused_before_any_run(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, operations: str,
+    words: str,
+) -> None:  # fmt: skip
+    """The shape is known from the recipe of a run to come, a checkpoint, or what is imported."""
+    needs = ["checkpoint", "hf", "albert"]
+    made = """
+[made.hf]
+command = ["-m", "xformer.convert", "from-hf", "{need.hf}", "{out}"]
+[made.half]
+command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)", "--seed", "1"]
+"""
+    made += "".join(f'[needs.{name}]\nabout = "x"\nget = "x"\n' for name in needs)
+    changed(file, ("[stages.pretrain]", f"{made}\n[stages.pretrain]"),
+            ('settings.init = "{stage.pretrain}"', f'settings.init = "{start}"'),
+            ('{ op = "clean" }', operations))  # fmt: skip
+    looking.checkpoint(tmp_path / "checkpoint")
+    looking.checkpoint(tmp_path / "albert", shared_layers=True)
+    (tmp_path / "hf").mkdir()
+    sizes = {"num_hidden_layers": 4, "hidden_size": 6, "num_attention_heads": 3,
+             "intermediate_size": 7, "max_position_embeddings": 9, "vocab_size": 9}  # fmt: skip
+    write_json(tmp_path / "hf/config.json", {"model_type": "bert", **sizes})
+    given = [f"needs.{name}={tmp_path / name}" for name in needs]
+    line = [str(file), "scale=mini", "--dry-run", f"output={tmp_path / 'studies'}"]
+    monkeypatch.setattr("sys.argv", ["xformer.study", *line, *given])
+    with pytest.raises(BadInput, match=re.escape(words)) as error:
+        study_main()
+    assert re.search(r"letters\.toml: finetune seed=0 start=scratch rate=low: ", str(error.value))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "studies").exists()
+    monkeypatch.setattr("sys.argv", ["xformer.study", *line])  # nothing is known of what is missing
+    if "need" in start or "made" in start:
+        study_main()
 
 
 # ----------------------------------------------------------------------------------- the queue

@@ -10,6 +10,7 @@ CHECKPOINT/manifest.json        SHA-256 of every file, written last
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import numpy as np
 import safetensors
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from xformer.data import tokenizers
@@ -34,6 +35,7 @@ from xformer.data.files import (
     read_own_json,
     refuse_existing,
     sync,
+    write_file,
     write_json,
 )
 from xformer.data.tokenizers import Tokenizer
@@ -42,6 +44,11 @@ from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 FORMAT = 1
+# types that weights have as a safetensors file names them, in the order in which they lie in it
+TYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 Distribution = Literal["normal", "truncated"]
 
 
@@ -219,15 +226,16 @@ def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
     a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`, and whatever
     `check`, called last, raises: then nothing is left."""
     with atomic_directory(path, overwrite) as directory:
-        weights = {name: w.detach().cpu().contiguous() for name, w in checkpoint.weights.items()}
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        sums = {}
+        for kind, tensors in (("model", checkpoint.weights), ("optimizer", optimizer)):
+            if tensors is not None:
+                name = f"{kind}.safetensors"
+                sums[name] = save_tensors(tensors, directory / name)
         checkpoint.tokenizer.save(directory)
         if checkpoint.source is not None and checkpoint.mapping is not None:
             (directory / "input").mkdir()
             checkpoint.source.save(directory / "input")
             np.save(directory / "input/mapping.npy", checkpoint.mapping)
-        if optimizer is not None:
-            save_file(optimizer, directory / "optimizer.safetensors")
         if state is not None:
             write_json(directory / "state.json", state)
         config = {
@@ -237,16 +245,32 @@ def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
             "history": list(checkpoint.history),
         }
         write_json(directory / "config.json", config)
-        files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
-        with ThreadPoolExecutor() as pool:  # the disk writes while the sums are taken
-            written = [pool.submit(sync, file) for file in files]
-            found = list(pool.map(file_checksum, files))
-            for each in written:
-                each.result()
-        names = [str(file.relative_to(directory)) for file in files]
-        sums = dict(zip(names, found, strict=True))
+        for file in sorted(directory.rglob("*")):
+            name = str(file.relative_to(directory))
+            if file.is_file() and name not in sums:
+                sync(file)
+                sums[name] = file_checksum(file)
         write_json(directory / "manifest.json", {"sha256": sums})
         check()
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> str:
+    """Write a safetensors file, flushed to the disk; its SHA-256.
+
+    The library's own writer leaves a file that had to be read again for its sum.
+    """
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    names = sorted(whole, key=lambda name: (list(TYPES).index(whole[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + whole[name].nbytes
+        header[name] = {"dtype": TYPES[whole[name].dtype], "shape": list(whole[name].shape),
+                        "data_offsets": [begin, end]}  # fmt: skip
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    values = [whole[name].flatten().view(torch.uint8).numpy().data for name in names]
+    return write_file(path, [len(text).to_bytes(8, "little") + text, *values])
 
 
 def check_output(out: Path, overwrite: bool, *read: Path) -> None:

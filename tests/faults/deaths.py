@@ -146,7 +146,7 @@ def short_writes(bench: Bench, name: str) -> Row:
 # Python that sends this process SIGTERM in the middle of something
 TOLD = {
     "validation": "from xformer import train as m; name = '_score'",
-    "a checkpoint": "import safetensors.torch as m; name = 'serialize_file'",
+    "a checkpoint": "from xformer import checkpoint as m; name = 'save_tensors'",
     "the end of a checkpoint": "from xformer import checkpoint as m; name = 'write_json'",
     "start-up": "from xformer import train as m; name = 'prepare'",
     "the opening of the run": "from xformer import train as m; name = 'cut_log'",

@@ -2,8 +2,7 @@
 dies, the machine loses its power, the disk is full, fails, or is read-only.
 
 A process that tests.helpers.Forks starts is armed by `before=armed(place, fault, number)`. Writes
-of Python go through a file of ours, so that a half of one can be written. The weights, which the
-library writes at one go, count as one write; its file may be half there.
+of Python go through a file of ours, so that a half of one can be written.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import errno
 import io
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +47,6 @@ class Armed:
         for name, call in _real.items():
             setattr(os, name, self._wrapped(name, call))
         io.open = builtins.open = self._opened
-        if "safetensors.torch" in sys.modules:
-            module: Any = sys.modules["safetensors.torch"]
-            module.serialize_file = self._serialised(module.serialize_file)
 
     # ------------------------------------------------------------------------ what happens when
 
@@ -122,26 +117,11 @@ class Armed:
         raw.owner = self
         if buffering == 0:
             return raw
-        buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
+        buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw, size)
         if "b" in mode:
             return buffered
         return io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
-
-    def _serialised(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def serialize_file(tensors: Any, file: Any, *arguments: Any, **options: Any) -> Any:
-            path = self._below(file)
-            if path is None:
-                return call(tensors, file, *arguments, **options)
-
-            def half() -> None:
-                call(tensors, file, *arguments, **options)
-                _real["truncate"](path, os.stat(path).st_size // 2)
-
-            self.point(f"open {path}")
-            self.point(f"write {path}", half)
-            return call(tensors, file, *arguments, **options)
-
-        return serialize_file
 
 
 class _Raw(io.FileIO):

@@ -137,6 +137,12 @@ def _layer_names(family: Family) -> re.Pattern[str]:
     return re.compile(rf"(?:{'|'.join(sorted(starts))})\d+\.")
 
 
+def shape(directory: Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face directory, by its config.json. Raises BadInput
+    where there is none, or one that is not known."""
+    return _config(directory)[1]
+
+
 def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     file = directory / "config.json"
     meta = read_json(file)

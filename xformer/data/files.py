@@ -8,7 +8,8 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from xformer.data.errors import BadInput, Failure
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 PIECE = 8 * 2**20  # bytes of it in memory at once
+BUFFER = 2**20  # bytes that small parts of a file are gathered to
 
 
 def read_json(path: Path) -> Any:
@@ -115,6 +117,8 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         sync(path.absolute().parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)
         # safetensors and tokenizers report a full disk by exceptions of their own
         if not isinstance(error, OSError) and "os error" in str(error):
             raise Failure(f"{path} could not be written: {error}") from None
@@ -145,6 +149,25 @@ def _alive(pid: str) -> bool:
     except (ValueError, PermissionError):
         return True
     return True
+
+
+def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
+    """Write the parts one behind another and fsync; their SHA-256, which is taken from memory by
+    another thread meanwhile."""
+    digest = hashlib.sha256()
+
+    def take() -> None:
+        for part in parts:
+            digest.update(part)
+
+    with ThreadPoolExecutor(1) as pool, path.open("wb", BUFFER) as file:
+        taken = pool.submit(take)
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+        taken.result()
+    return digest.hexdigest()
 
 
 def block_checksums(path: Path) -> Iterator[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from xformer import cost
 from xformer.config import validate
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
-from xformer.model.encoder import ModelConfig
 from xformer.study.plan import Plan, Work
+from xformer.study.shapes import Shapes
 from xformer.train import Recipe
 
 RATE = 40e9  # operations a second of one CPU core, where no run has been measured yet
@@ -20,10 +19,11 @@ START = 5.0  # seconds that a run needs before and after its steps
 
 
 class Costs:
-    """Expected seconds of a plan's works, at the rate of its finished runs."""
+    """Expected seconds of a plan's works, at the rate of its finished runs. Raises BadInput where
+    Shapes does."""
 
     def __init__(self, plan: Plan):
-        self.plan = plan
+        self.plan, self.shapes = plan, Shapes(plan)
         self.operations = {w.key: self._operations(w) for w in plan.works.values() if w.recipe}
         rates = []
         for work in plan.works.values():
@@ -44,7 +44,7 @@ class Costs:
     def _operations(self, work: Work) -> float | None:
         assert work.recipe is not None
         recipe = validate(Recipe, work.recipe)
-        model = self._model(recipe)
+        model = self.shapes.of(work)
         size = _store_size(Path(recipe.data.store))
         if model is None or size is None:
             return None
@@ -56,20 +56,6 @@ class Costs:
             total = recipe.train.epochs * rows * recipe.data.fraction
         done = cost.Work.even(max(1, round(total)), length, recipe.masking.probability)
         return float(cost.training_flops(model, recipe.head, done))
-
-    def _model(self, recipe: Recipe) -> ModelConfig | None:
-        """The shape of the model that a recipe trains; None where its start is not made yet."""
-        if recipe.init is None:
-            return recipe.model
-        for work in self.plan.works.values():
-            if str(work.path) == recipe.init and work.recipe is not None:
-                return self._model(validate(Recipe, work.recipe))
-        path = Path(recipe.init)
-        try:
-            content: Any = read_json(path / "config.json")
-            return validate(ModelConfig, content["model"])
-        except (BadInput, KeyError, TypeError, OSError):
-            return None
 
 
 def _store_size(path: Path) -> tuple[int, int] | None:

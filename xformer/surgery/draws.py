@@ -13,8 +13,10 @@ from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise, number
 from xformer.data.errors import BadInput
+from xformer.model.encoder import ModelConfig
 
 BUCKET = 2**15  # elements that the cache of one core holds
+CHUNK = 8 * BUCKET  # elements that are dealt out to buckets at once
 
 
 def changed(checkpoint: Checkpoint, names: Iterable[str],
@@ -64,17 +66,26 @@ def shuffled(values: Tensor, *key: object) -> Tensor:
     rng, array = generator(*key), values.flatten().numpy()
     count = min(array.size // BUCKET, 256)
     if count < 2:
-        array = array.copy()
-        rng.shuffle(array)
-    else:
-        buckets = rng.integers(0, count, array.size, np.uint8)
-        array = array[np.argsort(buckets, kind="stable")]
-        for bucket in np.split(array, np.bincount(buckets, minlength=count).cumsum()[:-1]):
-            rng.shuffle(bucket)
-    return torch.from_numpy(array).view(values.shape)
+        made = array.copy()
+        rng.shuffle(made)
+        return torch.from_numpy(made).view(values.shape)
+    bits, dealt = array.view(f"u{array.itemsize}"), []
+    buckets = rng.integers(0, count, array.size, np.uint8)
+    for start in range(0, array.size, CHUNK):  # temporaries small enough for memory that is there
+        own = buckets[start : start + CHUNK]
+        sizes = torch.bincount(torch.from_numpy(own), minlength=count)
+        order = np.argsort(own, kind="stable")
+        dealt.append(np.split(bits[start : start + CHUNK][order], sizes.cumsum(0)[:-1].numpy()))
+    made, end = np.empty_like(bits), 0
+    for pieces in zip(*dealt, strict=True):
+        bucket = np.concatenate(pieces, dtype=np.uint64)  # numpy shuffles words of 8 bytes fastest
+        rng.shuffle(bucket)
+        begin, end = end, end + bucket.size
+        made[begin:end] = bucket
+    return torch.from_numpy(made.view(array.dtype)).view(values.shape)
 
 
-def refuse_cnn(checkpoint: Checkpoint, what: str) -> None:
+def refuse_cnn(config: ModelConfig, what: str) -> None:
     """Raise BadInput where the model is no transformer."""
-    if checkpoint.config.architecture != "transformer":
+    if config.architecture != "transformer":
         raise BadInput(f"this model is a Hilbert-CNN, {what}")

@@ -26,7 +26,7 @@ def reinit_scaled(checkpoint: Checkpoint, match: Scale, seed: int,
 
     Biases and LayerNorms, which are no matrices, are as in `clean`. Query, key and value are three.
     """
-    refuse_cnn(checkpoint, "and the operation is one on transformers")
+    refuse_cnn(checkpoint.config, "and the operation is one on transformers")
 
     def scaled(name: str, weight: Tensor) -> Tensor:
         fresh = initialise(
@@ -52,7 +52,7 @@ def oracle_shuffle(checkpoint: Checkpoint, seed: int) -> Checkpoint:
 
     So do biases and LayerNorms. Query, key and value are three matrices.
     """
-    refuse_cnn(checkpoint, "and the operation is one on transformers")
+    refuse_cnn(checkpoint.config, "and the operation is one on transformers")
 
     def shuffle(name: str, weight: Tensor) -> Tensor:
         key = (seed, "oracle_shuffle", name)

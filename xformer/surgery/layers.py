@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise
 from xformer.data.errors import BadInput
+from xformer.model.encoder import ModelConfig
 from xformer.surgery.draws import changed, redrawn, refuse_cnn
 
 LAYERS = "encoder.layers."
@@ -19,7 +20,7 @@ LAYERS = "encoder.layers."
 
 def reverse_layers(checkpoint: Checkpoint) -> Checkpoint:
     """The layers in the opposite order (Zhang et al. 2021, section 3, table 1)."""
-    return _arranged(checkpoint, range(_layers(checkpoint), 0, -1))
+    return _arranged(checkpoint, range(separate(checkpoint.config), 0, -1))
 
 
 def keep_layers(checkpoint: Checkpoint, first: int | None = None, every: int | None = None,
@@ -29,8 +30,14 @@ def keep_layers(checkpoint: Checkpoint, first: int | None = None, every: int | N
 
     Raises BadInput unless one of the three is given, or where there is no such layer.
     """
+    return _arranged(checkpoint, kept(checkpoint.config, first, every, layers))
+
+
+def kept(config: ModelConfig, first: int | None, every: int | None,
+         layers: Sequence[int] | None) -> Sequence[int]:  # fmt: skip
+    """The numbers of the layers that keep_layers keeps."""
     check_choice(first, every, layers)
-    count = _layers(checkpoint)
+    count = separate(config)
     if layers is None:
         name, value = ("first", first) if first is not None else ("every", every)
         assert value is not None
@@ -43,7 +50,7 @@ def keep_layers(checkpoint: Checkpoint, first: int | None = None, every: int | N
         _check(layer, "layers", count)
     if list(layers) != sorted(set(layers)):
         raise BadInput(f"layers={list(layers)}: give each layer once, in rising order")
-    return _arranged(checkpoint, layers)
+    return layers
 
 
 def check_choice(*given: object) -> None:
@@ -59,13 +66,18 @@ def reinit_last_layers(checkpoint: Checkpoint, from_layer: int, seed: int,
     `from_layer` is the paper's k: of 12 layers 1 re-initialises all, 12 the last, 13 none.
     Embeddings, pooler and heads stay.
     """
-    count = _layers(checkpoint)
-    if not 1 <= from_layer <= count + 1:
-        raise BadInput(
-            f"from_layer={from_layer}: give 1 to {count + 1}, where {count + 1} re-initialises none"
-        )
+    check_last(checkpoint.config, from_layer)
     names = [name for name in checkpoint.weights if _layer(name) >= from_layer]
     return redrawn(checkpoint, names, seed, distribution, "reinit_last_layers")
+
+
+def check_last(config: ModelConfig, from_layer: int) -> None:
+    """Raise BadInput unless there are layers to be the last, or none is meant."""
+    none = separate(config) + 1
+    if not 1 <= from_layer <= none:
+        raise BadInput(
+            f"from_layer={from_layer}: give 1 to {none}, where {none} re-initialises none"
+        )
 
 
 def reinit_head(checkpoint: Checkpoint, layer: int, head: int, seed: int,
@@ -75,11 +87,9 @@ def reinit_head(checkpoint: Checkpoint, layer: int, head: int, seed: int,
     A head is its D rows of query, key and value, their biases (0), and its D columns of the output
     projection. The output projection's bias belongs to no one head and stays.
     """
-    count, heads = _layers(checkpoint), checkpoint.config.heads
-    _check(layer, "layer", count)
-    if not 1 <= head <= heads:
-        raise BadInput(f"head={head}: a layer has heads 1 to {heads}")
-    C, D = checkpoint.config.hidden, checkpoint.config.hidden // heads
+    check_head(checkpoint.config, layer, head)
+    heads, C = checkpoint.config.heads, checkpoint.config.hidden
+    D = C // heads
     attention = f"{LAYERS}{layer - 1}.attention."
     shapes = {
         "qkv.weight": (3, heads, D, C),
@@ -97,13 +107,20 @@ def reinit_head(checkpoint: Checkpoint, layer: int, head: int, seed: int,
     return changed(checkpoint, [attention + name for name in shapes], one_head)
 
 
-def _layers(checkpoint: Checkpoint) -> int:
+def check_head(config: ModelConfig, layer: int, head: int) -> None:
+    """Raise BadInput where there is no such head."""
+    _check(layer, "layer", separate(config))
+    if not 1 <= head <= config.heads:
+        raise BadInput(f"head={head}: a layer has heads 1 to {config.heads}")
+
+
+def separate(config: ModelConfig) -> int:
     """How many layers there are. Raises BadInput where they cannot be told apart."""
-    refuse_cnn(checkpoint, "which has no such layers")
-    if checkpoint.config.shared_layers:
+    refuse_cnn(config, "which has no such layers")
+    if config.shared_layers:
         raise BadInput("all layers of this model are one set of weights (ALBERT), so that none can "
                        "be changed, moved or left out alone")  # fmt: skip
-    return checkpoint.config.layers
+    return config.layers
 
 
 def _check(layer: int, name: str, count: int) -> None:

@@ -19,6 +19,7 @@ from xformer.config import Settings, nearest, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
 from xformer.data.store import open_store
+from xformer.model.encoder import ModelConfig
 from xformer.surgery import everything, layers, words
 
 
@@ -185,6 +186,27 @@ def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0
         record = {"op": operation.op, **given, **content(operation)}
         checkpoint = replace(checkpoint, history=(*checkpoint.history, record))
     return checkpoint
+
+
+def shape_after(config: ModelConfig, operations: Sequence[Operation]) -> ModelConfig:
+    """The shape of a model after the operations, as far as layers and heads go. Raises BadInput
+    naming the first operation on one that it does not have."""
+    for operation in operations:
+        try:
+            match operation:
+                case KeepLayers():
+                    arguments = operation.model_dump(exclude={"op"})
+                    count = len(layers.kept(config, **arguments))
+                    config = config.model_copy(update={"layers": count})
+                case ReverseLayers():
+                    layers.separate(config)
+                case ReinitLastLayers():
+                    layers.check_last(config, operation.from_layer)
+                case ReinitHead():
+                    layers.check_head(config, operation.layer, operation.head)
+        except BadInput as error:
+            raise _named(operation.op, error) from None
+    return config
 
 
 def content(operation: Operation) -> dict[str, str]:

@@ -131,5 +131,5 @@ def _occurring(checkpoint: Checkpoint, store: Store, split: str) -> np.ndarray:
 
 def _table(checkpoint: Checkpoint) -> Tensor:
     """The word embeddings, (V, E)."""
-    refuse_cnn(checkpoint, "which has no word embeddings")
+    refuse_cnn(checkpoint.config, "which has no word embeddings")
     return checkpoint.weights[WORD]

@@ -1,0 +1,74 @@
+"""The shapes of the models that a study trains, as far as they are known before it runs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from xformer.config import validate
+from xformer.convert import hf
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.model.encoder import ModelConfig
+from xformer.study.plan import Plan, Work
+from xformer.surgery.operations import Operation, parse, shape_after
+from xformer.train import Recipe
+
+
+class Shapes:
+    """The shape of the model that each work of a plan makes, after its operations on weights.
+
+    Raises BadInput naming the first run with an operation on a layer or head that its initial
+    checkpoint does not have.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.known: dict[str, ModelConfig | None] = {}
+        self._by_path = {str(work.path): work for work in plan.works.values()}
+        for work in plan.works.values():
+            self.of(work)
+
+    def of(self, work: Work) -> ModelConfig | None:
+        """The shape that a work ends with; None where it makes no model, or of one not known."""
+        if work.key not in self.known:
+            try:
+                self.known[work.key] = self._of(work)
+            except BadInput as error:
+                raise BadInput(f"{self.plan.study.path}: {work.name}: {error}") from None
+        return self.known[work.key]
+
+    def _of(self, work: Work) -> ModelConfig | None:
+        start: ModelConfig | None = None
+        operations: tuple[Operation, ...] = ()
+        if work.recipe is not None:
+            recipe = validate(Recipe, work.recipe)
+            start = recipe.model if recipe.init is None else self._at(recipe.init)
+            operations = recipe.surgery
+        match work.command:
+            case ("-m", "xformer.convert", "from-hf", source, _):
+                start = _read(Path(source), of_hf=True)
+            case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
+                start = self._at(before)
+                operations = tuple(parse(text) for option, text in pairwise(("", *given))
+                                   if not text.startswith("--") and option != "--seed")  # fmt: skip
+        return None if start is None else shape_after(start, operations)
+
+    def _at(self, path: str) -> ModelConfig | None:
+        """The shape of a checkpoint: as it lies there, or as the work that will make it says."""
+        found = _read(Path(path))
+        if found is None and path in self._by_path:
+            return self.of(self._by_path[path])
+        return found
+
+
+def _read(path: Path, of_hf: bool = False) -> ModelConfig | None:
+    """The shape in a checkpoint's or run's config.json, or a Hugging Face directory's."""
+    try:
+        if of_hf:
+            return hf.shape(path)
+        if (path / "result.json").is_file():
+            path = path / read_json(path / "result.json")["selected"]
+        return validate(ModelConfig, read_json(path / "config.json")["model"])
+    except (BadInput, KeyError, TypeError, OSError):
+        return None  # whoever reads it in earnest will say what is wrong
