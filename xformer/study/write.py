@@ -175,8 +175,9 @@ def _ends(panels: list[Panel]) -> str:
     lines = ["| panel | line | runs | number | last point |", "|---|---|---|---|---|"]
     for panel in panels:
         for line in panel.lines:
+            end = figure.spread(line.mean[-1], line.deviation[-1], line.runs)
             lines.append(f"| {_cell(panel.name)} | {_cell(line.name)} | {line.runs} "
-                         f"| {_cell(panel.value)} | {figure.spread(line.mean[-1], line.deviation[-1], line.runs)} "
+                         f"| {_cell(panel.value)} | {end} "
                          f"at step {line.x[-1]:g} |")  # fmt: skip
     return "\n".join(lines)
 
