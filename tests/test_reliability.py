@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import NO_DROPOUT, QUIET, ROOT, SMOKE, Done, Forks, good, training
 from safetensors.torch import load_file
 from test_train import AT_STEP, drawn_once, log, same
@@ -175,6 +177,22 @@ def test_a_run_may_change_its_processes_and_micro_batches(
             for name in ("ranks", "batches"))  # fmt: skip
     for name, weight in a.items():
         torch.testing.assert_close(weight, b[name], rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------- restarts
+
+
+def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """torchrun keeps one store over its restarts, with the addresses of ranks that are gone."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    start = f"import os, time\nos.environ.update({given})\n"
+    line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
+    for late, step in (("none", 1), ("0", 2), ("1", 0)):
+        wait = f'if os.environ["RANK"] == "{late}":\n    time.sleep(0.5)\n'
+        killed = AT_STEP.format(step=step, signal="SIGKILL", ranks="01") if step else ""
+        done = forks.run(*line, ranks=2, before=start + wait + killed)
+        assert done.status == (-signal.SIGKILL if step else 0), done.err
 
 
 # ------------------------------------------------------------------------------ origin, repeat

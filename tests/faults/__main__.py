@@ -56,7 +56,7 @@ def gone(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
     for number in (signal.SIGKILL, signal.SIGSTOP):
         for rank in (1, 0):
             yield ranks.one_of_two(bench, number, rank)
-        yield ranks.restarted_by_torchrun(bench, number)
+        yield ranks.restarted_by_torchrun(bench, number, given.jobs)
 
 
 def told(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
