@@ -103,7 +103,8 @@ def restarted_by_torchrun(bench: Bench, number: signal.Signals, jobs: int = 2) -
             done = subprocess.run(launcher, cwd=ROOT, env={**os.environ, **QUIET}, text=True,
                                   capture_output=True)  # fmt: skip
             if done.returncode:
-                return f"lost: {done.stderr[-300:]}"
+                said = re.findall(r"^(?:.*: )?(?:error|\w+Error): .*", done.stderr, re.M)
+                return f"lost: {said[-4:] or done.stderr[-300:]}"  # before torchrun's own report
             if "from step" not in done.stderr:
                 return "lost: it began anew"
             return wrong(check_run, place, reference)
