@@ -79,4 +79,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         cost.run([base], CostConfig(out=str(tmp_path / "out"), length=99))
     with pytest.raises(BadInput, match="give 2 different names"):
         cost.run([base, base], CostConfig(out=str(tmp_path / "out"), names=("a",)))
+    bad = looking.checkpoint(tmp_path / "bad", damage="encoder.layers.1.mlp.up.bias")
+    with pytest.raises(BadInput, match=r"bad: encoder.layers.1.mlp.up.bias holds NaN"):
+        cost.run([str(bad)], CostConfig(out=str(tmp_path / "out"), length=9))
     assert not (tmp_path / "out").exists()

@@ -122,6 +122,9 @@ def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
         )
     if config.head == "mlm" and model.architecture != "transformer":
         raise BadInput(f"head=mlm: {path} is a {model.architecture}; give head=classify")
+    for name, weight in checkpoint.weights.items():
+        if not torch.isfinite(weight).all():
+            raise BadInput(f"{path}: {name} holds NaN or infinity: damaged, or its run diverged")
 
 
 def numbers(found: dict[str, Any]) -> dict[str, float]:

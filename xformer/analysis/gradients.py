@@ -49,7 +49,7 @@ from xformer.model.encoder import Encoder, Packed, to_device
 from xformer.model.heads import HeadKind, Model
 
 STRIP = 1024  # rows of a matrix of token by token products that exist at once
-FORMED = 2**26  # numbers of formed gradients that exist at once
+FORMED = 2**22  # numbers of formed gradients that exist at once: more leave the cache
 HEADS: dict[str, HeadKind] = {
     "text": "mlm", "class": "classify", "score": "regress", "span": "span",
 }  # fmt: skip
@@ -130,11 +130,12 @@ def _by_forming(uses: list[Use], count: int) -> Tensor:
     block = max(1, FORMED // (count * width))
     pieces = [(use, _bounds(use.owner, count)) for use in uses]
     for start in range(0, out, block):
-        some = uses[0].right.new_zeros(count, min(block, out - start), width)
-        for use, bounds in pieces:
+        some = uses[0].right.new_empty(count, min(block, out - start), width)
+        for number, (use, bounds) in enumerate(pieces):
             for i in range(count):
                 here = slice(bounds[i], bounds[i + 1])
-                some[i].addmm_(use.left[here, start : start + block].T, use.right[here])
+                left, right = use.left[here, start : start + block].T, use.right[here]
+                some[i].addmm_(left, right, beta=float(number > 0))  # 0: whatever was there
         flat = some.flatten(1)
         found += (flat @ flat.T).double().cpu()
     return found
