@@ -89,7 +89,8 @@ class Ranks:
             try:
                 answer = {"result": work()}
             except (BadInput, Failure, OSError) as caught:
-                error, answer = caught, {"error": str(caught)}
+                error = caught
+                answer = {"error": str(caught), "bad_input": isinstance(caught, BadInput)}
         if self.world_size == 1:
             if error is not None:
                 raise error
@@ -98,7 +99,7 @@ class Ranks:
         if error is not None:
             raise error
         if "error" in answer:
-            raise BadInput(answer["error"])
+            raise (BadInput if answer["bad_input"] else Failure)(answer["error"])
         return answer["result"]
 
     def gather(self, value: Any) -> list[Any]:
@@ -146,7 +147,7 @@ def start(config: SystemConfig) -> Ranks:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False  # as of matrix products: fp32 is fp32
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -248,13 +248,10 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     spectra = found["spectra"]
     whole = all("whole" in row for s in spectra for row in s["examples"])
     drawn, axes = figure.figure(9.6, 6.8 if whole else 3.6, 2 if whole else 1, 2, squeeze=False)
-    one = [[(np.array(row["values"]), None) for row in s["examples"]] for s in spectra]
+    one = [[np.array(row["values"]) for row in s["examples"]] for s in spectra]
     _draw_row(axes[0], one, spectra, theme, f"output token {found['token']}")
     if whole:
-        all_tokens = [[(np.array(row["whole"]["nodes"]).ravel(),
-                        np.array(row["whole"]["weights"]).ravel()) for row in s["examples"]]
-                      for s in spectra]  # fmt: skip
-        _draw_row(axes[1], all_tokens, spectra, theme, "all output tokens, estimated")
+        _draw_whole(axes[1], spectra, theme)
     store = Path(found["data"]["store"]).name
     drawn.suptitle(
         "Singular values of d(last hidden state) / d(word embeddings), "
@@ -266,8 +263,8 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
 
 def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme: figure.Theme,
               title: str) -> None:  # fmt: skip
-    largest = max(float(values.max()) for s in spectra for values, _ in s)
-    smallest = min(float(values.min()) for s in spectra for values, _ in s)
+    largest = max(float(values.max()) for s in spectra for values in s)
+    smallest = min(float(values.min()) for s in spectra for values in s)
     low = max(smallest, LEAST * largest)
     edges = (np.linspace(0, max(largest, 1.05), BINS + 1), np.geomspace(low, largest, BINS + 1))
     for panel, bounds, kind in zip(axes, edges, ("linear", "log"), strict=True):
@@ -277,7 +274,7 @@ def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme:
             panel.set_xscale("log")
             figure.plain_ticks(panel.xaxis)
         for i, s in enumerate(spectra):
-            shares = np.array([_shares(values, weights, bounds) for values, weights in s])
+            shares = np.array([_shares(values, bounds) for values in s])
             mean, colour = shares.mean(0), theme.colours[i % len(theme.colours)]
             panel.stairs(mean, bounds, color=colour, lw=1.6, label=figure.short(named[i]["name"]))
             panel.stairs(mean, bounds, color=colour, alpha=0.15, fill=True)
@@ -292,6 +289,27 @@ def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme:
     axes[1].text(1, axes[1].get_ylim()[1], " isometry", fontsize=8, color=theme.faint, va="top")
 
 
-def _shares(values: np.ndarray, weights: np.ndarray | None, bounds: np.ndarray) -> np.ndarray:
-    counts, _ = np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds, weights=weights)
-    return counts / (len(values) if weights is None else weights.sum())
+def _draw_whole(axes: Any, spectra: list[dict[str, Any]], theme: figure.Theme) -> None:
+    """The estimate for all output tokens, a thin line an example: some 40 nodes resolve the few
+    large singular values and stand in lumps for the many small ones, so sums are drawn, no bins."""
+    for i, spectrum in enumerate(spectra):
+        for number, row in enumerate(spectrum["examples"]):
+            nodes, weights = (np.array(row["whole"][key]).ravel() for key in ("nodes", "weights"))
+            order = np.argsort(nodes)[::-1]
+            style = {"color": theme.colours[i % len(theme.colours)], "lw": 1.0, "alpha": 0.8,
+                     "label": figure.short(spectrum["name"]) if number == 0 else None}  # fmt: skip
+            for panel, mass in zip(axes, (weights, weights * nodes**2), strict=True):
+                panel.step(nodes[order], np.cumsum(mass[order]) / mass.sum(), where="post", **style)
+    for panel, what in zip(axes, ("singular values", "all their squares"), strict=True):
+        panel.set(xscale="log", xlabel="singular value s", ylabel=f"share of {what} from s up",
+                  title="all output tokens, estimated")  # fmt: skip
+        panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
+    axes[0].set_yscale("log")
+    for axis in (axes[0].xaxis, axes[0].yaxis, axes[1].xaxis):
+        figure.plain_ticks(axis)
+    axes[1].set_ylim(0, 1.02)
+    axes[0].legend(fontsize=8)
+
+
+def _shares(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    return np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds)[0] / len(values)
