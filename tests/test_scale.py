@@ -39,6 +39,7 @@ from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
 SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6",
          "train.log_every=3"]  # fmt: skip
 # more micro-batches than rows: some ranks have nothing to do, and pass with the others
+PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
 
 
@@ -64,11 +65,13 @@ def close(run: Path, reference: Path) -> None:
 
 def test_divided_state_gives_the_same_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """Without dropout, 2 and 3 ranks that divide moments or all are one process, also where a rank
-    has no row, and a checkpoint of each continues as the other."""
+    has no row or a part stays frozen, and a checkpoint of each continues as the other."""
     runs = {
         "one": (1, SMOKE, []),
         "moments": (2, SMOKE, shard("optimizer")),
         "all": (2, SMOKE, shard("model")),
+        "part": (1, SMOKE, PART),
+        "part-all": (2, SMOKE, [*PART, *shard("model")]),
         "task": (1, CLASSIFY, IDLE),
         "task-all": (3, CLASSIFY, [*IDLE, *shard("model")]),
     }
@@ -87,7 +90,8 @@ def test_divided_state_gives_the_same_run(forks: Forks, data: Toys, tmp_path: Pa
         good(forks.run(*line, *shard(end), ranks=2))
         close(run, tmp_path / "one")
     for name in runs:
-        close(tmp_path / name, tmp_path / ("task" if name.startswith("task") else "one"))
+        same = name.removesuffix("-all")
+        close(tmp_path / name, tmp_path / (same if same in ("task", "part") else "one"))
 
 
 @pytest.mark.parametrize("how", ["optimizer", "model"])
@@ -266,7 +270,8 @@ def test_profile_of_a_gpu() -> None:
 
     def kernel(name: str, begin: float, end: float) -> Any:
         span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
-        return SimpleNamespace(device_type=DeviceType.CUDA, name=name, time_range=span)
+        return SimpleNamespace(device_type=DeviceType.CUDA, name=name, time_range=span,
+                               is_user_annotation=name == "optimizer")  # fmt: skip
 
     def operator(name: str, own: float, parent: Any = None, started: Any = None) -> Any:
         kernels = [SimpleNamespace(name=k.name, duration=k.time_range.elapsed_us())
@@ -284,7 +289,7 @@ def test_profile_of_a_gpu() -> None:
         step,
         operator("aten::mul_", 1.0, parent=step, started=[scale]),
         operator("waiting for data", 20.0),
-        product, scale, norm, overlapping,
+        product, scale, norm, overlapping, kernel("optimizer", 38, 95),
     ]  # fmt: skip
     lines = summary(events, 100e-6, cuda=True)
     shares = {line[:24].strip(): float(line[24:].split()[0]) for line in lines}

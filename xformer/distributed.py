@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from xformer.config import Settings
 from xformer.data.errors import BadInput, Failure
@@ -28,6 +30,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why
+LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 
 
 class SystemConfig(Settings):
@@ -86,7 +89,8 @@ class Ranks:
             try:
                 answer = {"result": work()}
             except (BadInput, Failure, OSError) as caught:
-                error, answer = caught, {"error": str(caught)}
+                error = caught
+                answer = {"error": str(caught), "bad_input": isinstance(caught, BadInput)}
         if self.world_size == 1:
             if error is not None:
                 raise error
@@ -95,7 +99,7 @@ class Ranks:
         if error is not None:
             raise error
         if "error" in answer:
-            raise BadInput(answer["error"])
+            raise (BadInput if answer["bad_input"] else Failure)(answer["error"])
         return answer["result"]
 
     def gather(self, value: Any) -> list[Any]:
@@ -143,7 +147,7 @@ def start(config: SystemConfig) -> Ranks:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False  # as of matrix products: fp32 is fp32
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -156,10 +160,36 @@ def start(config: SystemConfig) -> Ranks:
         cores = int(asked)
     torch.set_num_threads(config.threads or max(1, cores // local_world_size))
     if world_size > 1 and not dist.is_initialized():
-        backend = "nccl" if cuda else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        _join("nccl" if cuda else "gloo", rank, world_size)
         _watches.append(Watch(rank, world_size, device))
     return Ranks(rank, world_size, device, _watches[-1] if _watches else None)
+
+
+def _join(backend: str, rank: int, world_size: int) -> None:
+    """Become one of a group of ranks. Raises Failure where another rank does not start.
+
+    torchrun (torch 2.13) keeps one store for all its starts of the ranks, where a late rank's
+    address is still that of its dead predecessor. So rank 0 names a part of the store for this
+    start, and tells it to each rank that asks by a name of its own, until that rank has heard it.
+    """
+    store, *_ = next(rendezvous("env://", rank, world_size, timeout=LIMIT))
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks {rank}", mine)
+        start = store.get(f"answer to {mine}").decode()
+        store.set(f"{start} heard by {rank}", "")
+    else:
+        start, late = mine, set(range(1, world_size))
+        end = time.monotonic() + LIMIT.total_seconds()
+        while late := {other for other in late if not store.check([f"{start} heard by {other}"])}:
+            for other in late:
+                if store.check([f"asks {other}"]):
+                    store.set(f"answer to {store.get(f'asks {other}').decode()}", start)
+            if time.monotonic() > end:
+                raise Failure(f"rank {min(late)} of {world_size} does not start")
+            time.sleep(0.02)
+    store = dist.PrefixStore(start, store)
+    dist.init_process_group(backend, timeout=LIMIT, store=store, rank=rank, world_size=world_size)
 
 
 def slow_precision(device: torch.device, precision: str) -> str:

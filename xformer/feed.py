@@ -18,6 +18,7 @@ from xformer.distributed import Ranks
 from xformer.model.encoder import Packed, to_device
 
 MADE = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
+MOST = 512  # steps made at once: tiny ones hold 3 KiB each beside their tokens
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Feed:
         steps: list[tuple[int, int, Work]] = []  # position, micro-batches, work
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # rows and epochs of a micro-batch
         made = 0
-        while made < self.at_once and (not steps or position < self.stream.end):
+        while not steps or (made < self.at_once and position < self.stream.end):
             rows, epochs, sizes = self.stream.take(position)
             work = Work(int(sizes.sum()), int(sizes @ sizes), len(rows))
             bounds = self._bounds(sizes)
@@ -88,6 +89,8 @@ class Feed:
             parts += mine
             position += len(rows)
             made += work.tokens // self.ranks.world_size
+            if len(steps) == MOST:
+                break
         self.at_once = min(MADE, 4 * made)
         batches = self._batches(parts)
         spare = self._spare() if self.even else []

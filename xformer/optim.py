@@ -138,7 +138,9 @@ class FlatOptimizer:
         self.mine = self.flat[start : start + length]
         self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS[config.name]}
         self.scattered = device.type == "cpu" and (ranks is None or ranks.world_size == 1)
-        if self.scattered or config.name == "novograd":  # whose moments are a layer's
+        # by parameters on the CPU, so that its kernels round alike for any number of processes, and
+        # for NovoGrad, whose moments are a layer's
+        if (device.type == "cpu" and self.slices == 1) or config.name == "novograd":
             self.groups = [self._group(names, [self._part(name) for name in names], decay)
                            for names, decay in ((decayed, config.weight_decay), (plain, 0.0))
                            if names]  # fmt: skip

@@ -102,7 +102,12 @@ def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
     Of a GPU the time of its kernels and how long it was idle, to which waiting for data on the host
     is added for information; else the operators' own time on this process's main thread.
     """
-    events = list(events)
+    # on the device a named range is an event too, around its kernels
+    events = [
+        e
+        for e in events
+        if e.device_type == DeviceType.CPU or not getattr(e, "is_user_annotation", False)
+    ]
     times = _kernel_times(events) if cuda else _operator_times(events)
     whole = 1e6 * max(seconds, 1e-9)  # events are in microseconds
     lines = []

@@ -35,7 +35,7 @@ class ShardedOptimizer:
 
     def __init__(self, model: Model, config: OptimConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.moments = {m: {n: torch.zeros_like(p) for n, p in self.parameters.items()}
                         for m in MOMENTS[config.name]}  # fmt: skip
         self.steps = {n: torch.zeros((), device=ranks.device) for n in self.parameters}

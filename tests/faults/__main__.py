@@ -1,7 +1,8 @@
 """Everything that may go wrong around a run, made to go wrong.
 
     make faults
-    PYTHONPATH=tests python -m faults --only kills,damage --kills 50 --json faults.json
+    PYTHONPATH=tests python -m faults --only kills,damage --json part1.json
+    PYTHONPATH=tests python -m faults --only ranks --add part1.json --output docs/reliability.md
 
 Each fault is made many times on a small real run and a small real preprocess run; then the same
 command is started again and must end as if nothing had happened, bit for bit. Prints a table and,
@@ -11,6 +12,7 @@ with --output, writes it into a document between its two marks.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import tempfile
 import time
@@ -56,7 +58,7 @@ def gone(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
     for number in (signal.SIGKILL, signal.SIGSTOP):
         for rank in (1, 0):
             yield ranks.one_of_two(bench, number, rank)
-        yield ranks.restarted_by_torchrun(bench, number)
+        yield ranks.restarted_by_torchrun(bench, number, given.jobs)
 
 
 def told(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
@@ -101,6 +103,8 @@ def main() -> None:
     add("--steps", type=int, default=20_000, help="Steps of the long run (default: 20,000).")
     add("--jobs", type=int, default=2, help="How many at a time (default: 2).")
     add("--json", type=Path, metavar="FILE", help="Also write all to this file.")
+    add("--add", type=Path, nargs="+", default=[], metavar="FILE", help="Rows of parts that ran "
+        "before, as --json wrote them.")  # fmt: skip
     add("--output", type=Path, metavar="FILE", help=f"Write the table between {BEGIN} and {END}.")
     add("--scratch", type=Path, metavar="DIR", help="Where to work (default: a temporary "
         "directory).")  # fmt: skip
@@ -108,7 +112,7 @@ def main() -> None:
     chosen = given.only.split(",") if given.only else list(CASES)
     if unknown := set(chosen) - set(CASES):
         parser.error(f"{unknown.pop()!r} is none of {', '.join(CASES)}")
-    rows: list[Row] = []
+    rows = [Row(**row) for file in given.add for row in json.loads(file.read_text())]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.scratch)))
         (scratch / "toys").mkdir()

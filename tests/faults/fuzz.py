@@ -4,10 +4,11 @@
     PYTHONPATH=tests python -m faults.fuzz --seconds 60 --only parquet,midi --findings fuzz
     PYTHONPATH=tests python -m faults.fuzz --replay fuzz/parquet/0123abcd
 
-Inputs come from `atheris` where it is installed (guided by the lines of ours that run), else from
-mutations of valid files. A finding is a traceback, an empty message, a read of more than
-HANG seconds, more than MEMORY above what the process began with, or the death of the process; the
-input and the traceback are kept, one of each kind.
+Inputs come from `atheris` where it is installed (guided by the lines of ours that run; those that
+reached new ones are kept for the next time), else from mutations of valid files. A finding is a
+traceback, an empty message, a read of more than HANG seconds, more than MEMORY above what the
+process began with, or the death of the process; the input and the traceback are kept, one of each
+kind.
 """
 
 from __future__ import annotations
@@ -36,9 +37,17 @@ from helpers import ROOT
 from xformer.data.errors import OF_THE_DISK, one_line
 
 HANG = 20  # seconds
-PATIENCE = 900  # seconds more than a worker was given
+DEATHS = 20  # of a reader's process, after which it is left alone
+PATIENCE = 300  # seconds of CPU more than a worker was given, after which it hangs
 MEMORY = 2**30  # bytes
 LARGEST = 2**15  # bytes of a hostile file, unless the valid one is larger
+# readers of formats with many states, which get thrice the time of the others
+WIDE = {"csv", "jsonl", "parquet", "squad", "conll", "fasta", "midi", "java", "archive a.zip",
+        "archive a.tar", "from vocab.txt", "from tokenizer.json", "from spiece.model",
+        "tok tokenizer.json", "store.json", "store train/tokens.npy",
+        "store train/tokens.offsets.npy", "checkpoint model.safetensors", "import config.json",
+        "import pytorch_model.bin", "PLUS", "recipe", "study", "command line", "run log.jsonl",
+        "capture", "capture part"}  # fmt: skip
 ODD = (b"\0", b"\xff" * 4, b"\x80", b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}", b'"', b"'",
        b"\n", b"\r", b"\t", b",", b"../", b"\xed\xa0\x80", b"\xef\xbb\xbf", "\u2028".encode(),
        b"9" * 30, b"[" * 10_000, b'{"a":' * 10_000, b"\x7f\xff\xff\xff", b"true",
@@ -186,30 +195,30 @@ class Findings:
 
 
 def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -> None:
-    """Try inputs on one reader until the time is up, then write how many."""
+    """Try inputs on one reader until so many seconds of CPU are used; note them and the inputs."""
     import gc
 
     setattr(os, "fsync", lambda fd: None)  # noqa: B010 - no disk is meant to last
     guided = _atheris()
-    if guided is not None:
-        guided.instrument_imports(include=["xformer", "preprocess"]).__enter__()
     from preprocess import cli
 
     parser = cli.make_parser()
     cli.make_parser = lambda: parser
     with tempfile.TemporaryDirectory(dir=_shared_memory()) as place:
         found = Findings(findings / name, Trial(name, ground, Path(place) / "trial"))
-        began, note = time.monotonic(), findings / name / "inputs"
+        began, before, noted = time.process_time(), counted(findings / name), 0.0
         for data in found.trial.seeds:
             found.test(data)
-        before = int(note.read_text()) if note.exists() else 0
 
         def one(data: bytes) -> None:
+            nonlocal noted
             found.test(data)
-            if found.inputs % 50 == 0:
-                note.write_text(str(before + found.inputs))
-            if time.monotonic() - began > seconds:
-                note.write_text(str(before + found.inputs))
+            used = time.process_time() - began
+            if used > noted + 1 or used > seconds:
+                noted = used
+                total = [before[0] + found.inputs, round(before[1] + used, 1)]
+                (findings / name / "counted.json").write_text(json.dumps(total))
+            if used > seconds:
                 shutil.rmtree(place, ignore_errors=True)
                 os._exit(0)
 
@@ -218,8 +227,8 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
             while True:
                 one(mutated(draw, found.trial.seeds))
         gc.collect()
-        corpus = Path(place) / "corpus"
-        corpus.mkdir()
+        corpus = findings / name / "corpus"
+        corpus.mkdir(exist_ok=True)
         for i, data in enumerate(found.trial.seeds):
             (corpus / f"valid{i}").write_bytes(data)
         largest = max(LARGEST, *(2 * len(data) for data in found.trial.seeds))
@@ -234,6 +243,13 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
                    f"-artifact_prefix={place}/", "-close_fd_mask=0", "-verbosity=0"]  # fmt: skip
         guided.Setup(["fuzz", *options, str(corpus)], one, custom_mutator=custom)
         guided.Fuzz()
+
+
+def counted(directory: Path) -> tuple[int, float]:
+    """Inputs that a reader was given so far, and seconds of CPU that it took."""
+    note = directory / "counted.json"
+    inputs, seconds = json.loads(note.read_text()) if note.exists() else (0, 0.0)
+    return inputs, seconds
 
 
 def _atheris() -> Any:
@@ -261,64 +277,59 @@ def make_ground(path: Path) -> Path:
 
 
 def fuzz(names: list[str], ground: Path, findings: Path, seconds: float) -> Iterator[str]:
-    """Give each reader its share of the time; a line about each."""
-    each = seconds / len(names)
+    """Give each reader its share of the seconds of CPU; a line about each."""
+    shares = {name: 3 if name in WIDE else 1 for name in names}
     for name in names:
-        end, seed, deaths = time.monotonic() + each, 0, 0
-        directory = findings / name
-        began = resource.getrusage(resource.RUSAGE_CHILDREN)
-        while (left := end - time.monotonic()) > 1 or seed == 0:
-            line = [
-                sys.executable,
-                "-m",
-                "faults.fuzz",
-                "--worker",
-                name,
-                "--ground",
-                str(ground),
-                "--findings",
-                str(findings),
-                "--seconds",
-                str(left),
-                "--seed",
-                str(seed),
-            ]
-            try:
-                ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True,
-                                       timeout=left + PATIENCE, errors="replace")  # fmt: skip
-                status, said = ended.returncode, ended.stderr
-            except subprocess.TimeoutExpired:
-                status, said = -1, "the reader hung where no signal reaches it"
+        directory, seed = findings / name, 0
+        start = counted(directory)[1]
+        end = start + seconds * shares[name] / sum(shares.values())
+        while (left := end - counted(directory)[1]) > 1 and seed < DEATHS:
+            log = findings / "worker.txt"
+            if (pid := os.fork()) == 0:
+                limit = int(left) + PATIENCE
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+                with log.open("w") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                try:
+                    worker(name, ground, findings, left, int(start) + seed)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            said = log.read_text(errors="replace")
             seed += 1
             if status == 0:
                 break
-            deaths += 1
             kind = hashlib.sha256(said[-200:].encode()).hexdigest()[:8]
+            directory.mkdir(parents=True, exist_ok=True)
             if (directory / "last").exists():
                 shutil.copy(directory / "last", directory / f"death-{kind}")
-            directory.mkdir(parents=True, exist_ok=True)
             (directory / f"death-{kind}.txt").write_text(f"died with {status}\n{said[-4000:]}")
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = used.ru_utime + used.ru_stime - began.ru_utime - began.ru_stime
-        note = directory / "inputs"
-        inputs = int(note.read_text()) if note.exists() else 0
-        faults = sorted(file.read_text().partition("\n")[0] for file in directory.glob("*.txt"))
-        record = {"reader": name, "inputs": inputs, "cpu_seconds": round(cpu, 1), "faults": faults}
-        with (findings / "record.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        yield (f"{name:<32} {inputs:>8,} inputs  {cpu:6.0f} s of CPU  {len(faults)} faults"
-               + "".join(f"\n    {fault}" for fault in faults))  # fmt: skip
+        yield f"{name:<32} {told(directory)}"
+
+
+def told(directory: Path) -> str:
+    """What was tried on a reader so far, and what came of it."""
+    inputs, seconds = counted(directory)
+    faults = sorted(file.read_text().partition("\n")[0] for file in directory.glob("*.txt"))
+    return (f"{inputs:>9,} inputs {seconds:7.0f} s of CPU  {len(faults)} faults"
+            + "".join(f"\n    {fault}" for fault in faults))  # fmt: skip
 
 
 def main() -> None:
     """The command."""
+    if (guided := _atheris()) is not None:
+        guided.instrument_imports(include=["xformer", "preprocess"]).__enter__()
     from faults.readers import READERS
 
     parser = argparse.ArgumentParser(
         prog="python -m faults.fuzz", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=600, help="Time for all readers together (default: 600).")
+    add("--seconds", type=float, default=600, help="Seconds of CPU for all readers together "
+        "(default: 600).")  # fmt: skip
     add("--only", metavar="A,B", help="Readers to try (default: all).")
     add("--findings", type=Path, default=Path("fuzz-findings"), metavar="DIR",
         help="Where inputs that show a fault are kept (default: fuzz-findings).")  # fmt: skip
@@ -326,12 +337,8 @@ def main() -> None:
         "does not exist (default: a temporary directory).")  # fmt: skip
     add("--replay", type=Path, metavar="FILE", help="Try one input that was kept, and show all.")
     add("--list", action="store_true", help="Name the readers.")
-    for hidden in ("--worker", "--seed"):
-        add(hidden, default="0", help=argparse.SUPPRESS)
     given = parser.parse_args()
     names = [reader.name for reader in READERS]
-    if given.worker != "0":
-        worker(given.worker, given.ground, given.findings, given.seconds, int(given.seed))
     if given.list:
         print("\n".join(names))
         return
@@ -347,6 +354,9 @@ def main() -> None:
         given.findings.mkdir(parents=True, exist_ok=True)
         for line in fuzz(chosen, ground, given.findings.absolute(), given.seconds):
             print(line, flush=True)
+        both = [counted(given.findings / name) for name in chosen]
+        inputs, seconds = (sum(numbers) for numbers in zip(*both, strict=True))
+        print(f"in all {inputs:,} inputs in {seconds / 60:.1f} minutes of CPU")
 
 
 if __name__ == "__main__":

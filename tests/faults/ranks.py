@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from helpers import QUIET, ROOT, SMOKE, training
 
-from faults.deaths import ended
+from faults.deaths import ended, together
 from faults.works import STEPS, Bench, Row, check_run, wrong
 
 AT = """
@@ -26,6 +27,7 @@ def advance(self, done):
         os.kill(os.getpid(), signal.{signal})
 Monitor.advance = advance
 """
+RESTARTS = 6  # by torchrun after each signal: rank 0, rank 1, or neither being late
 LIMIT = 60  # seconds within which the others must have ended
 
 
@@ -70,10 +72,12 @@ def stopped(pid: int) -> bool:
 
 
 ELASTIC = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {root!r})
 sys.argv[0] = "train.py"
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if not first and os.environ["RANK"] == "{late}":
+    time.sleep(3)
 {hook}
 from xformer.data.errors import run
 from xformer.train import main
@@ -81,22 +85,28 @@ run(main)
 """
 
 
-def restarted_by_torchrun(bench: Bench, number: signal.Signals) -> Row:
+def restarted_by_torchrun(bench: Bench, number: signal.Signals, jobs: int = 2) -> Row:
     """torchrun --max-restarts 1: the killed or stopped rank comes back, and the run ends as it
-    would have."""
+    would have, each rank being the later one of some restarts."""
     row = Row(f"training on two ranks: torchrun restarts after {number.name} to one")
     reference = bench.reference("training on two ranks")
-    with bench.place() as place:
-        hook = AT.format(step=3, rank=1, signal=number.name, when="first")
-        script = bench.scratch / f"elastic-{number.name}.py"
-        script.write_text(ELASTIC.format(root=str(ROOT), hook=hook))
-        line = training(SMOKE, bench.toys.text, place / "run", *STEPS)[1:]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                    "--nproc-per-node", "2", "--max-restarts", "1", str(script), *line]  # fmt: skip
-        done = subprocess.run(launcher, cwd=ROOT, env={**os.environ, **QUIET}, text=True,
-                              capture_output=True)  # fmt: skip
-        bad = "" if done.returncode == 0 else f"lost: {done.stderr[-300:]}"
-        if not bad and "from step" not in done.stderr:
-            bad = "lost: it began anew"
-        row.count(bad or wrong(check_run, place, reference))
-    return row
+
+    def trial(late: int) -> str:
+        with bench.place() as place:
+            hook = AT.format(step=3, rank=1, signal=number.name, when="first")
+            script = bench.scratch / f"elastic-{number.name}-{late}.py"
+            script.write_text(ELASTIC.format(root=str(ROOT), hook=hook, late=late))
+            line = training(SMOKE, bench.toys.text, place / "run", *STEPS)[1:]
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                        "--nproc-per-node", "2", "--max-restarts", "1",
+                        str(script), *line]  # fmt: skip
+            done = subprocess.run(launcher, cwd=ROOT, env={**os.environ, **QUIET}, text=True,
+                                  capture_output=True)  # fmt: skip
+            if done.returncode:
+                said = re.findall(r"^(?:.*: )?(?:error|\w+Error): .*", done.stderr, re.M)
+                return f"lost: {said[-4:] or done.stderr[-300:]}"  # before torchrun's own report
+            if "from step" not in done.stderr:
+                return "lost: it began anew"
+            return wrong(check_run, place, reference)
+
+    return together(row, [partial(trial, i % 3) for i in range(RESTARTS)], jobs)

@@ -63,8 +63,8 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     result = {"analysis": "curves", "x": config.x, "smooth": config.smooth, "panels": found}
     first = found[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
-        f"{s['name']} {s['mean'][-1]:.4g} ± {s['deviation'][-1]:.2g} at {config.x} "
-        f"{s['x'][-1]:g} ({len(s['runs'])} runs)"
+        f"{s['name']} {figure.spread(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
+        f"{config.x} {s['x'][-1]:g} ({figure.many(len(s['runs']), 'run')})"
         for s in first
     )
     publish(config, result, draw, line, {s["name"]: {config.value: s["mean"][-1]} for s in first})

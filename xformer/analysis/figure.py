@@ -107,6 +107,11 @@ def many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def spread(mean: float, deviation: float, runs: int) -> str:
+    """6.474 ± 0.012, of one run 6.474."""
+    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 1 else "")
+
+
 def short(name: str) -> str:
     """A name that fits a legend."""
     return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"

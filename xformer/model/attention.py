@@ -25,6 +25,7 @@ from torch import Tensor
 
 Backend = Literal["auto", "varlen", "triton", "sdpa", "fused", "explicit"]
 SMALL = np.random.SFC64(0)  # its state is set before every use
+LARGEST_HEAD = 128  # of the Triton kernel: a wider tile would not leave the registers it needs
 BLOCK = 2**19  # probabilities that the CPU works on at a time, so that they stay in its cache
 
 
@@ -52,7 +53,10 @@ def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = 
     """The layout of a packed batch from its boundaries, (N + 1,)."""
     boundaries = np.asarray(cu_seqlens, np.int32)
     lengths = tuple(int(n) for n in np.diff(boundaries))
-    return Layout(torch.from_numpy(boundaries).to(device, non_blocking=True), lengths)
+    on_host = torch.from_numpy(boundaries)
+    if torch.device(device).type == "cuda":
+        on_host = on_host.pin_memory()  # else the copy waits
+    return Layout(on_host.to(device, non_blocking=True), lengths)
 
 
 def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
@@ -117,7 +121,11 @@ def choose_backend(qkv: Tensor, dropout: float) -> Backend:
     if qkv.is_cuda:
         half = qkv.dtype in (torch.bfloat16, torch.float16)
         wide = qkv.size(-1) % 8 == 0  # as the flash kernel underneath wants it
-        return "varlen" if half and wide and dropout == 0.0 else "triton"
+        if half and wide and dropout == 0.0:
+            return "varlen"
+        if qkv.size(-1) > LARGEST_HEAD:
+            return "explicit" if dropout > 0.0 else "sdpa"
+        return "triton"
     return "fused" if dropout > 0.0 or qkv.requires_grad else "sdpa"
 
 

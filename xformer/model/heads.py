@@ -192,7 +192,9 @@ class Model(nn.Module):
             return Loss(total, len(targets), torch.zeros((), device=logits.device)), logits
         if self.kind == "span":
             rows = padded(logits, batch)  # (N, L, 2)
-            total = F.cross_entropy(rows, targets, reduction="sum") / 2
+            # one row each for start and end: CUDA has a deterministic sum for these alone
+            each = rows.transpose(1, 2).flatten(0, 1)  # (2 N, L)
+            total = F.cross_entropy(each, targets.flatten(), reduction="sum") / 2
             correct = (rows.detach().argmax(1) == targets).all(1).sum().float()
             return Loss(total, len(targets), correct), logits
         total = F.cross_entropy(logits, targets, reduction="sum")
@@ -230,6 +232,7 @@ def padded(values: Tensor, batch: Packed) -> Tensor:
     """Packed values (T, K) -> (N, L, K), with -inf behind the end of a sequence."""
     ends = batch.layout.cu_seqlens
     sizes = ends.diff()  # (N,)
-    row = torch.repeat_interleave(torch.arange(len(sizes), device=values.device), sizes)
+    row = torch.arange(len(sizes), device=values.device)
+    row = row.repeat_interleave(sizes, output_size=len(values))  # given, no device is waited for
     out = values.new_full((len(sizes), batch.layout.max_length, values.size(1)), -torch.inf)
     return out.index_put((row, batch.positions), values)

@@ -1,4 +1,4 @@
-"""What scores over seeds say: spread, bootstrap intervals, paired tests corrected for their number.
+"""What scores over seeds say: spread, intervals, paired tests corrected for their number.
 
 n seeds (or mappings) of one cell; two cells are compared seed by seed.
 """
@@ -13,15 +13,16 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
+ENOUGH = 8  # scores for a bootstrap: that of three covers no more than their smallest and largest
 RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of n scores: mean, standard deviation (n - 1), median, and a bootstrap interval of the mean.
+    """Of n scores: mean, standard deviation (n - 1), median, and an interval of the mean.
 
-    The interval is bias-corrected and accelerated (Efron 1987); with fewer than 3 scores, or equal
-    ones, there is none.
+    From 8 scores on it is a bootstrap's, bias-corrected and accelerated (Efron 1987), below that
+    Student's; of one score, or of equal ones, there is none.
     """
 
     scores: tuple[float, ...]
@@ -34,8 +35,12 @@ class Summary:
 def summarise(scores: Sequence[float]) -> Summary:
     """The summary of at least one score; its resampling is seeded."""
     n = len(scores)
+    deviation = statistics.stdev(scores) if n > 1 else None
     interval = None
-    if n >= 3 and len(set(scores)) > 1:
+    if deviation and n < ENOUGH:
+        half = _t_half(n) * deviation
+        interval = (statistics.mean(scores) - half, statistics.mean(scores) + half)
+    elif deviation:
         found = stats.bootstrap(
             (np.asarray(scores, float),), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES,
             method="BCa", rng=np.random.default_rng(0),
@@ -43,17 +48,21 @@ def summarise(scores: Sequence[float]) -> Summary:
         interval = (float(found.low), float(found.high))
         if not np.isfinite(interval).all():
             interval = None
-    deviation = statistics.stdev(scores) if n > 1 else None
     return Summary(tuple(scores), statistics.mean(scores), deviation, statistics.median(scores),
                    interval)  # fmt: skip
+
+
+def _t_half(n: int) -> float:
+    """Half of Student's interval of the mean of n scores whose standard deviation is 1."""
+    return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) / n**0.5
 
 
 @dataclass(frozen=True)
 class Difference:
     """Of paired scores a - b: the mean, its t interval, and the two-sided p of "it is `margin`".
 
-    One pair, or none, has neither interval nor p. Pairs that all differ by the same have p = 0
-    unless they differ by `margin` exactly.
+    One pair has neither interval nor p, nor have pairs that all differ by the same: a spread of
+    zero (both models at chance, say) tells nothing of how far another seed would move it.
     """
 
     mean: float
@@ -69,12 +78,11 @@ def compare(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Diff
     mean = statistics.mean(differences)
     if n < 2:
         return Difference(mean, None, None)
-    error = statistics.stdev(differences) / n**0.5
-    half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * error
-    if error < 1e-15:
-        return Difference(mean, 0.0, float(abs(mean - margin) < 1e-12))
-    t = abs(mean - margin) / error
-    return Difference(mean, half, float(2 * stats.t.sf(t, n - 1)))
+    deviation = statistics.stdev(differences)
+    if deviation < 1e-9 * max(1e-9, *map(abs, a), *map(abs, b)):  # nothing but rounding
+        return Difference(mean, None, None)
+    t = abs(mean - margin) / (deviation / n**0.5)
+    return Difference(mean, _t_half(n) * deviation, float(2 * stats.t.sf(t, n - 1)))
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 
+from xformer.analysis import figure
 from xformer.study.curves import Panel, averaged
 from xformer.study.pool import Outcome
 from xformer.study.results import Cell, Described, Results, Verdict, drawn
@@ -66,7 +67,7 @@ def ground(verdict: Verdict) -> str:
         if difference.half is not None:
             text += f" ± {difference.half:.{verdict.digits}f}"
         small = "" if p is None else f"p {p:.3f}" if p >= 0.0005 else "p < 0.001"
-        said.append(f"{text} ({small or 'one pair'})")
+        said.append(f"{text} ({small or 'one pair, or no spread'})")
     return "; ".join(said) or "no runs to compare"
 
 
@@ -136,7 +137,7 @@ def spread(cell: Cell, digits: int) -> str:
 
 
 def _scores(table: Table, cells: list[list[Cell]]) -> str:
-    lines = [f"| cell | scores | median | {LEVEL:.0%} bootstrap interval of the mean |",
+    lines = [f"| cell | scores | median | {LEVEL:.0%} interval of the mean |",
              "|---|---|---|---|"]  # fmt: skip
     d = table.digits
     for cell in (cell for row in cells for cell in row):
@@ -174,8 +175,9 @@ def _ends(panels: list[Panel]) -> str:
     lines = ["| panel | line | runs | number | last point |", "|---|---|---|---|---|"]
     for panel in panels:
         for line in panel.lines:
+            end = figure.spread(line.mean[-1], line.deviation[-1], line.runs)
             lines.append(f"| {_cell(panel.name)} | {_cell(line.name)} | {line.runs} "
-                         f"| {_cell(panel.value)} | {line.mean[-1]:.4g} ± {line.deviation[-1]:.2g} "
+                         f"| {_cell(panel.value)} | {end} "
                          f"at step {line.x[-1]:g} |")  # fmt: skip
     return "\n".join(lines)
 
