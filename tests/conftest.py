@@ -50,9 +50,9 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> toys.Toys:
+def data(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> toys.Toys:
     """Toy stores."""
-    return toys.make(tmp_path_factory.mktemp("toys"))
+    return toys.make(forks, tmp_path_factory.mktemp("toys"))
 
 
 @pytest.fixture(scope="session")

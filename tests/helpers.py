@@ -99,8 +99,8 @@ class Forks:
         self.server.communicate()
 
     def start(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Fork:
-        """Start `train.py ...`, `evaluate.py ...` or `preprocess.py ...`; `before` is Python that
-        it runs first."""
+        """Start `train.py ...`, `-m xformer.study ...` or another of the server's commands;
+        `before` is Python that it runs first."""
         port = _free_port()
         pids, files = [], []
         for rank in range(ranks):
@@ -169,9 +169,11 @@ def serve() -> None:
     from xformer import evaluate, train
 
     for late in ("scipy.stats", "sklearn.metrics", "tensorboard.compat.proto.event_pb2",
-                 "tensorboard.summary.writer.record_writer"):  # fmt: skip
+                 "tensorboard.summary.writer.record_writer", "torch.distributed.fsdp"):  # fmt: skip
         import_module(late)
     mains = {"train.py": train.main, "evaluate.py": evaluate.main, "preprocess.py": cli.main}
+    for name in ("xformer.convert", "xformer.study", "xformer.surgery"):
+        mains[f"-m {name}"] = import_module(f"{name}.__main__").main
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -181,11 +183,11 @@ def serve() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                _become(request, mains[request["arguments"][0]])
+                _become(request, mains)
         print(json.dumps(answer), flush=True)
 
 
-def _become(request: dict[str, Any], main: Any) -> None:
+def _become(request: dict[str, Any], mains: dict[str, Any]) -> None:
     """Be the command that is asked for; never returns."""
     from xformer.data import errors
 
@@ -196,9 +198,10 @@ def _become(request: dict[str, Any], main: Any) -> None:
         for number, path in enumerate(request["outputs"], 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
         os.environ.update(request["environment"])
-        sys.argv = request["arguments"]
+        words = 2 if request["arguments"][0] == "-m" else 1
+        sys.argv = request["arguments"][words - 1 :]
         exec(request["before"], {})
-        errors.run(main)
+        errors.run(mains[" ".join(request["arguments"][:words])])
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException:

@@ -186,7 +186,7 @@ def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> 
 
 
 @pytest.fixture(scope="session")
-def others(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def others(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stores with other classes, an unfinished run, files that are no rows."""
     place = tmp_path_factory.mktemp("others")
     (place / "raw").mkdir()
@@ -195,9 +195,9 @@ def others(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / f"raw/{split}.tsv").write_text(text.replace("\tno", "\tmaybe"))
     make = ("preprocess.py", "task", "tsv", "--text", "text", "--label", "label", "--tokenizer",
             data.tokenizer, "--input")  # fmt: skip
-    good(command(*make, place / "raw", "--output", place / "maybe"))
+    good(forks.run(*make, place / "raw", "--output", place / "maybe"))
     swapped = (data.raw / "classes", "--labels", "yes,no", "--output", place / "swapped")
-    good(command(*make, *swapped))
+    good(forks.run(*make, *swapped))
     (place / "run/checkpoints/step_3").mkdir(parents=True)
     (place / "header.tsv").write_text("text\n")
     (place / "empty.tsv").write_text("")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NO_DROPOUT, QUIET, ROOT, SMOKE, Done, Forks, good, training
+from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
 from test_train import AT_STEP, drawn_once, log, same
 from toys import Toys
 
@@ -200,32 +198,29 @@ def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_pa
 # ------------------------------------------------------------------------------ origin, repeat
 
 
-def verify(run: Path, *arguments: str) -> Done:
-    line = [sys.executable, "-m", "xformer.study", "verify", str(run), *arguments]
-    done = subprocess.run(
-        line, cwd=ROOT, env={**os.environ, **QUIET}, capture_output=True, text=True
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
 def test_a_run_says_what_it_was_made_with_and_is_made_again(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """A run on 2 processes, dropout on, repeated; then with one digit of its log changed, then of
-    another store, then with other versions."""
+    """A run on 2 processes, dropout on, repeated; then one whose log has another digit, and which
+    was made with other versions."""
     run = tmp_path / "run"
-    line = training(SMOKE, data.text, run, *STEPS)
-    good(forks.run(*line, ranks=2))
+    going = forks.start(*training(SMOKE, data.text, run, *STEPS), ranks=2)
+    good(forks.run(*training(SMOKE, data.text, tmp_path / "other", *STEPS)))
+    good(going.wait())
+    verify = ("-m", "xformer.study", "verify")
     content = read_json(run / "config.json")
     made = content["environment"]
     assert made["torch"] == torch.__version__
     assert made["world_size"] == 2
     assert made["git"] == provenance.revision()
     assert (run / "code.diff").is_file() == made["git"].endswith("+")
-    done = good(verify(run, "steps=6"))
+    done = good(forks.run(*verify, run, "steps=6"))
     assert done.out == f"{run}: 6 steps made again, 3 records of its log the same with the same " \
                        "versions\n"  # fmt: skip
 
+    run = tmp_path / "other"
+    content = read_json(run / "config.json")
+    made = content["environment"]
     text = (run / "log.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
     assert (records[2]["event"], records[2]["step"]) == ("train", 6)
@@ -234,14 +229,9 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
     (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     made["numpy"] = content["starts"][0]["environment"]["numpy"] = "1.0"
     write_json(run / "config.json", content)
-    done = verify(run, "steps=6")
-    assert done.status == 1
-    (said,) = done.err.splitlines()
-    assert f"train at step 6: loss {loss + 1e-12} is now {loss}" in said
-    assert "numpy 1.0 is now " in said
-
-    done = verify(data.text)
-    assert (done.status, "is not a run" in done.err) == (2, True)
+    changed = f"train at step 6: loss {loss + 1e-12} is now {loss}"
+    refused(forks.run(*verify, run, "steps=6"), changed, "numpy 1.0 is now ", status=1)
+    refused(forks.run(*verify, data.text), "is not a run")
 
 
 def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import toys
-from helpers import NO_DROPOUT, Forks, command, good, refused, training
+from helpers import NO_DROPOUT, Forks, good, refused, training
 
 from xformer import metrics, spans
 from xformer.data.errors import BadInput
@@ -69,7 +69,7 @@ def squad(rng: np.random.Generator, paragraphs: int, questions: int) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def store(data: toys.Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(forks: Forks, data: toys.Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy SQuAD whose contexts are cut into three windows each."""
     directory = tmp_path_factory.mktemp("squad")
     raw = squad(np.random.default_rng(1), 4, 5)
@@ -78,7 +78,7 @@ def store(data: toys.Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for qa in hidden["data"][0]["paragraphs"][0]["qas"]:  # type: ignore[index]
         del qa["answers"]
     (directory / "test.json").write_text(json.dumps(hidden))
-    good(command("preprocess.py", "task", "squad", "--train", directory / "train.json", "--valid",
+    good(forks.run("preprocess.py", "task", "squad", "--train", directory / "train.json", "--valid",
                  directory / "train.json", "--test", directory / "test.json", "--tokenizer",
                  data.tokenizer, "--max-tokens", "20", "--stride", "5", "--max-question", "2",
                  "--output", directory / "store"))  # fmt: skip
@@ -271,7 +271,7 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     }
     assert json.loads(said.read_text()) == wanted
     assert "" in wanted.values()
-    assert answered_there(run, raw, tmp_path) == wanted
+    assert answered_there(forks, run, raw, tmp_path) == wanted
     # above all margins, so that every question is answered; below, so that none is
     for threshold, unanswerable in (("1e9", 0.0), ("-1e9", 1.0)):
         done = good(forks.run("evaluate.py", run, f"data={store}", "split=train",
@@ -284,10 +284,10 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     )
 
 
-def answered_there(run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:
+def answered_there(forks: Forks, run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:
     """The answers of the exported model, by the means of transformers alone."""
     transformers = pytest.importorskip("transformers")
-    good(command("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
+    good(forks.run("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory / "theirs").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "theirs")
     found = {}

@@ -16,7 +16,7 @@ from typing import Any
 import looking
 import numpy as np
 import pytest
-from helpers import ROOT, command, good, refused
+from helpers import ROOT, Forks, command, good, refused
 from scipy import stats
 
 from xformer.config import read_recipe, toml_text
@@ -762,7 +762,7 @@ where.pair = "own"
     assert "![What was drawn](look.svg)" in markdown(results, {})
 
 
-def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
+def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
     root = tmp_path / "studies"
     arguments: list[str | Path] = [
         "-m",
@@ -772,11 +772,11 @@ def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
         f"output={root}",
         "jobs=2",
     ]
-    listed = good(command(*arguments, "--dry-run"))
+    listed = good(forks.run(*arguments, "--dry-run"))
     assert "missing: data: a directory of DNA; write it; then needs.data=PATH" in listed.out
     assert not root.exists()
-    refused(command(*arguments), "nothing can run", "needs.data=PATH")
-    refused(command(*arguments, "needs.dat=x"), "has no such need")
+    refused(forks.run(*arguments), "nothing can run", "needs.data=PATH")
+    refused(forks.run(*arguments, "needs.dat=x"), "has no such need")
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0]"),
             ("[scales.mini]", "[scales.mini]\nlevels.rate = ['low']"))  # fmt: skip
     done = good(command(*arguments, f"needs.data={data}"))
@@ -786,18 +786,19 @@ def test_a_whole_study(file: Path, data: Path, tmp_path: Path) -> None:
     assert "**undecided**" in report
 
     # what is there is not run again; another seed adds its own runs
-    changed(file, ("vary.seed = [0]", "vary.seed = [0, 1]"))
+    changed(file, ("vary.seed = [0]", "vary.seed = [0, 1]\nwithout = [{ seed = '1', start = "
+                   "'scratch' }]"))  # fmt: skip
     logs = {p: p.stat().st_mtime_ns for p in root.glob("runs/*/log.jsonl")}
-    again = good(command(*arguments, f"needs.data={data}"))
-    assert len([line for line in again.err.splitlines() if ": done, " in line]) == 2
+    again = good(forks.run(*arguments, f"needs.data={data}"))
+    assert len([line for line in again.err.splitlines() if ": done, " in line]) == 1
     assert logs == {p: p.stat().st_mtime_ns for p in logs}
-    assert len(list(root.glob("runs/*/log.jsonl"))) == len(logs) + 2
+    assert len(list(root.glob("runs/*/log.jsonl"))) == len(logs) + 1
     plan = Plan(read_study(file, "mini"), root, {"data": str(data)})
     costs = Costs(plan)
     assert all(costs.known(run) and costs.seconds(run) > 5 for run in plan.runs("finetune"))
 
     (root / "version.json").write_text('{"results": 0}')
-    refused(command(*arguments), "holds results of version 0", "another output=")
+    refused(forks.run(*arguments), "holds results of version 0", "another output=")
 
 
 INTERRUPTED = """
@@ -840,9 +841,9 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
-def test_slurm_is_missed_by_name(file: Path, data: Path, tmp_path: Path) -> None:
-    found = command("-m", "xformer.study", file, "scale=mini", "executor=slurm",
-                    f"output={tmp_path / 's'}", f"needs.data={data}")  # fmt: skip
+def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
+    found = forks.run("-m", "xformer.study", file, "scale=mini", "executor=slurm",
+                      f"output={tmp_path / 's'}", f"needs.data={data}")  # fmt: skip
     refused(found, "executor=local" if shutil.which("sbatch") is None else "executor=")
 
 

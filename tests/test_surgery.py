@@ -6,6 +6,7 @@ C hidden size, H heads, D = C / H, V pieces, E embedding size.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import NO_DROPOUT, SMOKE, Forks, command, good, refused, training
+from helpers import NO_DROPOUT, SMOKE, Done, Forks, command, good, refused, training
 from scipy import stats
 from torch import Tensor
 from toys import Toys
@@ -561,14 +562,19 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "old"
 
 
-def operate(*arguments: str | Path) -> Any:
-    return command("-m", "xformer.surgery", *arguments)
+Operate = Callable[..., Done]
 
 
-def test_the_command_line(saved: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def operate(forks: Forks) -> Operate:
+    return lambda *arguments: forks.run("-m", "xformer.surgery", *arguments)
+
+
+def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
+    """As a user types it."""
     given = ["reverse_layers", "shuffle_embeddings(seed=1, keep_special=true, english_only=true)",
              "keep_layers(layers=[1, 4])", "reinit_scaled(match=magnitude)"]  # fmt: skip
-    done = good(operate(saved, tmp_path / "new", *given, "--seed", "9"))
+    done = good(command("-m", "xformer.surgery", saved, tmp_path / "new", *given, "--seed", "9"))
     expected = surgery.apply(counted(), [
         ReverseLayers(), ShuffleEmbeddings(seed=1), KeepLayers(layers=(1, 4)),
         ReinitScaled(match="magnitude", seed=9),
@@ -581,7 +587,7 @@ def test_the_command_line(saved: Path, tmp_path: Path) -> None:
         "reverse_layers", "shuffle_embeddings", "keep_layers", "reinit_scaled"
     ]  # fmt: skip
     assert "weights new" in done.out.splitlines()[4]
-    shown = good(command("-m", "xformer.convert", "inspect", tmp_path / "new")).out
+    shown = good(forks.run("-m", "xformer.convert", "inspect", tmp_path / "new")).out
     for line in ("reverse_layers", "shuffle_embeddings seed=1 keep_special=True english_only=True",
                  "keep_layers layers=[1, 4]", "reinit_scaled seed=9 match=magnitude"):  # fmt: skip
         assert line in shown, shown
@@ -666,7 +672,7 @@ def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
         assert sorted(tmp_path.iterdir()) == before, given
 
 
-def test_outputs_that_are_refused(saved: Path, tmp_path: Path) -> None:
+def test_outputs_that_are_refused(operate: Operate, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.tex").write_text("x")
     checkpoints.save(counted(), tmp_path / "deep/new")
@@ -681,7 +687,7 @@ def test_outputs_that_are_refused(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(
-    saved: Path, tmp_path: Path
+    operate: Operate, saved: Path, tmp_path: Path
 ) -> None:
     content = bytearray((saved / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -690,7 +696,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_help_names_every_operation_and_argument() -> None:
+def test_help_names_every_operation_and_argument(operate: Operate) -> None:
     lines = good(operate("--help")).out.splitlines()
     assert max(map(len, lines)) <= 100
     for name, kind in CLASSES.items():

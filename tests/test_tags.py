@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NO_DROPOUT, Forks, command, good, refused, training
+from helpers import NO_DROPOUT, Forks, good, refused, training
 from toys import TOPICS, WORDS, Toys
 
 from preprocess import cli
@@ -365,13 +365,13 @@ def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
 
 
 @pytest.fixture(scope="module")
-def store(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tags")
     draw = np.random.default_rng(0)
     for split, rows in (("train", 300), ("valid", 40), ("test", 50)):
         blocks = ["\n".join("\t".join(pair) for pair in row) for row in toy(draw, rows)]
         (directory / f"{split}.conll").write_text("\n\n".join(blocks) + "\n")
-    good(command("preprocess.py", "task", "conll", "--input", directory, "--tokenizer",
+    good(forks.run("preprocess.py", "task", "conll", "--input", directory, "--tokenizer",
                  data.tokenizer, "--output", directory / "store"))  # fmt: skip
     return directory / "store"
 
@@ -403,17 +403,17 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     raw.write_text("\n".join([*(" ".join(word for word, _ in row) for row in rows), "", "dan"]))
     done = good(forks.run("evaluate.py", run, f"input={raw}"))
     assert done.out.splitlines() == [*said.read_text().splitlines(), "", "B-PLACE"]
-    labelled_there(run, rows, lines, tmp_path)
+    labelled_there(forks, run, rows, lines, tmp_path)
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     refused(forks.run("evaluate.py", run, f"input={empty}"), "empty.txt is empty")
 
 
-def labelled_there(run: Path, rows: list[list[list[str]]], lines: list[list[str]], place: Path
-                   ) -> None:  # fmt: skip
+def labelled_there(forks: Forks, run: Path, rows: list[list[list[str]]], lines: list[list[str]],
+                   place: Path) -> None:  # fmt: skip
     """The exported model says the same, by the means of transformers alone."""
     transformers = pytest.importorskip("transformers")
-    good(command("-m", "xformer.convert", "to-hf", run, place / "theirs"))
+    good(forks.run("-m", "xformer.convert", "to-hf", run, place / "theirs"))
     auto = transformers.AutoModelForTokenClassification
     model = auto.from_pretrained(place / "theirs").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "theirs")

@@ -465,12 +465,11 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.fixture(scope="session")
-def no_valid(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def no_valid(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the split train alone."""
     store = tmp_path_factory.mktemp("no-valid") / "store"
-    done = command("preprocess.py", "text", "--input", data.raw / "train.txt", "--tokenizer",
-                   data.tokenizer, "--output", store)  # fmt: skip
-    assert done.status == 0, done.err
+    good(forks.run("preprocess.py", "text", "--input", data.raw / "train.txt", "--tokenizer",
+                   data.tokenizer, "--output", store))  # fmt: skip
     return store
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from helpers import CLASSIFY, NO_DROPOUT, REGRESS, SMOKE, Forks, command, good, training
+from helpers import CLASSIFY, NO_DROPOUT, REGRESS, SMOKE, Forks, good, training
 
 TOPICS = [[f"{a}{b}{c}" for b in "ae" for c in "mn"] for a in ("b", "d", "f", "g", "k", "p")]
 WORDS = [word for topic in TOPICS for word in topic]  # 6 topics of 4 words
@@ -61,7 +61,7 @@ def _splice(draw: np.random.Generator) -> str:
     return f"{label},TOY-{draw.integers(10**6)},{''.join(letters)}"
 
 
-def make(directory: Path) -> Toys:
+def make(forks: Forks, directory: Path) -> Toys:
     """Write raw files and stores below a directory."""
     raw = directory / "raw"
     toys = Toys(raw, *(directory / n for n in
@@ -83,18 +83,21 @@ def make(directory: Path) -> Toys:
     draw = np.random.default_rng(0)
     (raw / "splice.data").write_text("\n".join(_splice(draw) for _ in range(200)) + "\n")
 
-    _preprocess("tokenizer", "--kind", "wordpiece", "--input", raw / "train.txt",
+    def preprocess(*arguments: str | Path) -> None:
+        good(forks.run("preprocess.py", *arguments))
+
+    preprocess("tokenizer", "--kind", "wordpiece", "--input", raw / "train.txt",
                 "--vocab-size", "90", "--output", toys.tokenizer)  # fmt: skip
     known = ("--tokenizer", toys.tokenizer, "--output")
     held_out = ("--valid", raw / "valid.txt", "--test", raw / "test.txt")
-    _preprocess("text", "--input", raw / "train.txt", *held_out, *known, toys.text)
+    preprocess("text", "--input", raw / "train.txt", *held_out, *known, toys.text)
     tsv = ("task", "tsv", "--input")
-    _preprocess(*tsv, raw / "classes", "--text", "text", "--label", "label", *known, toys.classes)
-    _preprocess(*tsv, raw / "scores", "--text", "text", "--label", "score", "--kind", "score",
+    preprocess(*tsv, raw / "classes", "--text", "text", "--label", "label", *known, toys.classes)
+    preprocess(*tsv, raw / "scores", "--text", "text", "--label", "score", "--kind", "score",
                 *known, toys.scores)  # fmt: skip
-    _preprocess(*tsv, raw / "pairs", "--text", "left", "--text-b", "right", "--label", "label",
+    preprocess(*tsv, raw / "pairs", "--text", "left", "--text-b", "right", "--label", "label",
                 *known, toys.pairs)  # fmt: skip
-    _preprocess("task", "dna/splice", "--input", raw / "splice.data", "--output", toys.splice)
+    preprocess("task", "dna/splice", "--input", raw / "splice.data", "--output", toys.splice)
     return toys
 
 
@@ -117,7 +120,3 @@ def train_all(forks: Forks, toys: Toys, directory: Path) -> dict[str, Path]:
         good(fork.wait())
     good(forks.run(*lines[-1]))
     return runs
-
-
-def _preprocess(*arguments: str | Path) -> None:
-    good(command("preprocess.py", *arguments))

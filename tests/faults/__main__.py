@@ -116,11 +116,11 @@ def main() -> None:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.scratch)))
         (scratch / "toys").mkdir()
-        made = toys.make(scratch / "toys")
         servers = []
         for i in range(given.jobs):
             (scratch / f"forks{i}").mkdir()
             servers.append(stack.enter_context(Forks(scratch / f"forks{i}")))
+        made = toys.make(servers[0], scratch / "toys")
         bench = Bench(made, scratch, servers)
         for name in chosen:
             began = time.monotonic()

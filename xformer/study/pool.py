@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Protocol
 
+from xformer import provenance
 from xformer.data.errors import BadInput
 from xformer.study.job import Command
 from xformer.study.plan import Work
@@ -37,6 +38,13 @@ class Executor(Protocol):
     def slots(self) -> int: ...
 
     def start(self, work: Work, slot: int) -> Job: ...
+
+
+def line_of(work: Work) -> tuple[str, ...]:
+    """The command line of a work, whatever directory the study was started in."""
+    door = provenance.ROOT / work.command[0]  # train.py and its like lie beside the package
+    first = str(door) if door.is_file() else work.command[0]
+    return (sys.executable, first, *work.command[1:])
 
 
 def log_of(work: Work) -> Path:
@@ -74,7 +82,7 @@ class Local:
         if self.cuda:
             environment["CUDA_VISIBLE_DEVICES"] = str(slot // self.per_device)
         with log_of(work).open("ab") as log:
-            popen = subprocess.Popen([sys.executable, *work.command], stdout=log, stderr=log,
+            popen = subprocess.Popen(line_of(work), stdout=log, stderr=log,
                                      stdin=subprocess.DEVNULL, env=environment)  # fmt: skip
         return Process(popen)
 
@@ -127,7 +135,7 @@ class Slurm:
         self.executor.update_parameters(name="xformer", **options)
 
     def start(self, work: Work, slot: int) -> Submitted:
-        command = Command((sys.executable, *work.command), log_of(work).absolute())
+        command = Command(line_of(work), log_of(work).absolute())
         return Submitted(self.executor.submit(command))
 
 
