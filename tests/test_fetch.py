@@ -284,7 +284,7 @@ def test_another_file_is_never_sewn_on(site: Site, cache: Path, again: Step, cha
     target = fetch.fetch(one(site, body=body, pinned=False), cache)
     assert (target / "a.bin").read_bytes() == body
     resumed = again.ignore_condition and not changed
-    assert site.sent[-1] == (200_000 if resumed else 300_000)
+    assert (300_000 in site.sent) != resumed  # in any order: an answer may be noted late
 
 
 def test_a_changed_file_starts_over(site: Site, cache: Path) -> None:

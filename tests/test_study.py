@@ -562,7 +562,8 @@ def test_differences_deviations_means_summaries_and_curves(
     assert tables["spread"][0][0].value == pytest.approx(np.std([75, 100], ddof=1))
     assert [[cell.value for cell in row] for row in tables["losses"]] == [
         [1.25, 0.75], [2.25, 0.375]]  # fmt: skip
-    assert [verdict.state for verdict in results.verdicts()][-1] == "holds"
+    last = results.verdicts()[-1]
+    assert last.state == "undecided"  # both seeds differ by the same: no spread to judge by
     assert "+1.000" in markdown(results, {})
     (pretrained, scratch) = results.described(plan.study.summaries[0])
     assert [one.value for one in pretrained] == pytest.approx(

@@ -25,7 +25,6 @@ from torch import Tensor
 
 Backend = Literal["auto", "varlen", "triton", "sdpa", "fused", "explicit"]
 SMALL = np.random.SFC64(0)  # its state is set before every use
-LARGEST_HEAD = 128  # of the Triton kernel: a wider tile would not leave the registers it needs
 BLOCK = 2**19  # probabilities that the CPU works on at a time, so that they stay in its cache
 
 
@@ -123,6 +122,8 @@ def choose_backend(qkv: Tensor, dropout: float) -> Backend:
         wide = qkv.size(-1) % 8 == 0  # as the flash kernel underneath wants it
         if half and wide and dropout == 0.0:
             return "varlen"
+        from xformer.model.kernels import LARGEST_HEAD
+
         if qkv.size(-1) > LARGEST_HEAD:
             return "explicit" if dropout > 0.0 else "sdpa"
         return "triton"
