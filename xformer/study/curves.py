@@ -41,7 +41,7 @@ def averaged(results: Results, curves: Curves) -> list[Panel]:
 
     Runs that do not log the number (a score task logs no accuracy) have no line.
     """
-    levels = list(results.study.factors(curves.stage)[curves.panels])
+    levels = _levels(results, curves)
     panels = _panels(results, curves, "train", dict.fromkeys(levels, curves.value))
     if wanted := curves.validation:
         wanted = dict.fromkeys(levels, wanted) if isinstance(wanted, str) else wanted
@@ -49,9 +49,16 @@ def averaged(results: Results, curves: Curves) -> list[Panel]:
     return panels
 
 
+def _levels(results: Results, curves: Curves) -> list[str]:
+    """The panels' levels; one for all where the lines have the same factor."""
+    if curves.panels == curves.lines:
+        return [f"by {curves.lines}"]
+    return list(results.study.factors(curves.stage)[curves.panels])
+
+
 def _panels(results: Results, curves: Curves, event: str, values: dict[str, str]) -> list[Panel]:
     found = []
-    for level in results.study.factors(curves.stage)[curves.panels]:
+    for level in _levels(results, curves):
         lines = []
         for name in results.study.factors(curves.stage)[curves.lines]:
             wanted = {**curves.where, curves.panels: level, curves.lines: name}
