@@ -351,8 +351,9 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
             if name not in source:
                 raise BadInput(f"{file} lacks the tensor {name}")
             tensor = source[name]
-            if not tensor.is_floating_point():
-                raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+                raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers "
+                               "of 16 bits or more")  # fmt: skip
             tensor = tensor.detach()
             if tensor.dtype != torch.float64:  # which float32 does not hold
                 tensor = tensor.float()

@@ -109,11 +109,14 @@ def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: lis
     *starts, twin = fine_tuned
     for start in starts:
         difference = compare(start.scores("accuracy"), twin.scores("accuracy"))
-        mean, half = difference.mean, difference.half or 0.0
+        mean, half = difference.mean, difference.half
+        words = f"{start.name} - {twin.name}: {mean:+.3f}"
+        if half is None:
+            lines.append(f"{words}, with one pair of seeds or without spread: undecided.")
+            continue
         decided = "" if abs(mean) > half else ": undecided at this number of seeds"
         lines.append(
-            f"{start.name} - {twin.name}: {mean:+.3f} ± {half:.3f} "
-            f"(95 % t interval over {len(twin.runs)} paired seeds){decided}."
+            f"{words} ± {half:.3f} (95 % t interval over {len(twin.runs)} paired seeds){decided}."
         )
     table = "\n".join(lines)
     _draw(directory / "report.png", pre_trained, baselines, fine_tuned, majority_share(task))
