@@ -1,5 +1,5 @@
 # make demo    the main job on an embedded default, 6 to 10 minutes on 2 cores
-# make test    the whole suite
+# make test    the whole suite, 7 minutes on 2 cores
 # make check   lint, format, types
 # make faults  processes killed, disks full, files damaged, ranks lost: about an hour on 2 cores
 # make bench DATA=DIR   the speed beside transformers, about 40 minutes on 2 cores
@@ -21,7 +21,7 @@ demo: .venv/ready
 	$(BIN)/python -m xformer.study.demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 faults: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m faults --output docs/reliability.md

@@ -7,11 +7,13 @@
 Everything is made up here: random weights of MiniLM's shape (6 layers, 384 wide, 12 heads, 30,522
 pieces) and random rows. The obvious ways:
 
-    gradients     a backward pass an example, all gradients in memory, their matrix of products
+    gradients     a backward pass an example, all gradients in memory, and the cosine of each pair;
+                  or (product) all of them times all of them in one matrix product
     pwcca         both networks in memory, centred, full SVD of each, SVD of U^T V
     jacobian      a backward pass an output number of the token, without a graph that is kept twice
     attention     every pair of heads by itself; then the same Hungarian matching
     perturbation  one example at a time, noise drawn anew for each pass
+    capture       one example at a time, all states in memory, written at the end, same compression
 
 Rounds take turns; medians of seconds of processor time are shown, which other work on the machine
 hardly moves, with how far the two results are apart.
@@ -20,27 +22,41 @@ hardly moves, with how far the two results are apart.
 from __future__ import annotations
 
 import argparse
+import atexit
 import resource
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
+import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment as linear_sum_assignment  # its import takes time
 from torch import Tensor
 
 from benchmarks import machine
-from xformer.analysis import attention, gradients, jacobian, perturbation, pwcca
+from xformer import checkpoint as checkpoints
+from xformer.analysis import attention, capture, gradients, jacobian, perturbation, pwcca
+from xformer.analysis.examples import open_examples
+from xformer.config import load
+from xformer.data.store import open_store
 from xformer.distributed import SystemConfig, start
 from xformer.model.attention import layout
-from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.encoder import ModelConfig, Packed, to_device
 from xformer.model.heads import Model
 
 SHAPE = {"vocab_size": 30_522, "layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536}
 CONDITION = 5e3  # of the networks' representations
 Case = tuple[Callable[[], Any], Callable[[], Any], Callable[[Any, Any], float]]
+ROOT = Path(__file__).parents[1]
 CHUNK = 4096  # rows that come at once
 
 
@@ -88,8 +104,9 @@ def alone(batch: Packed, i: int) -> Packed:
                   layout([0, b - a]), labels, places, targets)  # fmt: skip
 
 
-def gradient_case(kind: Any, mean: int, count: int = 64) -> Case:
-    """`count` examples of about `mean` tokens."""
+def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> Case:
+    """`count` examples of about `mean` tokens; the obvious way takes the cosine of each of the
+    `pairs`, or else one product of all gradients."""
     model = model_of(kind, 2 if kind == "classify" else 0)
     lengths = np.random.default_rng(2).integers(mean // 2, mean * 3 // 2 + 1, count)
     batch = packed(sorted(lengths.tolist()), kind == "mlm")
@@ -103,11 +120,13 @@ def gradient_case(kind: Any, mean: int, count: int = 64) -> Case:
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             torch.cat([part.flatten() for part in parts], out=every[i])
         model.zero_grad()
-        return every @ every.T
+        if pairs:
+            both = combinations(every, 2)
+            return torch.stack([F.cosine_similarity(a, b, dim=0) for a, b in both])
+        return torch.from_numpy(gradients.cosines((every @ every.T).double())[0])
 
     def apart(ours: Tensor, theirs: Tensor) -> float:
-        a, b = gradients.cosines(ours)[0], gradients.cosines(theirs.double())[0]
-        return float(np.abs(a - b).max())
+        return float(np.abs(gradients.cosines(ours)[0] - theirs.double().numpy()).max())
 
     return lambda: gradients.inner_products(model, batch), one_by_one, apart
 
@@ -221,18 +240,67 @@ def perturbation_case(count: int = 16, length: int = 32) -> Case:
     return ours, one_at_a_time, lambda a, b: max(abs(p - q) for p, q in zip(a, b, strict=True))
 
 
+def capture_case(examples: int = 256) -> Case:
+    """Every layer's states of rows of 16 to 128 tokens, as float16."""
+    directory = Path(tempfile.mkdtemp(prefix="bench-capture-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    store, ckpt = directory / "store", directory / "ckpt"
+    subprocess.run([sys.executable, ROOT / "preprocess.py", "synthetic", "uniform", "--tokens",
+                    "400000", "--lengths", "14:126", "--vocab-size", str(SHAPE["vocab_size"]),
+                    "--output", store], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    checkpoints.save(
+        checkpoints.fresh(ModelConfig(**SHAPE), open_store(store).tokenizer(), 0), ckpt
+    )
+    out, plain = directory / "ours.h5", directory / "plain.h5"
+    arguments = [f"data={store}", f"out={out}", f"examples={examples}", "overwrite=true"]
+    config = load(capture.CaptureConfig, arguments, recipe=False)
+
+    def streamed() -> Path:
+        capture.run([str(ckpt)], config)
+        return out
+
+    def in_memory() -> Path:
+        chosen = open_examples(config, [str(ckpt)])
+        reader = chosen.readers[0]
+        states: list[list[Tensor]] = [[] for _ in range(reader.layers + 1)]
+        with torch.no_grad():
+            for row in chosen.rows:
+                one = to_device(reader.assembler.batch(np.array([row])), reader.device)
+                inside = reader.model.encoder.inside(one)
+                for layer, hidden in zip(states, inside.hidden, strict=True):
+                    layer.append(hidden)
+        with h5py.File(plain, "w") as h5:
+            for i, layer in enumerate(states):
+                data = torch.cat(layer).numpy().astype(np.float16)
+                h5.create_dataset(f"hidden/{i}", data=data, compression="gzip", compression_opts=1,
+                                  shuffle=True, chunks=(capture.ROWS, data.shape[1]))  # fmt: skip
+        return plain
+
+    def apart(ours: Path, theirs: Path) -> float:
+        with h5py.File(ours) as a, h5py.File(theirs) as b:
+            names = [f"hidden/{i}" for i in range(SHAPE["layers"] + 1)]
+            return max(float(np.abs(a[n][:].astype(float) - b[n][:]).max()) for n in names)
+
+    return streamed, in_memory, apart
+
+
 CASES: dict[str, tuple[str, Callable[[], Case]]] = {
-    "gradients": ("gradients, 64 examples of 8 to 24 tokens, masked words",
+    "gradients": ("gradients, 64 examples of 8 to 24 tokens, masked words; each pair",
                   lambda: gradient_case("mlm", 16)),
-    "gradients-middle": ("gradients, 64 examples of 16 to 48 tokens, masked words",
+    "gradients-middle": ("gradients, 64 examples of 16 to 48 tokens, masked words; each pair",
                          lambda: gradient_case("mlm", 32)),
-    "gradients-long": ("gradients, 64 examples of 32 to 96 tokens, masked words",
+    "gradients-long": ("gradients, 64 examples of 32 to 96 tokens, masked words; each pair",
                        lambda: gradient_case("mlm", 64)),
-    "gradients-task": ("gradients, 64 examples of 32 to 96 tokens, two classes",
+    "gradients-task": ("gradients, 64 examples of 32 to 96 tokens, two classes; each pair",
                        lambda: gradient_case("classify", 64)),
+    "product": ("gradients, 64 examples of 8 to 24 tokens, masked words; one product",
+                lambda: gradient_case("mlm", 16, False)),
+    "product-long": ("gradients, 64 examples of 32 to 96 tokens, masked words; one product",
+                     lambda: gradient_case("mlm", 64, False)),
     "pwcca": ("PWCCA, 50,000 tokens x 768 twice", lambda: pwcca_case(50_000)),
     "jacobian": ("Jacobian of one output token, 64 tokens", jacobian_case),
     "attention": ("attention maps, 16 examples of 64 tokens", attention_case),
+    "capture": ("capture, 7 layers of 256 examples of 16 to 128 tokens", capture_case),
     "perturbation": ("perturbation, 16 examples of 32 tokens, two sizes", perturbation_case),
 }  # fmt: skip
 

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes of the suite share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 import toys
 from helpers import Forks
