@@ -46,7 +46,6 @@ from benchmarks import machine
 from xformer import checkpoint as checkpoints
 from xformer.analysis import attention, capture, gradients, jacobian, perturbation, pwcca
 from xformer.analysis.examples import open_examples
-from xformer.config import load
 from xformer.data.store import open_store
 from xformer.distributed import SystemConfig, start
 from xformer.model.attention import layout
@@ -252,8 +251,8 @@ def capture_case(examples: int = 256) -> Case:
         checkpoints.fresh(ModelConfig(**SHAPE), open_store(store).tokenizer(), 0), ckpt
     )
     out, plain = directory / "ours.h5", directory / "plain.h5"
-    arguments = [f"data={store}", f"out={out}", f"examples={examples}", "overwrite=true"]
-    config = load(capture.CaptureConfig, arguments, recipe=False)
+    config = capture.CaptureConfig(data=str(store), out=str(out), examples=examples, split="train",
+                                   overwrite=True)  # fmt: skip
 
     def streamed() -> Path:
         capture.run([str(ckpt)], config)
