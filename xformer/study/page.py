@@ -35,6 +35,9 @@ td a { text-decoration-style: dotted; }
 .holds { color: var(--good); } .fails { color: var(--bad); } b { white-space: nowrap; }
 details { border-bottom: 1px solid var(--line); padding: .3rem 0; } summary { cursor: pointer; }
 details[open] { background: var(--soft); padding: .3rem .6rem .6rem; }
+@media (max-width: 40rem) { th { white-space: normal; vertical-align: bottom; }
+  th, td { padding: .35rem .4rem; } td.words { min-width: 6.5em; }
+  td a { white-space: nowrap; } }
 pre { overflow-x: auto; font-size: .82rem; } svg, img { max-width: 100%; height: auto; }
 """
 
