@@ -44,7 +44,7 @@ UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the tr
 LEAST = -100  # of labels a token: there is no word (xformer.data.tags.IGNORED)
 SUMS = "sums.json"
 NARROWED = 2**20  # offsets rewritten at once
-CHECKED = 2**22  # numbers of a column looked at at once
+CHECKED = 2**22  # bytes of a column looked at at once
 TRIES = 100  # to open a store that is being replaced
 HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
 
@@ -121,19 +121,20 @@ class Store:
         """(file, block number, good?) for every 64 MiB block of every column, one by one: its
         checksum, and whether what is in it can be. Ends early where the store was replaced."""
         for name, sums in _files(self.meta):
-            found, wrong = block_checksums(self.path / name), self._impossible(name)
+            found, possible = block_checksums(self.path / name), self._possible(name)
             for block, expected in enumerate(sums):
                 try:
-                    good = next(found, None) == expected and block not in wrong
+                    good = next(found, None) == expected
+                    good &= next(possible, True)
                 except FileNotFoundError:
                     good = False
                 if not good and _which(self.path / name) != self._files[name]:
                     return
                 yield name, block, good
 
-    def _impossible(self, name: str) -> set[int]:
-        """The blocks of a file with ids beyond the vocabulary, classes beyond those there are, or
-        offsets that do not ascend."""
+    def _possible(self, name: str) -> Iterator[bool]:
+        """For each block of a file, whether its ids lie in the vocabulary, its classes among those
+        there are, its offsets ascend. Read, not mapped: mapped pages count as the run's memory."""
         split, _, file = name.partition("/")
         column, offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
         found = self._splits[split].columns[column.removesuffix(".offsets")]
@@ -141,19 +142,27 @@ class Store:
         if column in ("label", "labels") and self.kind in ("class", "tag"):
             least, most = UNSEEN if column == "label" else LEAST, len(self.labels)
         elif not offsets and column not in TEXTS:
-            return set()
-        values = (
-            found if not isinstance(found, Ragged) else found.offsets if offsets else found.values
-        )
-        wrong = set()
-        for start in range(0, len(values), CHECKED):
-            part = values[start : start + CHECKED + offsets]
-            bad = np.diff(part) < 0 if offsets else (part < least) | (part >= most)
-            if offsets and start == 0 and part[0] != 0:
-                bad = np.ones(1, bool)
-            if bad.any():
-                wrong.add((HEADER + (start + int(bad.argmax())) * values.itemsize) // BLOCK)
-        return wrong
+            return
+        values = found
+        if isinstance(found, Ragged):
+            values = found.offsets if offsets else found.values
+        last, end = 0, HEADER + values.nbytes
+        with (self.path / name).open("rb") as column_file:
+            for block in range(0, end, BLOCK):
+                good, block_end = True, min(block + BLOCK, end)
+                for start in range(block, block_end, CHECKED):
+                    begin, stop = max(start, HEADER), min(start + CHECKED, block_end)
+                    column_file.seek(begin)
+                    part = np.fromfile(column_file, values.dtype, (stop - begin) // values.itemsize)
+                    if not len(part):
+                        continue
+                    if not offsets:
+                        good &= bool(part.min() >= least and part.max() < most)
+                        continue
+                    good &= bool(part[0] >= last and (np.diff(part) >= 0).all())
+                    good &= start > 0 or bool(part[0] == 0)
+                    last = part[-1]
+                yield good
 
     def verify_in_background(self, report: Callable[[str], None]) -> threading.Thread:
         """Check every block in a daemon thread, which takes only processor time that nobody else
