@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -404,10 +405,12 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
     stop, clock, done = StopFlag(ranks.device), Clock(state), job.done(state)
     copy = Snapshot(model, optimizer, ranks)
     feed = job.feed().steps(state.position)
-    with _store_checked(job) as damage, closing(feed), profiler:
+    running = threading.Event()  # the check would keep the disk from a first batch
+    with _store_checked(job, running) as damage, closing(feed), profiler:
         while not done and (not until or state.step < until):
             with profiler.part("waiting for data"):
                 step, batches = next(feed)
+            running.set()
             before = job.share(state.step, state.position)
             after = job.share(state.step + 1, step.end)
             lr = learning_rate(recipe.optim, before, after, warmup)
@@ -623,23 +626,26 @@ def _announce(job: Job, model: Model, monitor: Monitor) -> None:
 
 
 @contextmanager
-def _store_checked(job: Job) -> Iterator[list[str]]:
-    """The first damage that rank 0 finds in the store's blocks, checking them in the background.
+def _store_checked(job: Job, begin: threading.Event) -> Iterator[list[str]]:
+    """The first damage that rank 0 finds in the store's blocks, checking them in the background
+    from `begin` on.
 
     Raises Failure with it where the block ends before the check, or crashes: that may be why.
     """
     damage: list[str] = []
-    check = job.store.verify_in_background(damage.append) if job.ranks.rank == 0 else None
+    check = job.store.verify_in_background(damage.append, begin) if job.ranks.rank == 0 else None
     try:
         yield damage
     except (BadInput, Failure, Interrupted, OSError):
         raise
     except Exception as error:
+        begin.set()
         if check is not None:
             check.join()
         if damage:
             raise Failure(damage[0]) from error
         raise
+    begin.set()
     if check is not None:
         check.join()
     if damage:

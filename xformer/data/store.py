@@ -164,11 +164,14 @@ class Store:
                     last = part[-1]
                 yield good
 
-    def verify_in_background(self, report: Callable[[str], None]) -> threading.Thread:
+    def verify_in_background(self, report: Callable[[str], None],
+                             begin: threading.Event | None = None) -> threading.Thread:  # fmt: skip
         """Check every block in a daemon thread, which takes only processor time that nobody else
-        wants; call `report` once with the first bad one."""
+        wants; call `report` once with the first bad one. It waits for `begin`."""
 
         def check() -> None:
+            if begin is not None:
+                begin.wait()
             with suppress(OSError, AttributeError):  # other systems have no priority of a thread
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             for name, block, good in self.verify():
