@@ -36,7 +36,7 @@ from xformer.config import all_keys, load
 from xformer.cost import Work
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
-from xformer.distributed import Ranks
+from xformer.distributed import Ranks, slow_precision
 from xformer.monitor import SILENT
 from xformer.train import Recipe, prepare
 
@@ -195,7 +195,7 @@ def validate(job, run, model, state, monitor):
 train._validate = validate
 """
     patient = ["train.metric=accuracy", "train.patience=3", "train.steps=50",
-               "train.validate_every=2", "train.log_every=1"]  # fmt: skip
+               "train.validate_every=2", "train.log_every=5"]  # fmt: skip
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     good(forks.run(*training(SMOKE, data.text, runs[0], *patient), before=prescribed))
     line = training(SMOKE, data.text, runs[1], *patient)
@@ -206,6 +206,8 @@ train._validate = validate
     good(forks.run(*line, before=prescribed))
     same(*runs)
     assert result(runs[1])["steps"] == 12
+    steps = [record["step"] for record in log(runs[1]) if record["event"] == "train"]
+    assert steps == [5, 10, 12]  # the two steps that patience cut off are told too
     assert result(runs[1])["selected"] == "checkpoints/step_6"
     kept = {p.name for p in (runs[1] / "checkpoints").iterdir()}
     assert kept == {"step_6", "step_10", "step_12"}  # the best, and the newest two
@@ -385,9 +387,13 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     # stopped within what was added: by now there is no result, as the selected one is gone
     killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
     longer = [*line, "train.steps=30", "train.log_every=5", "train.checkpoint_every=10"]
-    assert forks.run(*longer, before=killer).status == -signal.SIGKILL
+    killed = forks.run(*longer, before=killer)
+    assert killed.status == -signal.SIGKILL
+    assert "train.steps was 15 and is now 30: the schedule spans the longer run" in killed.err
     assert not (run / "result.json").exists()
-    assert "continuing" in good(forks.run(*longer)).err
+    done = good(forks.run(*longer, "system.precision=bf16"))
+    assert "continuing" in done.err
+    assert slow_precision(torch.device("cpu"), "bf16") in done.err  # where there is such a line
     assert result(run)["selected"] == "checkpoints/step_30"
     steps = [record["step"] for record in log(run) if record["event"] == "train"]
     assert steps == [3, 6, 9, 12, 15, 20, 25, 30]
