@@ -219,14 +219,8 @@ class FlatOptimizer:
                     torch._foreach_div_(some, divisor.float())
                     _other(config, group, some, lr)
                 continue
-            # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
-            first, second = group.moments
-            adam(
-                group.weights, some, first, second, [], group.steps, fused=True,
-                grad_scale=divisor.float(), decoupled_weight_decay=config.name == "adamw", lr=lr,
-                weight_decay=group.decay, beta1=config.betas[0], beta2=config.betas[1],
-                eps=config.eps, amsgrad=False, maximize=False, found_inf=drop,
-            )  # fmt: skip
+            adam_step(config, group.weights, some, group.moments, group.steps, group.decay, lr,
+                      drop, divisor.float())  # fmt: skip
         self._forget_rows()
         if drop is not None:
             for buffer, before in zip(self.buffers, self.before, strict=True):
@@ -285,6 +279,19 @@ class FlatOptimizer:
         for group in self.groups:
             for steps in group.steps:
                 steps.copy_(tensors["step"])
+
+
+def adam_step(config: OptimConfig, weights: list[Tensor], gradients: list[Tensor],
+              moments: list[list[Tensor]], steps: list[Tensor], decay: float, lr: float,
+              drop: Tensor | None, divisor: Tensor | None = None) -> None:  # fmt: skip
+    """A fused update by Adam or AdamW, none where `drop` is 1; `divisor` is of the gradients."""
+    # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
+    first, second = moments
+    adam(
+        weights, gradients, first, second, [], steps, fused=True, grad_scale=divisor, lr=lr,
+        decoupled_weight_decay=config.name == "adamw", weight_decay=decay, beta1=config.betas[0],
+        beta2=config.betas[1], eps=config.eps, amsgrad=False, maximize=False, found_inf=drop,
+    )  # fmt: skip
 
 
 def _other(config: OptimConfig, group: Group, gradients: list[Tensor], lr: float) -> None:

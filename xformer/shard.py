@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adam import adam
 
 from xformer.distributed import Ranks
 from xformer.model.heads import Model
-from xformer.optim import MOMENTS, FlatOptimizer, Judge, OptimConfig, check_state, keep
+from xformer.optim import (
+    MOMENTS,
+    FlatOptimizer,
+    Judge,
+    OptimConfig,
+    adam_step,
+    check_state,
+    keep,
+)
 
 if TYPE_CHECKING:  # its import takes a second
     from torch.distributed.tensor import DTensor
@@ -65,14 +72,10 @@ class ShardedOptimizer:
         torch._foreach_mul_(list(gradients.values()), scale)
         for decayed in (True, False):
             names = [n for n, p in self.parameters.items() if (p.ndim > 1) == decayed]
-            first, second = ([_local(m[n]) for n in names] for m in self.moments.values())
-            adam(
-                [_local(self.parameters[n]) for n in names], [gradients[n] for n in names],
-                first, second, [], [self.steps[n] for n in names], fused=True,
-                decoupled_weight_decay=config.name == "adamw", lr=lr,
-                weight_decay=config.weight_decay if decayed else 0.0,
-                beta1=config.betas[0], beta2=config.betas[1], eps=config.eps,
-                amsgrad=False, maximize=False, found_inf=drop,
+            adam_step(
+                config, [_local(self.parameters[n]) for n in names], [gradients[n] for n in names],
+                [[_local(m[n]) for n in names] for m in self.moments.values()],
+                [self.steps[n] for n in names], config.weight_decay if decayed else 0.0, lr, drop,
             )  # fmt: skip
         return norm
 
