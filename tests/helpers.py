@@ -106,6 +106,8 @@ class Forks:
         for rank in range(ranks):
             self.started += 1
             outputs = [str(self.directory / f"{self.started}.{kind}") for kind in ("out", "err")]
+            for file in outputs:
+                Path(file).touch()  # the command may be killed before it opens them
             environment = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
