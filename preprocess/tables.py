@@ -215,7 +215,7 @@ class Table:
             raise BadInput(f"{self.path}: parquet needs pip install 'xformer[formats]'") from None
         try:
             return ParquetFile(self.path)
-        except (lib.ArrowException, OSError) as error:
+        except (lib.ArrowException, OSError, UnicodeError) as error:
             reason = " ".join(str(error).split())
             raise BadInput(f"{self.path} is not a parquet file: {reason}") from None
 
@@ -224,8 +224,11 @@ class Table:
     ) -> Iterator[tuple[int, list[str | None]]]:
         line = 0
         for block in self._blocks(names):
-            for row in block.to_pylist():
+            for row in _python(block):
                 line += 1
+                if row is None:
+                    bad(self.path, line, "not valid UTF-8")
+                    continue
                 values = self._values(line, [row[name] for name in names], bad)
                 if values is not None:
                     yield line, values
@@ -237,6 +240,16 @@ class Table:
             yield from self._parquet().iter_batches(BLOCK, columns=list(names))
         except (lib.ArrowException, OSError) as error:
             raise BadInput(f"{self.path} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _python(block: Any) -> list[dict[str, Any] | None]:
+    """The rows of a block of a parquet file; None for one with text that is not UTF-8."""
+    try:
+        return list(block.to_pylist())
+    except UnicodeDecodeError:
+        if len(block) == 1:
+            return [None]
+    return [row for i in range(len(block)) for row in _python(block.slice(i, 1))]
 
 
 def _is_whole(line: str) -> bool:

@@ -963,6 +963,23 @@ def test_a_damaged_parquet_file(make: Make, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["raw"]
 
 
+def test_a_parquet_file_whose_text_is_not_utf_8(make: Make, tmp_path: Path) -> None:
+    """Parquet's own writer does not look; a footer that is not UTF-8 is refused as a whole."""
+    place = tmp_path / "raw/train.parquet"
+    place.parent.mkdir()
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = pa.array([b"good", b"\xb3 bad", b"good", b"good"]).view(pa.string())
+    parquet.write_table(pa.table({"t": texts, "l": [0, 1, 0, 1], "other": [1] * 4}), place)
+    with pytest.raises(BadInput, match=r"train\.parquet:2: not valid UTF-8"):
+        make(*T, "--input", place.parent)
+    assert os.listdir(tmp_path) == ["raw"]
+    store = make(*T, "--input", place.parent, "--skip-bad")
+    assert sum(store.split(split).rows for split in store.splits) == 3
+    place.write_bytes(place.read_bytes().replace(b"other", b"\xb3ther"))
+    with pytest.raises(BadInput, match=r"train\.parquet is (damaged|not a parquet file)"):
+        make(*T, "--input", place.parent, name="other")
+
+
 def test_overwrite_spares_what_is_no_store(make: Make, tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"train.tsv": TSV})
     with pytest.raises(BadInput, match="is something else than this command writes"):
