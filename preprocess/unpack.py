@@ -57,7 +57,7 @@ class Unpacker:
                     raise Failure(f"{path.name} holds more than {MEMBERS:,} members: refused")
                 self._write(path.name, name, source)
         except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError,
-                NotImplementedError, RuntimeError) as error:  # fmt: skip
+                NotImplementedError, RuntimeError, UnicodeError) as error:  # fmt: skip
             raise Failure(f"{path.name} cannot be unpacked: {error}") from None
         except OSError as error:
             if error.errno not in (None, errno.EINVAL):  # of the disk, not of bz2, gzip or zip
@@ -89,6 +89,8 @@ class Unpacker:
                 kind = stat.S_IFMT(member.external_attr >> 16)
                 if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                     raise _refused(path.name, member.filename, "is neither file nor directory")
+                if not member.filename:
+                    raise _refused(path.name, "", "is no name of a file")
                 if member.is_dir():
                     yield member.filename, None
                 else:

@@ -636,6 +636,12 @@ ATTACKS = {
     "absolute.zip": (zipped(__evil=b""), "'/evil' leads out of"),
     "backslash.zip": (zipped(**{"..\\evil": b""}), "leads out of"),
     "drive.zip": (zipped(**{"C:evil": b""}), "leads out of"),
+    "nameless.zip": (zipped(qq=b"").replace(b"qq", b"\0q"), "'' is no name of a file"),
+    "latin.zip": (zipped(é=b"").replace(b"\xc3\xa9", b"\xb3\xb3"), "cannot be unpacked: "),
+    "latin-inside.zip": (
+        zipped(é=b"").replace(b"\xc3\xa9", b"\xb3\xb3", 1),
+        "cannot be unpacked: ",
+    ),
     "link.zip": (zip_link(), "'link' is neither file nor directory"),
     "bomb.zip": (zipped(zeros=bytes(2**20)), "unpacks to more than"),
     "lying.zip": (lying_zip(), "cannot be unpacked: "),
