@@ -23,8 +23,11 @@ from xformer.analysis import (
     gradients,
     jacobian,
     perturbation,
+    pwcca,
 )
+from xformer.analysis.__main__ import _draw as redraw
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
+from xformer.analysis.command import parse
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
 from xformer.analysis.perturbation import PerturbationConfig
@@ -115,6 +118,20 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     capture.run([str(small / "a")], config_of(small, other, examples=5))
     with pytest.raises(BadInput, match="cannot be aligned"):
         open_pair([str(out), str(other)])
+    for change, message in (
+        ({"run": "runs/x"}, "leave run= away"),
+        ({"layers": "0", "what": "attention"}, r"the embeddings \(0\) have no attention"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            capture.run([str(small / "a")], config_of(small, tmp_path / "h.h5", **change))
+    capture.run([str(small / "b")], config_of(small, other, overwrite=True))
+    assert open_capture(other).attributes["checkpoint"] == str(small / "b")
+    same = {"out": str(tmp_path / "o"), "threads": 1}
+    with pytest.raises(BadInput, match="examples= was chosen when the captures were made"):
+        pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, examples=3))
+    pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, names=("left", "right")))
+    found = json.loads((tmp_path / "o/pwcca.json").read_text())
+    assert [c["name"] for c in found["checkpoints"]] == ["left", "right"]
     pair = open_pair([str(out), str(out)])
     with pytest.raises(BadInput, match=r"wanted: hidden of 7"):
         next(pair.stream([[7], [0]]))
@@ -131,6 +148,12 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"00000.h5 is missing or cut off"):
         open_capture(out)
     part.write_bytes(content)
+    out.rename(tmp_path / "new.h5")
+    part.parent.rename(tmp_path / "new.h5.parts")
+    with pytest.raises(BadInput, match=r"finds its parts as f.h5.parts alone: rename it f.h5"):
+        open_capture(tmp_path / "new.h5")
+    (tmp_path / "new.h5").rename(out)
+    (tmp_path / "new.h5.parts").rename(part.parent)
     out.write_bytes(out.read_bytes()[:1000])
     with pytest.raises(BadInput, match="cut off or no HDF5 file"):
         open_capture(out)
@@ -139,7 +162,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"layer 2 is not finite .* in row \d+ of the split 'valid'"):
         capture.run([str(small / "bad")], config_of(small, tmp_path / "f.h5"))
-    assert not (tmp_path / "f.h5").exists()
+    assert not list(tmp_path.iterdir())  # nothing is left behind
     settings = {"data": str(small / "s"), "out": str(tmp_path / "o"), "threads": 1}
     for module, config in ((gradients, gradients.GradientsConfig(**settings)),
                            (perturbation, PerturbationConfig(**settings)),
@@ -236,6 +259,11 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / name, seed, lr, offset) for name, seed, lr, offset in made]
     groups = curves.grouped(runs)
     assert groups == {"optim.lr=0.001": runs[:2], "optim.lr=0.0001": runs[2:]}
+    assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # nothing differs but the seed
+    named = [run_of(tmp_path / f"lines-{i}", i, 1e-3, 0.0) for i in range(3)]
+    assert curves.grouped(named) == {"lines": named}
+    with pytest.raises(BadInput, match="is given twice"):
+        parse(curves.COMMAND, [runs[0], runs[1], runs[0], "out=x"])
     config = CurvesConfig(out="x")
     found = curves.average(runs[:2], "train", "loss", config)
     assert found["x"] == [1, 2, 3]
@@ -243,6 +271,8 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     assert found["deviation"] == pytest.approx([0.02**0.5] * 3)
     smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=3))
     assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
+    smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=2))
+    assert smooth["mean"] == pytest.approx([4.5, 3.5, 3])
     with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
         curves.average(runs, "train", "accuracy", config)
 
@@ -256,3 +286,6 @@ def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
     assert "<!-- a $ sign -->" in svg
+    (tmp_path / "pwcca.json").write_text('{"analysis": "pwcca"}')
+    with pytest.raises(BadInput, match=r"pwcca.json is no whole result of pwcca: KeyError"):
+        redraw([str(tmp_path / "pwcca.json")])

@@ -66,7 +66,11 @@ def _draw(paths: list[str]) -> None:
         if not isinstance(found, dict) or found.get("analysis") not in MODULES:
             raise BadInput(f"{path} is no result of an analysis")
         module = import_module(f"xformer.analysis.{found['analysis']}")
-        for picture in figure.save(found, module.draw, path.parent, path.stem):
+        try:
+            pictures = figure.save(found, module.draw, path.parent, path.stem)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise BadInput(f"{path} is no whole result of {found['analysis']}: {error!r}") from None
+        for picture in pictures:
             print(picture)
 
 

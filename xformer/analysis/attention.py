@@ -30,7 +30,6 @@ from xformer.analysis.examples import (
     ExamplesConfig,
     look_inside,
     open_examples,
-    parse_layers,
 )
 from xformer.data.errors import BadInput
 
@@ -71,9 +70,9 @@ def run(paths: list[str], config: AttentionConfig) -> None:
     examples = open_examples(config, paths)
     first, second = examples.readers
     layers = min(first.layers, second.layers)
-    show = parse_layers(config.show, layers, first=1)
-    if len(show) != 1:
-        raise BadInput(f"show={config.show}: give one layer from 1 to {layers}")
+    if config.show not in ("last", *map(str, range(1, layers + 1))):
+        raise BadInput(f"show={config.show}: give last, or one layer from 1 to {layers}")
+    show = layers if config.show == "last" else int(config.show)
     if config.example is not None and config.example >= first.assembler.split.rows:
         raise BadInput(
             f"example={config.example}: the split has {first.assembler.split.rows} rows, from 0"
@@ -83,7 +82,7 @@ def run(paths: list[str], config: AttentionConfig) -> None:
               file=sys.stderr)  # fmt: skip
     found = compare(examples, layers)
     result = {"analysis": "attention", **examples.describe(), "layers": found,
-              "picture": _picture(examples, found, show[0], config.example)}  # fmt: skip
+              "picture": _picture(examples, found, show, config.example)}  # fmt: skip
     means = [layer["distance"]["mean"] for layer in found]
     line = (
         f"attention {first.name} - {second.name}: mean L1 distance of matched heads "
@@ -160,9 +159,12 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     _draw_heads(axes, found, names, theme, min(count, with_maps))
     store = Path(found["data"]["store"]).name
     drawn.suptitle(
-        f"{names[0]} and {names[1]}: attention on {found['data']['examples']} examples of {store}",
+        f"{names[0]} and {names[1]}\n"
+        f"attention on {figure.many(found['data']['examples'], 'example')} of {store}",
         fontsize=10.5,
     )
+    drawn.supxlabel("maps: queries down, keys across; colours from 0 to each map's own maximum",
+                    fontsize=8, color=theme.faint)  # fmt: skip
     return drawn
 
 

@@ -36,6 +36,7 @@ from xformer.analysis.examples import (
     open_examples,
     parse_layers,
 )
+from xformer.analysis.figure import many
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, sync, write_json
 from xformer.model.attention import Backend
@@ -67,6 +68,8 @@ COMMAND = Command("capture", CaptureConfig, __doc__ or "", directory=False)
 def run(paths: list[str], config: CaptureConfig) -> None:
     """`python -m xformer.analysis capture CHECKPOINT key=value ...`"""
     out, parts = Path(config.out), Path(f"{config.out}.parts")
+    if config.run is not None:
+        raise BadInput("capture draws nothing that a run could show: leave run= away")
     if out.suffix != ".h5" or out.is_dir() or not out.absolute().parent.is_dir():
         raise BadInput(f"out={out}: give a file F.h5 in a directory that exists")
     kinds = [kind.strip() for kind in config.what.split(",")]
@@ -74,21 +77,20 @@ def run(paths: list[str], config: CaptureConfig) -> None:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
     layers = parse_layers(config.layers, examples.readers[0].layers)
+    if "attention" in kinds and not any(layers):
+        raise BadInput(f"layers={config.layers}: the embeddings (0) have no attention")
     identity = _identity(examples, config, kinds, layers)
-    if config.overwrite:
-        out.unlink(missing_ok=True)
-        shutil.rmtree(parts, ignore_errors=True)
-    if out.exists():
+    if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
         print(f"{out} is whole already")
         return
-    with _locked(parts, identity, out):
+    with _locked(parts, identity, out, config.overwrite):
         files = _write_parts(examples, parts, kinds, layers, config.dtype)
         _join(out, files, examples, identity)
     size = sum(file.stat().st_size for file in files) / 2**20
     print(
-        f"{out}: {len(examples.rows):,} examples, {examples.tokens:,} tokens, "
-        f"layers {', '.join(map(str, layers))}, {size:,.1f} MiB in {len(files)} parts"
+        f"{out}: {many(len(examples.rows), 'example')}, {examples.tokens:,} tokens, "
+        f"layers {', '.join(map(str, layers))}, {size:,.1f} MiB in {many(len(files), 'part')}"
     )
 
 
@@ -122,8 +124,8 @@ def _refuse_other(found: dict[str, Any], wanted: dict[str, Any], where: Path) ->
 class _locked:
     """The directory of parts, made for this capture or left by a killed one, for this process."""
 
-    def __init__(self, parts: Path, identity: dict[str, Any], out: Path):
-        self.parts, self.identity, self.out = parts, identity, out
+    def __init__(self, parts: Path, identity: dict[str, Any], out: Path, overwrite: bool):
+        self.parts, self.identity, self.out, self.overwrite = parts, identity, out, overwrite
 
     def __enter__(self) -> None:
         fresh = not self.parts.exists()
@@ -134,6 +136,10 @@ class _locked:
         except BlockingIOError:
             raise BadInput(f"out={self.out}: another process is writing it") from None
         note = self.parts / "capture.json"
+        if self.overwrite:
+            self.out.unlink(missing_ok=True)
+            for old in [note, *self.parts.glob("*.h5")]:
+                old.unlink(missing_ok=True)
         if not fresh and note.exists():
             _refuse_other(read_json(note), self.identity, self.parts)
         for leftover in self.parts.glob(".*.h5.*"):
@@ -141,6 +147,10 @@ class _locked:
         write_json(note, self.identity)
 
     def __exit__(self, *_: object) -> None:
+        for leftover in self.parts.glob(".*.h5.*"):
+            leftover.unlink()
+        if not list(self.parts.glob("*.h5")):  # it ended before the first part
+            shutil.rmtree(self.parts, ignore_errors=True)
         self.lock.close()
 
 
@@ -299,6 +309,10 @@ def open_capture(path: str | Path) -> Capture:
                 raise BadInput(f"{path} was not written by `capture` of this version")
             attributes = {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
             attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
+            made = Path(h5["tokens"].virtual_sources()[0].file_name).parent.name
+            if made != f"{path.name}.parts":
+                raise BadInput(f"{path} was renamed, and finds its parts as {made} alone: rename "
+                               f"it {made.removesuffix('.parts')} again")  # fmt: skip
             for name, size in attributes["parts"].items():  # before they are read through `h5`
                 part = path.with_name(f"{path.name}.parts") / name
                 if not part.is_file() or part.stat().st_size != size:
@@ -322,15 +336,15 @@ class CapturedPair:
     def layers(self) -> list[int]:
         return [int(c.attributes["model_layers"]) for c in self.captures]
 
-    def describe(self) -> dict[str, Any]:
-        """What a result says of the data and the checkpoints."""
+    def describe(self, names: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What a result says of the data and the checkpoints, which `names` call otherwise."""
         own = [c.attributes for c in self.captures]
-        names = names_of([a["checkpoint"] for a in own])
+        names_shown = names_of([a["checkpoint"] for a in own], names)
         first = own[0]
         return {
             "checkpoints": [{"name": n, "path": a["checkpoint"], "weights": a["weights"],
                              "capture": str(c.path)}
-                            for n, a, c in zip(names, own, self.captures, strict=True)],
+                            for n, a, c in zip(names_shown, own, self.captures, strict=True)],
             "data": {"store": first["store"], "key": first["store_key"], "split": first["split"],
                      "examples": first["examples"], "tokens": int(self.captures[0].offsets[-1]),
                      "max_tokens": first["max_tokens"]},

@@ -73,6 +73,8 @@ def parse(command: Command, arguments: list[str]) -> tuple[list[str], Any]:
             f"{command.name} takes {wanted} {command.what}{'s' if several else ''} first, then "
             f"key=value; given: {' '.join(paths) or 'none'}"
         )
+    if command.most is None and (twice := [path for path in paths if paths.count(path) > 1]):
+        raise BadInput(f"the {command.what} {twice[0]} is given twice")
     values = parse_overrides(command.schema, arguments[keys:])
     if isinstance(values.get("data"), dict):  # a path here, with no group of keys below it
         values["data"] = values["data"].get("store")

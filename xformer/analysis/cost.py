@@ -325,7 +325,11 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     made = [m["made"]["seconds"] for m in models]
     panel.barh(places, made, 0.5, color=theme.colours[2])
     _say(panel, places, made)
-    hows = [figure.short(m["made"]["how"]) for m in models]
+    if min(made) > 0 and max(made) > 50 * min(made):
+        panel.set_xscale("log")
+        figure.plain_ticks(panel.xaxis)
+    hows = [m["made"]["how"] for m in models]
+    hows = [h if len(h) <= figure.LONGEST else f"{h[: figure.LONGEST - 1]}…" for h in hows]
     panel.set_yticks(places, [f"{n}\n{how}" for n, how in zip(names, hows, strict=True)])
     panel.set(xlabel="seconds", title="Time to make it")
     drawn.suptitle(

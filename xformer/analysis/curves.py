@@ -4,7 +4,8 @@
     python -m xformer.analysis curves runs/splice-* validation=accuracy smooth=5 out=figures
 
 Runs whose recipes differ in nothing but seeds (also those of a mapping or of operations on weights)
-form one curve, named after what tells it from the others. Numbers come from each run's log.jsonl
+form one curve, named after what tells it from the others, or, where nothing does, after what their
+directories' names have in common. Numbers come from each run's log.jsonl
 (Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,9 @@ def run(paths: list[str], config: CurvesConfig) -> None:
         series = [{"name": name, "runs": runs, **average(runs, event, value, config)}
                   for name, runs in groups.items()]  # fmt: skip
         found.append({"event": event, "value": value, "series": series})
-    result = {"analysis": "curves", "x": config.x, "smooth": config.smooth, "panels": found}
+    heads = {read_json(Path(path) / "config.json")["config"].get("head") for path in paths}
+    result = {"analysis": "curves", "x": config.x, "smooth": config.smooth, "panels": found,
+              "nats": "regress" not in heads}  # fmt: skip
     first = found[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
         f"{s['name']} {figure.spread(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
@@ -76,10 +80,14 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
                for path in paths}  # fmt: skip
     keys = {key for recipe in recipes.values() for key in recipe}
     differing = sorted(key for key in keys if len({repr(r.get(key)) for r in recipes.values()}) > 1)
+    names = [Path(path).absolute().name for path in recipes]
+    first = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    alike = "".join(letters[0] for letters in first).rstrip("-_.=")
+    alike = alike if len(alike) > 2 else "all alike"
     groups: dict[str, list[str]] = {}
     for path, recipe in recipes.items():
         parts = [f"{key}={_show(recipe.get(key))}" for key in differing]
-        groups.setdefault(", ".join(parts) or Path(path).name, []).append(path)
+        groups.setdefault(", ".join(parts) or alike, []).append(path)
     return groups
 
 
@@ -131,8 +139,8 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
         has = ", ".join(sorted(names - {"time"})) or f"no line of {event}"
         raise BadInput(f"{path}/log.jsonl has no {value} over {config.x} in {event}; it has {has}")
     xs = sorted(points)
-    half = config.smooth // 2
-    return {x: float(np.mean([points[n] for n in xs[max(0, i - half) : i + half + 1]]))
+    before, after = (config.smooth - 1) // 2, config.smooth // 2
+    return {x: float(np.mean([points[n] for n in xs[max(0, i - before) : i + after + 1]]))
             for i, x in enumerate(xs)}  # fmt: skip
 
 
@@ -144,12 +152,12 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         for i, series in enumerate(panel["series"]):
             colour = theme.colours[i % len(theme.colours)]
             x, mean, spread = (np.array(series[k]) for k in ("x", "mean", "deviation"))
-            label = f"{series['name']} ({len(series['runs'])} runs)"
+            label = f"{series['name']} ({figure.many(len(series['runs']), 'run')})"
             one.plot(x, mean, color=colour, lw=1.6, label=label,
                      marker="o" if len(x) < 12 else None, ms=3.5)  # fmt: skip
             if len(series["runs"]) > 1:
                 one.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
-        unit = " (nats)" if panel["value"] == "loss" else ""
+        unit = " (nats)" if panel["value"] == "loss" and found.get("nats", True) else ""
         title = {"train": "Training", "validation": "Validation"}[panel["event"]]
         one.set(xlabel=found["x"], ylabel=f"{panel['value']}{unit}", title=title)
         one.legend(fontsize=8)

@@ -454,20 +454,21 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         parts = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
         for body in parts["bodies"]:
             body.set(facecolor=colour, alpha=0.35, edgecolor=colour)
-        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, showfliers=False,
+        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, whis=(0, 100),
                      meanline=True, showmeans=True, patch_artist=True,
                      boxprops={"facecolor": theme.paper, "edgecolor": colour},
                      whiskerprops={"color": colour}, capprops={"color": colour},
                      medianprops={"color": colour, "lw": 1.6},
                      meanprops={"color": theme.ink, "ls": "--", "lw": 1.3})  # fmt: skip
         axes.plot(i, one["minimum"], "v", color=colour, ms=6)
-        axes.annotate(f"{one['minimum']:.3f}", (i, one["minimum"]), (7, -2), fontsize=8,
+        axes.annotate(f"{one['minimum']:.3f}", (i, one["minimum"]), (11, -2), fontsize=8,
                       textcoords="offset points", color=colour)  # fmt: skip
     axes.axhline(0, color=theme.faint, ls=":", lw=1.2)
     axes.set_xticks(range(len(every)), [figure.short(one["name"]) for one in every])
     axes.set_xlim(-0.6, len(every) - 0.4)
     store = Path(found["data"]["store"]).name
     axes.set_ylabel("cosine of two examples' gradients")
-    axes.set_title(f"{len(found['rows'])} examples of {store}, head: {every[0]['head']}")
-    drawn.supxlabel("line median, dashes mean, triangle minimum", fontsize=8, color=theme.faint)
+    axes.set_title(f"{len(found['rows'])} examples of {store}\nhead: {every[0]['head']}")
+    drawn.supxlabel("line median, dashes mean,\ntriangle minimum, whiskers the range", fontsize=8,
+                    color=theme.faint)  # fmt: skip
     return drawn

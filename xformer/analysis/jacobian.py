@@ -44,6 +44,9 @@ LEAST = 1e-6  # singular values drawn on the logarithmic axis, of the largest
 class JacobianConfig(ExamplesConfig):
     """Which Jacobian."""
 
+    max_tokens: int | None = Field(None, ge=3)
+    """Tokens of a row with its special ones; what is longer is truncated. Absent: 64, or what the
+    models take."""
     examples: int = Field(8, ge=1)
     """How many rows, drawn by `seed`; all of them if the split has no more."""
     token: int = Field(0, ge=0)
@@ -119,7 +122,8 @@ def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
     Returns `nodes` (P, m), singular values of each probe's bidiagonal matrix, and their `weights`
     (P, m), which sum to 1: for smooth f, the mean over probes of sum w f(s) is the mean of f over
     J's n singular values (zeros included where n > L C). `largest` is the largest singular value
-    and `residual` a bound of its error: there is a singular value within it.
+    and `residual` how far from it one of J's may be: the method's bound, and the rounding of
+    products in the type of x.
     """
     copies = x.detach().expand(probes, -1, -1).clone().requires_grad_()
     y = function(copies)
@@ -159,7 +163,8 @@ def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
         residual.append(betas[-1][p] * left[-1, 0].abs())
     best = int(torch.stack(largest).argmax())
     return {"nodes": torch.stack(nodes), "weights": torch.stack(weights),
-            "largest": largest[best], "residual": residual[best]}  # fmt: skip
+            "largest": largest[best],
+            "residual": residual[best] + torch.finfo(x.dtype).eps * largest[best]}  # fmt: skip
 
 
 def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -255,7 +260,8 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     store = Path(found["data"]["store"]).name
     drawn.suptitle(
         "Singular values of d(last hidden state) / d(word embeddings), "
-        f"{figure.many(found['data']['examples'], 'example')} of {store} (mean ± sd over them)",
+        f"{figure.many(found['data']['examples'], 'example')} of {store}"
+        + (" (mean ± sd over them)" if found["data"]["examples"] > 1 else ""),
         fontsize=10.5,
     )
     return drawn
@@ -282,7 +288,8 @@ def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme:
                 panel.errorbar(middle, mean, shares.std(0, ddof=1), fmt="none", ecolor=colour,
                                elinewidth=0.8, alpha=0.7)  # fmt: skip
         panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
-        panel.set(xlabel="singular value", title=f"{title} ({kind} axis)")
+        rest = "; the first bar: all below" if kind == "log" and smallest < low else ""
+        panel.set(xlabel=f"singular value{rest}", title=f"{title} ({kind} axis)")
         panel.set_ylim(bottom=0)
     axes[0].set_ylabel("share of singular values")
     axes[0].legend(fontsize=8)
@@ -305,6 +312,8 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]], theme: figure.Theme) -
                   title="all output tokens, estimated")  # fmt: skip
         panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
     axes[0].set_yscale("log")
+    every = [row["whole"]["singular_values"] for s in spectra for row in s["examples"]]
+    axes[0].set_ylim(bottom=0.5 / max(every))  # half of one singular value
     for axis in (axes[0].xaxis, axes[0].yaxis, axes[1].xaxis):
         figure.plain_ticks(axis)
     axes[1].set_ylim(0, 1.02)

@@ -45,7 +45,7 @@ class PerturbationConfig(ExamplesConfig):
     examples: int = Field(64, ge=1)
     """How many rows, drawn by `seed`; all of them if the split has no more."""
     deviations: tuple[float, ...] = (1e-2, 1e-4, 1e-6, 1e-8)
-    """Standard deviations of the noise."""
+    """Standard deviations of the noise, as a list: [1e-2,1e-4]."""
     draws: int = Field(3, ge=1)
     """Draws of the noise at each size; draw i has the same directions at every size."""
 

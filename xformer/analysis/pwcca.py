@@ -295,7 +295,10 @@ def run(paths: list[str], config: PwccaConfig) -> None:
     """`python -m xformer.analysis pwcca A B key=value ...`"""
     if all(path.endswith(".h5") for path in paths):
         source = capture.open_pair(paths)
-        described, layers = source.describe(), source.layers
+        chosen_rows = {"data", "split", "examples", "max_tokens", "mapping", "mapping_b", "seed"}
+        if given := sorted(config.model_fields_set & chosen_rows):
+            raise BadInput(f"{given[0]}= was chosen when the captures were made: leave it away")
+        described, layers = source.describe(config.names), source.layers
         stream_of = source.stream
     elif any(path.endswith(".h5") for path in paths):
         raise BadInput("give two checkpoints, or two captures (.h5): the examples must be the same")
@@ -334,7 +337,7 @@ def _compare_layers(stream: Stream, chosen: list[list[int]], variant: Variant,
         if variant != "definition":
             raise BadInput(f"variant={variant} compares one layer with one: give layers=last")
         rows, pairs = grid(stream), []
-    warned = max((row[0] for row in rows), key=lambda s: s.ranks[0])
+    warned = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
     if message := too_few(warned.samples, warned.ranks):
         print(f"warning: {message}", file=sys.stderr)
     shown = [[_as_json(s, whole=len(rows) == len(row) == 1) for s in row] for row in rows]
