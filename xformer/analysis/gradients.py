@@ -461,8 +461,8 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
                      medianprops={"color": colour, "lw": 1.6},
                      meanprops={"color": theme.ink, "ls": "--", "lw": 1.3})  # fmt: skip
         axes.plot(i, one["minimum"], "v", color=colour, ms=6)
-        axes.annotate(f"{one['minimum']:.3f}", (i, one["minimum"]), (11, -2), fontsize=8,
-                      textcoords="offset points", color=colour)  # fmt: skip
+        axes.text(i + 0.12, one["minimum"], f"{one['minimum']:.3f}", fontsize=8, va="center",
+                  color=colour)  # fmt: skip
     axes.axhline(0, color=theme.faint, ls=":", lw=1.2)
     axes.set_xticks(range(len(every)), [figure.short(one["name"]) for one in every])
     axes.set_xlim(-0.6, len(every) - 0.4)
