@@ -12,7 +12,7 @@ from helpers import SMOKE, training
 from faults.works import Bench, Row
 
 SAMPLE = """
-import json, os, pathlib, threading, time, resource
+import json, os, pathlib, signal, threading, time, resource
 from xformer.monitor import Monitor
 plain = Monitor.advance
 def held():
@@ -28,6 +28,7 @@ def advance(self, done):
     if done % 1000 == 0:
         print(json.dumps({{"step": done, **held()}}), flush=True)
 Monitor.advance = advance
+signal.alarm(0)  # the patience of tests is for shorter commands
 """
 TINIEST = ["model.layers=1", "model.hidden=16", "model.heads=1", "model.intermediate=16",
            "batch.rows=2", "train.log_every=100", "train.validate_every=5000",
