@@ -167,6 +167,15 @@ def garble_header(path: Path) -> None:
         (lambda p: edit(p, lambda m: m.update(format=99)), "not a store of format 1"),
         (lambda p: edit(p, lambda m: m.pop("labels")), "is damaged"),
         (
+            lambda p: edit(
+                p,
+                lambda m: m["splits"]["train"]["files"].update(
+                    {"train/x.npy": {"bytes": 1, "sha256": ["0"]}}
+                ),
+            ),
+            "train/x.npy is the file of no column",
+        ),
+        (
             lambda p: edit(p, lambda m: m["splits"]["train"].update(rows=3)),
             "contradicts|not 3 rows",
         ),

@@ -102,6 +102,8 @@ class Store:
         self.key: str = sha256(repr(sorted(_files(meta))).encode()).hexdigest()
         self._files: dict[str, tuple[int, ...]] = {}  # which file was mapped
         self._splits = {name: self._open(name) for name in meta["splits"]}
+        if other := sorted(dict(_files(meta)).keys() ^ self._files.keys()):
+            raise ValueError(f"{other[0]} is the file of no column")
 
     @property
     def splits(self) -> list[str]:
