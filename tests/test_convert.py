@@ -462,6 +462,9 @@ BAD |= {
     "a shard above": (
         sharded(lambda places, source: places.update({QUERY: ".."})), "names '..', which is no file"
     ),
+    "a shard of no name": (
+        sharded(lambda places, source: places.update({QUERY: ""})), "names '', which is no file"
+    ),
     "an absolute shard": (
         sharded(lambda places, source: places.update({QUERY: "/etc/passwd"})),
         "names '/etc/passwd', which is no file of its directory",
@@ -471,6 +474,9 @@ BAD |= {
     ),
     "several labels at once": (
         config(problem_type="multi_label_classification"), "several labels at once"
+    ),
+    "more positions than there are numbers": (
+        config(max_position_embeddings=2**63), "is not of the family bert"
     ),
     "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
     "too wide by far": (config(hidden_size=3 * 10**9), "no model has these sizes"),

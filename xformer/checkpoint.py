@@ -376,3 +376,5 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise BadInput(f"{path} does not exist") from None
     except safetensors.SafetensorError as error:
         raise BadInput(f"{path} is not a whole safetensors file: {error}") from None
+    except OSError as error:  # a directory, say
+        raise BadInput(f"{path} cannot be read: {error}") from None

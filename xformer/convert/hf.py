@@ -204,10 +204,10 @@ def _shards(index: Path, read: Any) -> tuple[list[Path], dict[str, Tensor]]:
     if not isinstance(places, dict) or not places:
         raise BadInput(f"{index} holds no weight_map")
     shards = sorted({str(shard) for shard in places.values()})
-    if outside := next((s for s in shards if s in ("", "..") or Path(s).name != s), None):
-        raise BadInput(f"{index} names {outside!r}, which is no file of its directory")
-    if lost := next((s for s in shards if not (index.parent / s).is_file()), None):
-        raise BadInput(f"{index.parent / lost} does not exist; {index.name} names it")
+    if outside := [s for s in shards if s in ("", "..") or Path(s).name != s]:
+        raise BadInput(f"{index} names {outside[0]!r}, which is no file of its directory")
+    if lost := [s for s in shards if not (index.parent / s).is_file()]:
+        raise BadInput(f"{index.parent / lost[0]} does not exist; {index.name} names it")
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         found = read(index.parent / shard)

@@ -45,25 +45,25 @@ class ModelConfig(Settings):
     letters: tuple[int, ...] = ()
     """Ids of the letters that hilbert_cnn's words are made of; empty takes the tokenizer's A, C, G
     and T. A word with any other letter is all zero."""
-    vocab_size: int = Field(0, ge=0)
+    vocab_size: int = Field(0, ge=0, lt=2**31)
     """Pieces in the embedding table; 0 takes the tokenizer's."""
     layers: int = Field(12, ge=1)
     """Number of transformer layers."""
-    hidden: int = Field(768, ge=1)
+    hidden: int = Field(768, ge=1, lt=2**24)
     """Width of the hidden states."""
-    embedding: int = Field(0, ge=0)
+    embedding: int = Field(0, ge=0, lt=2**24)
     """Width of the embeddings, projected to `hidden` (ALBERT); 0 takes `hidden`, unprojected."""
-    heads: int = Field(12, ge=1)
+    heads: int = Field(12, ge=1, lt=2**24)
     """Attention heads a layer; must divide `hidden`."""
-    intermediate: int = Field(3072, ge=1)
+    intermediate: int = Field(3072, ge=1, lt=2**24)
     """Inner width of the feed-forward part."""
-    max_positions: int = Field(512, ge=1)
+    max_positions: int = Field(512, ge=1, lt=2**31)
     """Longest row in tokens, special ones included."""
     positions: Literal["learned", "sinusoidal"] = "learned"
     """A table of position vectors, or sines and cosines (Vaswani et al. 2017, section 3.5)."""
-    first_position: int = Field(0, ge=0)
+    first_position: int = Field(0, ge=0, lt=2**31)
     """Row of the position table that a row's first token takes (RoBERTa: 2)."""
-    token_types: int = Field(2, ge=0)
+    token_types: int = Field(2, ge=0, lt=2**31)
     """Segment embeddings: 2 tells the texts of a pair apart, 1 is the same for all (RoBERTa), 0
     has none (DistilBERT)."""
     shared_layers: bool = False
