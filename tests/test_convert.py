@@ -389,7 +389,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         config(num_attention_heads=4), "model.hidden=39 is no multiple of model.heads=4"
     ),
     "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
-    "a wrong width": (config(intermediate_size="wide"), "intermediate Input should be a valid int"),
+    "a wrong width": (config(intermediate_size="wide"), "intermediate input should be a valid int"),
     "more layers than there are": (
         config(num_hidden_layers=3), "lacks the tensor encoder.layer.2.attention.self.query.weight"
     ),
@@ -479,7 +479,7 @@ BAD |= {
         config(max_position_embeddings=2**63), "is not of the family bert"
     ),
     "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
-    "too wide by far": (config(hidden_size=3 * 10**9), "no model has these sizes"),
+    "too wide by far": (config(hidden_size=3 * 10**9), "hidden input should be less than 16777216"),
     "too wide": (
         config(hidden_size=3 * 10**4), "word.weight is (97, 39) where its config wants (97, 30000)"
     ),
