@@ -31,6 +31,7 @@ from xformer.analysis.command import parse
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
 from xformer.analysis.perturbation import PerturbationConfig
+from xformer.checkpoint import resolve
 from xformer.data.errors import BadInput
 
 
@@ -264,6 +265,13 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     assert curves.grouped(named) == {"lines": named}
     with pytest.raises(BadInput, match="is given twice"):
         parse(curves.COMMAND, [runs[0], runs[1], runs[0], "out=x"])
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/config.json").write_text("7")
+    with pytest.raises(BadInput, match=r"d/config.json is damaged: it holds no recipe"):
+        curves.grouped([str(tmp_path / "d")])
+    (tmp_path / "d/result.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
+        resolve(tmp_path / "d")
     config = CurvesConfig(out="x")
     found = curves.average(runs[:2], "train", "loss", config)
     assert found["x"] == [1, 2, 3]

@@ -290,7 +290,10 @@ def resolve(path: str | Path) -> Path:
     if (path / "manifest.json").is_file():
         return path
     if (path / "result.json").is_file():
-        return path / read_json(path / "result.json")["selected"]
+        result = read_json(path / "result.json")
+        if not isinstance(result, dict) or not isinstance(result.get("selected"), str):
+            raise BadInput(f"{path / 'result.json'} is damaged: it names no selected checkpoint")
+        return path / result["selected"]
     if (path / "checkpoints").is_dir():
         steps = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step_*")))
         raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")

@@ -62,7 +62,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
         series = [{"name": name, "runs": runs, **average(runs, event, value, config)}
                   for name, runs in groups.items()]  # fmt: skip
         found.append({"event": event, "value": value, "series": series})
-    heads = {read_json(Path(path) / "config.json")["config"].get("head") for path in paths}
+    heads = {_recipe(path).get("head") for path in paths}
     result = {"analysis": "curves", "x": config.x, "smooth": config.smooth, "panels": found,
               "nats": "regress" not in heads}  # fmt: skip
     first = found[0]["series"]
@@ -76,8 +76,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
 
 def grouped(paths: list[str]) -> dict[str, list[str]]:
     """Runs by the name of their curve, in the order in which they are given."""
-    recipes = {path: flat(_without_seeds(read_json(Path(path) / "config.json")["config"]))
-               for path in paths}  # fmt: skip
+    recipes = {path: flat(_without_seeds(_recipe(path))) for path in paths}
     keys = {key for recipe in recipes.values() for key in recipe}
     differing = sorted(key for key in keys if len({repr(r.get(key)) for r in recipes.values()}) > 1)
     names = [Path(path).absolute().name for path in recipes]
@@ -89,6 +88,14 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
         parts = [f"{key}={_show(recipe.get(key))}" for key in differing]
         groups.setdefault(", ".join(parts) or alike, []).append(path)
     return groups
+
+
+def _recipe(path: str) -> dict[str, Any]:
+    """The recipe of a run. Raises BadInput if its config.json holds none."""
+    found = read_json(Path(path) / "config.json")
+    if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
+        raise BadInput(f"{path}/config.json is damaged: it holds no recipe")
+    return dict(found["config"])
 
 
 def _without_seeds(value: Any, key: str = "") -> Any:
