@@ -52,7 +52,7 @@ def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.
         if not same:
             raise BadInput(
                 f"{store.path} was made with another tokenizer than the checkpoint's; make it anew "
-                f"with --tokenizer CHECKPOINT, or say what its ids mean: mapping= "
+                f"with --tokenizer CHECKPOINT, or say what its ids mean, by mapping=: "
                 f"{', '.join(FORMS[1:])}"
             )
         return None
