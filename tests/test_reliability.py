@@ -17,6 +17,7 @@ from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
 from test_train import AT_STEP, drawn_once, log, same
 from toys import Toys
 
+from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.files import read_json, write_json
 from xformer.monitor import cut_log, records
@@ -52,6 +53,33 @@ def test_which_checkpoints_are_kept(forks: Forks, data: Toys, tmp_path: Path) ->
     more = ["train.steps=24", "train.keep_last=2", "train.keep_every=6"]
     good(forks.run(*line, *more))
     assert kept(tmp_path / "run") == {"step_15", "step_18", "step_21", "step_24"} - {"step_15"}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_finished_run_that_keeps_no_state(
+    forks: Forks, data: Toys, tmp_path: Path, at_once: bool
+) -> None:
+    """Only the weights of the selected checkpoint stay, also where the end was not reached with
+    them gone: they load, others start from them, and the run is not made longer."""
+    run, bare = tmp_path / "run", ["train.keep_state=false"]
+    line = training(SMOKE, data.text, run, *STEPS, "train.select=best", "train.validate_every=6")
+    good(forks.run(*line, *(bare if at_once else [])))
+    if not at_once:
+        assert len(kept(run)) == 2
+        weights = (
+            run / read_json(run / "result.json")["selected"] / "model.safetensors"
+        ).read_bytes()
+        assert "is finished" in good(forks.run(*line, *bare)).err
+        assert weights == (checkpoints.resolve(run) / "model.safetensors").read_bytes()
+    selected = checkpoints.resolve(run)
+    assert kept(run) == {selected.name}
+    assert not {"optimizer.safetensors", "state.json"} & {p.name for p in selected.iterdir()}
+    assert checkpoints.load(run).history[-1]["op"] == "train"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
+    assert "is finished" in good(forks.run(*line)).err
+    refused(forks.run(*line, "train.steps=24"), "train.steps=15 is now 24")
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+    good(forks.run(*training(SMOKE, data.text, tmp_path / "next", *STEPS, f"init={run}")))
 
 
 def test_a_full_disk_costs_a_line_and_nothing_else(

@@ -254,6 +254,17 @@ def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
         check()
 
 
+def forget_state(path: Path) -> None:
+    """Delete of a checkpoint what its run needs to go on: the manifest names it no longer before it
+    goes."""
+    state = ("optimizer.safetensors", "state.json")
+    sums = read_own_json(path / "manifest.json")["sha256"]
+    left = {name: value for name, value in sums.items() if name not in state}
+    write_json(path / "manifest.json", {"sha256": left})
+    for name in state:
+        (path / name).unlink(missing_ok=True)
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> str:
     """Write a safetensors file, flushed to the disk; its SHA-256.
 

@@ -4,7 +4,8 @@ RUN/config.json   the resolved recipe, the keys of store and initial checkpoint,
 RUN/code.diff     what the code had in it that its git revision has not
 RUN/log.jsonl     every event      RUN/tensorboard/   drawn from it
 RUN/dropped.json  the steps whose update was dropped for trouble, by their first sample
-RUN/checkpoints/step_N/            the newest `keep_last`, each `keep_every` steps, and the best
+RUN/checkpoints/step_N/            the newest `keep_last`, each `keep_every` steps, and the best;
+                                   without `keep_state` at the end the selected one's weights alone
 RUN/result.json   scores, and the checkpoint that train.select chose
 """
 
@@ -23,8 +24,11 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 
 # keys that may be others where a run goes on
-FREE = {"train.validate_every", "train.checkpoint_every", "train.log_every", "train.keep_last",
-        "train.keep_every", "train.trouble", "train.spike", "batch.accumulate"}  # fmt: skip
+FREE = {
+    "batch.accumulate",
+    *(f"train.{name}" for name in ("validate_every", "checkpoint_every", "log_every", "keep_last",
+                                   "keep_every", "keep_state", "trouble", "spike")),
+}  # fmt: skip
 
 
 class Run:
@@ -81,10 +85,19 @@ class Run:
 
     def prune(self, best_step: int, keep_last: int, keep_every: int) -> None:
         """Delete all checkpoints but the newest, one each `keep_every` steps, and the best."""
-        for path in sorted(self._checkpoints(), key=_step)[:-keep_last]:
-            kept = bool(keep_every) and _step(path) % keep_every == 0
-            if not kept and _step(path) != best_step:
-                path.rename(path.with_name(f".{path.name}.deleted"))
+        older = sorted(self._checkpoints(), key=_step)[:-keep_last]
+        every = [path for path in older if keep_every and _step(path) % keep_every == 0]
+        self._delete([p for p in older if p not in every and _step(p) != best_step])
+
+    def forget_state(self) -> None:
+        """Keep of a finished run's checkpoints the weights of the selected one alone."""
+        selected = checkpoints.resolve(self.path)
+        checkpoints.forget_state(selected)  # first: from here on the run does not go on
+        self._delete([path for path in self._checkpoints() if path != selected])
+
+    def _delete(self, paths: list[Path]) -> None:
+        for path in paths:
+            path.rename(path.with_name(f".{path.name}.deleted"))
         for path in (self.path / "checkpoints").glob(".step_*.deleted"):
             shutil.rmtree(path)
 
@@ -139,6 +152,16 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     return Run(path, lock, earlier)
 
 
+def is_finished(path: Path) -> bool:
+    """Whether a run has come to its end."""
+    return (path / "result.json").is_file()
+
+
+def is_bare(path: Path) -> bool:
+    """Whether a run is finished and has kept weights alone, and so cannot be made longer."""
+    return is_finished(path) and not (checkpoints.resolve(path) / "state.json").is_file()
+
+
 def is_run(config: Path) -> bool:
     """Whether this config.json is a run's; checkpoints and other libraries have one too."""
     if not config.exists():
@@ -148,10 +171,11 @@ def is_run(config: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    bare = is_bare(path)
     differences = [
         f"{name}={_show(a)} is now {_show(b)}"
         for name, (a, b) in _differences(old.get("identity", {}), new["identity"]).items()
-        if not _allowed(name, a, b)
+        if name not in FREE and (bare or not _longer(name, a, b))
     ]
     if differences:
         raise BadInput(
@@ -164,10 +188,10 @@ def _show(value: Any) -> str:
     return str(value)[:80]
 
 
-def _allowed(name: str, old: Any, new: Any) -> bool:
-    if name in ("train.steps", "train.epochs"):
-        return bool(old) and all(isinstance(v, int | float) for v in (old, new)) and new >= old
-    return name in FREE
+def _longer(name: str, old: Any, new: Any) -> bool:
+    if name not in ("train.steps", "train.epochs"):
+        return False
+    return bool(old) and all(isinstance(v, int | float) for v in (old, new)) and new >= old
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,7 +39,7 @@ from xformer.model.heads import HeadKind, Loss, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 from xformer.profile import Profiler
-from xformer.run import Run, open_run
+from xformer.run import Run, is_bare, is_finished, open_run
 from xformer.shard import ShardedOptimizer, Snapshot
 from xformer.surgery import operations
 from xformer.surgery.operations import Operation, apply
@@ -100,6 +100,9 @@ class TrainConfig(Settings):
     """Newest checkpoints to keep, beside the best."""
     keep_every: int = Field(0, ge=0)
     """Keep also those of a step that is a multiple of this; 0: none."""
+    keep_state: bool = True
+    """Whether a finished run can be made longer; false keeps the weights of the selected checkpoint
+    alone, a third of its size or less."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of the log; a line is the mean since the last."""
     select: Literal["best", "last"] = "best"
@@ -359,11 +362,14 @@ def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
     """The run from its newest checkpoint to its end."""
     recipe, ranks = job.recipe, job.ranks
     found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
+    finished, bare = ranks.on_rank_zero(lambda: (is_finished(run.path), is_bare(run.path)))
+    if bare:
+        _leave(job, run)
+        return
     state = State(**read_json(Path(found) / "state.json")) if found else State()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
-    if job.done(state) and (run.path / "result.json").is_file():
-        if ranks.rank == 0:
-            print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
+    if job.done(state) and finished:
+        _leave(job, run)
         return
     ranks.on_rank_zero(lambda: run.begin(config, state.step))
     start = checkpoints.load(found, verified=True) if found else job.start
@@ -391,6 +397,14 @@ def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
             _finish(job, run, model, state, monitor)
 
 
+def _leave(job: Job, run: Run) -> None:
+    """Leave a finished run as it is, but for what was not deleted when it ended."""
+    if not job.recipe.train.keep_state:
+        job.ranks.on_rank_zero(run.forget_state)
+    if job.ranks.rank == 0:
+        print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
+
+
 def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
          state: State, monitor: Monitor, signals: list[int], writer: Writer,
          until: int) -> None:  # fmt: skip
@@ -405,12 +419,11 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
     stop, clock, done = StopFlag(ranks.device), Clock(state), job.done(state)
     copy = Snapshot(model, optimizer, ranks)
     feed = job.feed().steps(state.position)
-    running = threading.Event()  # the check would keep the disk from a first batch
+    running = threading.Event()  # the check would take disk and processor from the first step
     with _store_checked(job, running) as damage, closing(feed), profiler:
         while not done and (not until or state.step < until):
             with profiler.part("waiting for data"):
                 step, batches = next(feed)
-            running.set()
             before = job.share(state.step, state.position)
             after = job.share(state.step + 1, step.end)
             lr = learning_rate(recipe.optim, before, after, warmup)
@@ -430,6 +443,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
                 forced = str(state.position) in troubles.known
                 judge = account.judge(optimizer.counts, state.step, state.position, forced)
                 optimizer.step(optimizer.counts[1], lr, judge)
+            running.set()
 
             epoch = state.position // job.samples.per_epoch
             state.advance(step)
@@ -798,6 +812,8 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
         }
         _sync_told(run)
         write_json(run.path / "result.json", result)
+        if not job.recipe.train.keep_state:
+            run.forget_state()
 
 
 def _sync_told(run: Run) -> None:

@@ -23,7 +23,7 @@ from xformer.train import Recipe, TrainConfig
 
 RESULTS = 2  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best
-INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every")
+INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state")
 FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 
 
@@ -124,7 +124,7 @@ class Plan:
         key = content_key(identity(by_key))
         path = self.root / "runs" / key
         filled = _each_string(raw, lambda t: put(t, False))
-        recipe = {**filled, "run": str(path)}
+        recipe = merge({"train": {"keep_state": False}}, {**filled, "run": str(path)})
         command = ("train.py", str(path.with_suffix(".toml")))
         return self._add(Work(label, key, path, path / "result.json", command,
                               _keys(waits), tuple(dict.fromkeys(missing)), name, levels,
