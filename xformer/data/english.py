@@ -18,8 +18,7 @@ def english(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
     """The English-like pieces by id: their letters, and whether they begin a word."""
     mark = MARKS[tokenizer.kind]
     like = re.compile(f"({mark})?([A-Za-z]+)")
-    found = {i: like.fullmatch(piece) for i, piece in enumerate(tokenizer.pieces)}
-    marked = tokenizer.kind != "wordpiece"  # does the mark stand at the beginning of a word?
-    if not mark:
-        return {i: (match[2], True) for i, match in found.items() if match}
-    return {i: (match[2], bool(match[1]) == marked) for i, match in found.items() if match}
+    # where marks begin no word (WordPiece, symbols), a piece without one does
+    marked = tokenizer.kind in ("bpe", "unigram")
+    return {i: (match[2], bool(match[1]) == marked) for i, piece in enumerate(tokenizer.pieces)
+            if (match := like.fullmatch(piece))}  # fmt: skip

@@ -50,8 +50,9 @@ def shuffle_embeddings(checkpoint: Checkpoint, seed: int, keep_special: bool = T
     if len(moved) < 2:
         which = "English-like pieces" if english_only else "pieces"
         raise BadInput(f"the vocabulary has {len(moved)} {which} to shuffle")
-    made = table.clone()
-    made[moved] = table[generator(seed, "shuffle_embeddings").permutation(moved)]
+    places = np.arange(len(table))
+    places[moved] = generator(seed, "shuffle_embeddings").permutation(moved)
+    made = table.index_select(0, torch.from_numpy(places))
     return replace(checkpoint, weights={**checkpoint.weights, WORD: made})
 
 
