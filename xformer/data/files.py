@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import mmap
@@ -10,7 +12,8 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ from xformer.data.errors import BadInput, Failure
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 PIECE = 8 * 2**20  # bytes of it in memory at once
-BUFFER = 2**20  # bytes that small parts of a file are gathered to
 
 
 def read_json(path: Path) -> Any:
@@ -153,21 +155,66 @@ def _alive(pid: str) -> bool:
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
     """Write the parts one behind another and fsync; their SHA-256, which is taken from memory by
-    another thread meanwhile."""
+    another thread meanwhile.
+
+    A large file goes around the system's cache where that is possible: there it would take as much
+    memory again, and the place of what is read over and over, such as a store.
+    """
     digest = hashlib.sha256()
 
     def take() -> None:
         for part in parts:
             digest.update(part)
 
-    with ThreadPoolExecutor(1) as pool, path.open("wb", BUFFER) as file:
+    with ThreadPoolExecutor(1) as pool, path.open("wb", 0) as file:
         taken = pool.submit(take)
-        for part in parts:
-            file.write(part)
-        file.flush()
+        if sum(map(len, parts)) >= PIECE:
+            _around_cache(file, True)
+        for piece in _pieces(parts):
+            write_all(file, piece)
         os.fsync(file.fileno())
         taken.result()
     return digest.hexdigest()
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """The parts in pieces of one size, but for the last, in memory that begins at a page."""
+    piece, filled = memoryview(mmap.mmap(-1, PIECE)), 0
+    for whole in parts:
+        part = memoryview(whole)
+        while len(part):
+            count = min(len(part), PIECE - filled)
+            piece[filled : filled + count] = part[:count]
+            part, filled = part[count:], filled + count
+            if filled == PIECE:
+                yield piece
+                filled = 0
+    yield piece[:filled]
+
+
+def write_all(file: RawIOBase, piece: memoryview) -> None:
+    """Write all of a piece; through the cache from where its size or the system wants that."""
+    while len(piece):
+        if len(piece) % mmap.PAGESIZE:
+            _around_cache(file, False)
+        try:
+            count = file.write(piece)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _around_cache(file, False):
+                raise
+            continue
+        piece = piece[count:]
+
+
+def _around_cache(file: RawIOBase, wanted: bool) -> bool:
+    """Have the writes of a file go around the system's cache or through it; whether that is new."""
+    around = getattr(os, "O_DIRECT", 0)  # of Linux
+    before = fcntl.fcntl(file, fcntl.F_GETFL)
+    after = before | around if wanted else before & ~around
+    with suppress(OSError):  # not every file system can
+        fcntl.fcntl(file, fcntl.F_SETFL, after)
+        return before != after
+    return False
 
 
 def block_checksums(path: Path) -> Iterator[str]:
