@@ -26,10 +26,16 @@ def good(*rows: Row) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fault", "most"),
-    [("preprocessing", KILL, 10), ("preprocessing", POWER, 6), ("training", KILL, 4)],
+    [
+        ("preprocessing", KILL, 10),
+        ("preprocessing", POWER, 6),
+        ("surgery", KILL, 6),
+        ("surgery", POWER, 6),
+        ("training", KILL, 4),
+    ],
 )
 def test_killed_at_an_operation_on_files(bench: Bench, name: str, fault: str, most: int) -> None:
-    assert len(bench.operations(name)) > 50
+    assert len(bench.operations(name)) > 25
     good(deaths.killed_at_operations(bench, name, fault, most, jobs=1))
 
 
@@ -37,13 +43,15 @@ def test_killed_at_random(bench: Bench) -> None:
     good(deaths.killed_at_random(bench, "preprocessing", 4, jobs=1))
 
 
+@pytest.mark.parametrize("name", ["preprocessing", "surgery"])
 @pytest.mark.parametrize("kind", ["full", "error", "read-only"])
-def test_a_disk_that_refuses(bench: Bench, kind: str) -> None:
-    good(deaths.refused_by_the_disk(bench, "preprocessing", kind, 3, jobs=1))
+def test_a_disk_that_refuses(bench: Bench, name: str, kind: str) -> None:
+    good(deaths.refused_by_the_disk(bench, name, kind, 3, jobs=1))
 
 
-def test_short_writes(bench: Bench) -> None:
-    good(deaths.short_writes(bench, "preprocessing"))
+@pytest.mark.parametrize("name", ["preprocessing", "surgery"])
+def test_short_writes(bench: Bench, name: str) -> None:
+    good(deaths.short_writes(bench, name))
 
 
 @pytest.mark.parametrize("what", ["store", "checkpoint"])

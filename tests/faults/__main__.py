@@ -32,18 +32,18 @@ BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 
 def kills(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
     for fault in (KILL, POWER):
-        for name in ("preprocessing", "training"):
+        for name in ("preprocessing", "surgery", "training"):
             yield deaths.killed_at_operations(bench, name, fault, given.most, given.jobs)
 
 
 def moments(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
-    shares = {"preprocessing": 0.5, "training": 0.46, "training on two ranks": 0.04}
+    shares = {"preprocessing": 0.4, "surgery": 0.1, "training": 0.46, "training on two ranks": 0.04}
     for name, share in shares.items():
         yield deaths.killed_at_random(bench, name, round(share * given.kills), given.jobs)
 
 
 def disk(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
-    for name in ("preprocessing", "training"):
+    for name in ("preprocessing", "surgery", "training"):
         for kind in ERRORS:
             yield deaths.refused_by_the_disk(bench, name, kind, given.most, given.jobs)
         yield deaths.short_writes(bench, name)

@@ -1,5 +1,6 @@
 """What is killed, and how it is told whether anything was lost: a training run and a preprocess
-run, small and real."""
+run, small and real, and an operation on weights whose file is so large that it goes around the
+system's cache."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,6 +21,10 @@ from test_train import drawn_once, same
 from toys import Toys
 
 from faults.inject import COUNT, armed
+from xformer import checkpoint as checkpoints
+from xformer.data import tokenizers
+from xformer.data.files import PIECE
+from xformer.model.encoder import ModelConfig
 
 # it tells of each restart that a curve was begun anew
 logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -95,10 +101,10 @@ def check_run(place: Path, reference: Path) -> None:
     assert left == [".lock"], f"left behind: {left}"
 
 
-def check_store(place: Path, reference: Path) -> None:
+def check_store(place: Path, reference: Path, name: str = "store") -> None:
     """Every byte is that of the reference, but for the output's name in the command line."""
-    assert [p.name for p in place.iterdir()] == ["store"], [p.name for p in place.iterdir()]
-    found, wanted = (files(p / "store", p) for p in (place, reference))
+    assert [p.name for p in place.iterdir()] == [name], [p.name for p in place.iterdir()]
+    found, wanted = (files(p / name, p) for p in (place, reference))
     assert found.keys() == wanted.keys()
     for name in found:
         assert found[name] == wanted[name], f"{name} differs"
@@ -118,8 +124,17 @@ def files(directory: Path, place: Path) -> dict[str, bytes]:
     return own
 
 
-def works(toys: Toys) -> dict[str, Work]:
+def large(toys: Toys, directory: Path) -> Path:
+    """A checkpoint whose weights take more than one piece to write."""
+    shape = ModelConfig(vocab_size=PIECE // 200, layers=2, hidden=64, heads=2, intermediate=128)
+    checkpoints.save(checkpoints.fresh(shape, tokenizers.load(toys.tokenizer), 0), directory)
+    assert (directory / "model.safetensors").stat().st_size > PIECE
+    return directory
+
+
+def works(toys: Toys, scratch: Path) -> dict[str, Work]:
     """The works by name."""
+    base = large(toys, scratch / "large")
     text = ["preprocess.py", "text", "--input", str(toys.raw / "train.txt"), "--valid",
             str(toys.raw / "valid.txt"), "--tokenizer", str(toys.tokenizer)]  # fmt: skip
     made = [
@@ -139,6 +154,18 @@ def works(toys: Toys) -> dict[str, Work]:
             lambda place: [*text, "--output", str(place / "store"), "--overwrite"],
             check_store,
         ),
+        Work(
+            "surgery",
+            lambda place: [
+                "-m",
+                "xformer.surgery",
+                str(base),
+                str(place / "out"),
+                "reverse_layers",
+                "--overwrite",
+            ],
+            partial(check_store, name="out"),
+        ),
     ]
     return {work.name: work for work in made}
 
@@ -148,7 +175,7 @@ class Bench:
 
     def __init__(self, toys: Toys, scratch: Path, servers: list[Forks]):
         self.toys, self.scratch = toys, scratch
-        self.works = works(toys)
+        self.works = works(toys, scratch)
         self.servers: SimpleQueue[Forks] = SimpleQueue()
         for server in servers:
             self.servers.put(server)
