@@ -353,7 +353,7 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
         work(tmp_path, "other", "P.touch()", "good"),
     ]
     prepared: list[str] = []
-    local = pool.Local(2, 1, 1, False)
+    local = pool.Local(2, 1)
     outcomes = pool.execute(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {
@@ -373,7 +373,7 @@ def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
     code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"
     works = [work(tmp_path, f"w{i}", code) for i in range(6)]
-    pool.execute(works, pool.Local(2, 1, 1, False), lambda _: None, lambda _: None, 0.01)
+    pool.execute(works, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
     counts = [int(w.proof.read_text()) for w in works]
     assert max(counts) == 2
 
@@ -387,7 +387,7 @@ def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pool.execute([slow], pool.Local(1, 1, 1, False), stop, lambda _: None, 0.01)
+        pool.execute([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
     assert slow.proof.exists()  # it was asked, and could save
 
 

@@ -44,6 +44,7 @@ from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 FORMAT = 1
+STATE = ("state.json", "optimizer.safetensors")  # of a run, beside the checkpoint proper
 # types that weights have as a safetensors file names them, in the order in which they lie in it
 TYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
@@ -257,12 +258,17 @@ def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
 def forget_state(path: Path) -> None:
     """Delete of a checkpoint what its run needs to go on: the manifest names it no longer before it
     goes."""
-    state = ("optimizer.safetensors", "state.json")
-    sums = read_own_json(path / "manifest.json")["sha256"]
-    left = {name: value for name, value in sums.items() if name not in state}
+    sums = _sums(path)
+    left = {name: value for name, value in sums.items() if name not in STATE}
     write_json(path / "manifest.json", {"sha256": left})
-    for name in state:
+    for name in STATE:
         (path / name).unlink(missing_ok=True)
+
+
+def content_key(path: Path) -> str:
+    """SHA-256 of what a checkpoint is to others: all but its run's state."""
+    sums = sorted((name, its) for name, its in _sums(path).items() if name not in STATE)
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> str:
@@ -320,10 +326,7 @@ def resolve(path: str | Path) -> Path:
 
 def verify(path: Path) -> None:
     """Raise BadInput naming the first file of a checkpoint that is not as it was written."""
-    manifest = read_own_json(path / "manifest.json")
-    sums = manifest.get("sha256") if isinstance(manifest, dict) else None
-    if not isinstance(sums, dict) or not {"model.safetensors", "config.json"} <= set(sums):
-        raise BadInput(f"{path / 'manifest.json'} is damaged: it lists no checksums")
+    sums = _sums(path)
     for name in sums:
         if not (path / name).is_file():
             raise BadInput(f"{path / name} is missing, which the manifest lists: it is incomplete")
@@ -332,6 +335,15 @@ def verify(path: Path) -> None:
         for (name, expected), actual in zip(sums.items(), found, strict=True):
             if actual != expected:
                 raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
+
+
+def _sums(path: Path) -> dict[str, Any]:
+    """The checksums in a checkpoint's manifest, by file."""
+    manifest = read_own_json(path / "manifest.json")
+    sums = manifest.get("sha256") if isinstance(manifest, dict) else None
+    if not isinstance(sums, dict) or not {"model.safetensors", "config.json"} <= set(sums):
+        raise BadInput(f"{path / 'manifest.json'} is damaged: it lists no checksums")
+    return sums
 
 
 @contextmanager

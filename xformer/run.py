@@ -89,6 +89,14 @@ class Run:
         every = [path for path in older if keep_every and _step(path) % keep_every == 0]
         self._delete([p for p in older if p not in every and _step(p) != best_step])
 
+    def verify_bare(self) -> None:
+        """Raise BadInput where the only checkpoint of a finished run is damaged."""
+        try:
+            checkpoints.verify(checkpoints.resolve(self.path))
+        except BadInput as error:
+            raise BadInput(f"{error}; {self.path} has no other checkpoint: overwrite=true makes it "
+                           "anew") from None  # fmt: skip
+
     def forget_state(self) -> None:
         """Keep of a finished run's checkpoints the weights of the selected one alone."""
         selected = checkpoints.resolve(self.path)
@@ -159,7 +167,10 @@ def is_finished(path: Path) -> bool:
 
 def is_bare(path: Path) -> bool:
     """Whether a run is finished and has kept weights alone, and so cannot be made longer."""
-    return is_finished(path) and not (checkpoints.resolve(path) / "state.json").is_file()
+    if not is_finished(path):
+        return False
+    selected = checkpoints.resolve(path)
+    return (selected / "manifest.json").is_file() and not (selected / "state.json").is_file()
 
 
 def is_run(config: Path) -> bool:
@@ -171,12 +182,16 @@ def is_run(config: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    bare = is_bare(path)
+    found = _differences(old.get("identity", {}), new["identity"]).items()
+    others = [(name, a, b) for name, (a, b) in found if name not in FREE]
     differences = [
-        f"{name}={_show(a)} is now {_show(b)}"
-        for name, (a, b) in _differences(old.get("identity", {}), new["identity"]).items()
-        if name not in FREE and (bare or not _longer(name, a, b))
+        f"{name}={_show(a)} is now {_show(b)}" for name, a, b in others if not _longer(name, a, b)
     ]
+    if others and not differences and is_bare(path):
+        raise BadInput(
+            f"run={path} is finished and kept its weights alone (train.keep_state=false): it "
+            f"cannot be made longer; give another run= with init={path}"
+        )
     if differences:
         raise BadInput(
             f"run={path} was made with other settings: {'; '.join(differences)}; "

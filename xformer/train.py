@@ -26,7 +26,7 @@ from xformer.config import Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, Failure, Interrupted
-from xformer.data.files import file_checksum, read_json, sync, write_json
+from xformer.data.files import read_json, sync, write_json
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
@@ -82,6 +82,16 @@ class MaskingConfig(Settings):
     pair_weight: float = Field(0.0, ge=0)
     """Weight of the pairs' loss beside that of masked tokens, for stores of pairs; 0: none (BERT's
     next sentence and ALBERT's order: 1; PLUS's families: 0.43)."""
+
+
+# what a run with a head is scored by
+METRICS = {
+    "mlm": ["loss", "accuracy", "perplexity", "pair_loss", "pair_accuracy"],
+    "classify": ["loss", "accuracy", "f1", "mcc"],
+    "regress": ["loss", "pearson", "spearman"],
+    "tag": ["loss", "accuracy", "f1", "entity_f1"],
+    "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],
+}
 
 
 class TrainConfig(Settings):
@@ -322,13 +332,7 @@ def _parts(names: list[str]) -> list[str]:
 
 
 def _metric(recipe: Recipe, store: Store) -> str:
-    known = {
-        "mlm": ["loss", "accuracy", "perplexity", "pair_loss", "pair_accuracy"],
-        "classify": ["loss", "accuracy", "f1", "mcc"],
-        "regress": ["loss", "pearson", "spearman"],
-        "tag": ["loss", "accuracy", "f1", "entity_f1"],
-        "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],
-    }[recipe.head]
+    known = METRICS[recipe.head]
     metric = recipe.train.metric or ("loss" if recipe.head == "mlm" else store.metric or known[1])
     if metric not in known:
         raise BadInput(f"train.metric={metric!r} is none of {', '.join(known)}")
@@ -361,11 +365,12 @@ class RollBack(Exception):
 def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
     """The run from its newest checkpoint to its end."""
     recipe, ranks = job.recipe, job.ranks
-    found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     finished, bare = ranks.on_rank_zero(lambda: (is_finished(run.path), is_bare(run.path)))
     if bare:
+        ranks.on_rank_zero(run.verify_bare)
         _leave(job, run)
         return
+    found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     state = State(**read_json(Path(found) / "state.json")) if found else State()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
     if job.done(state) and finished:
@@ -613,8 +618,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = {**config["data"], "store": job.store.key}
     if job.recipe.init is not None:
-        manifest = checkpoints.resolve(job.recipe.init) / "manifest.json"
-        identity["init"] = file_checksum(manifest)
+        identity["init"] = checkpoints.content_key(checkpoints.resolve(job.recipe.init))
     read = [operations.content(operation) for operation in job.recipe.surgery]
     if any(read):  # what operations read beside the checkpoint
         identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]

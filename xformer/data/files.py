@@ -200,7 +200,8 @@ def write_all(file: RawIOBase, piece: memoryview) -> None:
         try:
             count = file.write(piece)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _around_cache(file, False):
+            refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+            if not refused or not _around_cache(file, False):
                 raise
             continue
         piece = piece[count:]

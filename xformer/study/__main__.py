@@ -75,13 +75,14 @@ def main() -> None:
         print(listing(plan, costs))
         return
     if plan.missing() and not any(not w.missing and w.stage for w in plan.works.values()):
-        raise BadInput(f"{study.path}: nothing can run: {_lacking(plan)}")
+        raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan).splitlines())}")
     directory = root / f"{study.path.stem}-{settings.scale}"
     if settings.executor == "slurm":
         executor: pool.Executor = pool.Slurm(root, settings.slurm)
     else:
         executor = pool.local(settings.jobs, settings.per_device)
     directory.mkdir(parents=True, exist_ok=True)
+    plan.digests.save()
     write_json(root / "version.json", {"results": RESULTS})
     for line in _lacking(plan).splitlines():
         print(f"missing: {line}", file=sys.stderr)
@@ -112,8 +113,13 @@ def main() -> None:
 def check_version(root: Path) -> None:
     """Refuse a directory whose runs another version of the code made."""
     file = root / "version.json"
+    if root.exists() and not root.is_dir():
+        raise BadInput(f"output={root} is a file; give a directory")
     if file.exists():
-        found = read_json(file).get("results")
+        content = read_json(file)
+        found = content.get("results") if isinstance(content, dict) else None
+        if not isinstance(found, int):
+            raise BadInput(f"{file} is damaged: it says no version of results")
         if found != RESULTS:
             raise BadInput(
                 f"{root} holds results of version {found}, this code makes version {RESULTS}; "
@@ -168,10 +174,11 @@ def _said(outcome: pool.Outcome, number: int, of: int) -> str:
 
 
 def _lacking(plan: Plan) -> str:
-    return "\n".join(
-        f"{name}: {need.about}; {need.get}; then needs.{name}=PATH"
-        for name, need in plan.missing().items()
-    )
+    lines = []
+    for name, need in plan.missing().items():
+        absent = f"{plan.absent[name]} does not exist; " if plan.paths[name] else ""
+        lines.append(f"{name}: {absent}{need.about}; {need.get}; then needs.{name}=PATH")
+    return "\n".join(lines)
 
 
 def listing(plan: Plan, costs: Costs) -> str:

@@ -29,12 +29,12 @@ class Costs:
         for work in plan.works.values():
             operations = self.operations.get(work.key)
             if operations and work.done:
-                rates.append(operations / max(read_json(work.proof)["seconds"], 1e-3))
+                rates.append(operations / max(_seconds(work.proof), 1e-3))
         self.rate = median(rates) if rates else RATE
 
     def known(self, work: Work) -> bool:
         """Whether the seconds are more than a guess."""
-        return work.recipe is None or self.operations[work.key] is not None
+        return self.operations.get(work.key) is not None
 
     def seconds(self, work: Work) -> float:
         """Expected seconds of a work; a guess where its store is not made yet."""
@@ -56,6 +56,14 @@ class Costs:
             total = recipe.train.epochs * rows * recipe.data.fraction
         done = cost.Work.even(max(1, round(total)), length, recipe.masking.probability)
         return float(cost.training_flops(model, recipe.head, done))
+
+
+def _seconds(result: Path) -> float:
+    content = read_json(result)
+    seconds = content.get("seconds") if isinstance(content, dict) else None
+    if not isinstance(seconds, int | float):
+        raise BadInput(f"{result} is damaged: it does not say how many seconds the run took")
+    return seconds
 
 
 def _store_size(path: Path) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from typing import Any
 from xformer.config import flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
-from xformer.study.spec import PLACE, Levels, Need, Stage, Study
-from xformer.train import Recipe, TrainConfig
+from xformer.study.spec import PLACE, Levels, Need, Stage, Study, Table
+from xformer.train import METRICS, Recipe, TrainConfig
 
 RESULTS = 2  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state")
+BELOW = re.compile(r"(?:/[^\s{}]*)?")  # what follows a need and belongs to its path
 FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 
 
@@ -64,7 +66,8 @@ class Plan:
         self.works: dict[str, Work] = {}
         self._recipes: dict[str, dict[str, Any]] = {}
         self._open: list[str] = []  # what is being made, to see circles
-        self._digests = Digests(root / "digests.json")
+        self.absent: dict[str, Path] = {}  # the first that is missing of a need
+        self.digests = Digests(root / "digests.json")
         depended = {name for kind, name, *_ in self._all_places() if kind == "stage"}
         for stage in study.stages:
             self._refuse_circle(stage)
@@ -75,7 +78,26 @@ class Plan:
             if stage not in depended or not every:
                 for levels in study.combinations(stage):
                     self._run(stage, levels)
-        self._digests.save()
+
+        for table in study.tables:
+            self._check_metric(table)
+
+    def _check_metric(self, table: Table) -> None:
+        """Refuse a metric that the runs of a table will not have; what a command leaves in its
+        result is its own affair."""
+        for work in self.runs(table.stage):
+            wanted = [table.metric] if isinstance(table.metric, str) else [
+                name for column, name in table.metric.items()
+                if column == work.levels.get(table.columns, column)
+            ]  # fmt: skip
+            if work.recipe is None or not table.where.items() <= work.levels.items():
+                continue
+            known = METRICS[work.recipe.get("head", Recipe.model_fields["head"].default)]
+            for metric in wanted:
+                split, _, name = metric.rpartition(".")
+                if split != "train" and name not in known:
+                    raise BadInput(f"{self.study.path}: table {table.name}: {work.name} will have "
+                                   f"no {name!r}; it has {', '.join(known)}")  # fmt: skip
 
     def _all_places(self) -> list[tuple[str, str, str, str]]:
         return PLACE.findall(json.dumps([s.model_dump() for s in self.study.stages.values()]))
@@ -180,45 +202,56 @@ class Plan:
             return text
         for factor, level in levels.items():
             text = text.replace(f"{{{factor}}}", level)
-        found = PLACE.search(text)
-        if found is None:
-            unknown = FACTOR.search(text)
-            if unknown and unknown.group() != "{out}":
-                has = ", ".join(levels) or "none"
-                raise BadInput(f"{self.study.path}: {label}: {text!r}: {unknown.group()} is no "
-                               f"factor of it; its factors: {has}")  # fmt: skip
-            return text
-        kind, name, factor, level = found.groups()
-        if factor:
-            levels = {**levels, factor: level}
-        if kind == "need":
-            path = Path(text.replace(found.group(), self.paths[name]))
-            there = bool(self.paths[name]) and path.exists()
-            if not there:
-                missing.append(name)
-            if by_key:
-                return self._digests.of(path) if there else f"missing {text}"
-            return str(path) if self.paths[name] else text
-        if kind == "made":
-            work = self._make(name, levels, label)
-        else:
-            wanted = self.study.factors(name)
-            lacking = [factor for factor in wanted if factor not in levels]
-            if lacking:
+        done = ""
+        while found := PLACE.search(text):
+            done, text = done + text[: found.start()], text[found.end() :]
+            kind, name, factor, level = found.groups()
+            if kind == "need":
+                below = BELOW.match(text)
+                assert below is not None
+                text = text[below.end() :]
+                done += self._need(name, below.group(), found.group(), by_key, missing)
+                continue
+            its = {**levels, factor: level} if factor else levels
+            work = self._make(name, its, label) if kind == "made" else self._of(name, its, label)
+            waits.append(work)
+            missing.extend(work.missing)
+            done += work.key if by_key else str(work.path)
+        unknown = FACTOR.search(text)
+        if unknown and unknown.group() != "{out}":
+            has = ", ".join(levels) or "none"
+            raise BadInput(f"{self.study.path}: {label}: {text!r}: {unknown.group()} is no "
+                           f"factor of it; its factors: {has}")  # fmt: skip
+        return done + text
+
+    def _need(self, name: str, below: str, place: str, by_key: bool, missing: list[str]) -> str:
+        """The path of what lies `below` a need, or its digest."""
+        given = self.paths[name]
+        path = Path(given + below)
+        there = bool(given) and path.exists()
+        if not there:
+            missing.append(name)
+            self.absent.setdefault(name, path)
+        if by_key:
+            return self.digests.of(path) if there else f"missing {place}{below}"
+        return str(path) if given else place + below
+
+    def _of(self, name: str, levels: Levels, label: str) -> Work:
+        """The run of a stage that another one waits for, at that one's levels."""
+        wanted = self.study.factors(name)
+        lacking = [factor for factor in wanted if factor not in levels]
+        if lacking:
+            raise BadInput(
+                f"{self.study.path}: {label}: {{stage.{name}}} varies by {lacking[0]}, which "
+                "this stage does not"
+            )
+        for factor, known in wanted.items():
+            if levels[factor] not in known:
                 raise BadInput(
-                    f"{self.study.path}: {label}: {{stage.{name}}} varies by {lacking[0]}, which "
-                    "this stage does not"
+                    f"{self.study.path}: {label}: stages.{name}.vary.{factor} has no level "
+                    f"{levels[factor]!r}"
                 )
-            for factor, known in wanted.items():
-                if levels[factor] not in known:
-                    raise BadInput(
-                        f"{self.study.path}: {label}: stages.{name}.vary.{factor} has no level "
-                        f"{levels[factor]!r}"
-                    )
-            work = self._run(name, levels)
-        waits.append(work)
-        missing.extend(work.missing)
-        return text.replace(found.group(), work.key if by_key else str(work.path))
+        return self._run(name, levels)
 
 
 class Digests:
@@ -226,7 +259,11 @@ class Digests:
 
     def __init__(self, path: Path):
         self.path = path
-        self.known: dict[str, list[Any]] = read_json(path) if path.exists() else {}
+        self.known: dict[str, list[Any]] = {}
+        with suppress(BadInput):  # what it remembers can be found out again
+            found = read_json(path)
+            good = isinstance(found, dict) and all(isinstance(v, list) for v in found.values())
+            self.known = found if good else {}
 
     def of(self, path: Path) -> str:
         """Of a file's content, or of the names and contents of all files in a directory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -69,18 +70,17 @@ class Process:
 
 @dataclass(frozen=True)
 class Local:
-    """Processes here: each slot has its share of the cores, or `1 / per_device` of a GPU."""
+    """Processes here: each slot has its share of the cores, or one of the GPUs, by turns."""
 
     slots: int
     threads: int
-    per_device: int
-    cuda: bool
+    devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
     def start(self, work: Work, slot: int) -> Process:
         environment = dict(os.environ)
         environment["OMP_NUM_THREADS"] = str(self.threads)
-        if self.cuda:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot // self.per_device)
+        if self.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices[slot % len(self.devices)]
         with log_of(work).open("ab") as log:
             popen = subprocess.Popen(line_of(work), stdout=log, stderr=log,
                                      stdin=subprocess.DEVNULL, env=environment)  # fmt: skip
@@ -95,10 +95,12 @@ def local(jobs: int, per_device: int) -> Local:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = cores or 1
     if torch.cuda.is_available():
-        slots = jobs or torch.cuda.device_count() * per_device
-        return Local(slots, max(1, cores // slots), per_device, True)
+        count = torch.cuda.device_count()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        slots = jobs or count * per_device
+        return Local(slots, max(1, cores // slots), tuple(visible.split(",")[:count]))
     slots = jobs or cores  # one thread a run: two runs side by side beat two threads of one
-    return Local(slots, max(1, cores // slots), 1, False)
+    return Local(slots, max(1, cores // slots))
 
 
 @dataclass
@@ -171,7 +173,11 @@ def execute(works: list[Work], executor: Executor, changed: Callable[[dict[str, 
                     outcomes[work.key] = Outcome(work, "not run", why=blocker)
                     waiting.remove(work)
             free = sorted(set(range(executor.slots)) - {slot for *_, slot in running.values()})
-            ready = [w for w in waiting if all(key in outcomes for key in w.waits)]
+            for work in [w for w in waiting if w.done]:  # another study made it meanwhile
+                outcomes[work.key] = Outcome(work, "there")
+                waiting.remove(work)
+            ready = [w for w in waiting if all(key in outcomes for key in w.waits)
+                     and not in_use(w.path)]  # fmt: skip
             for work, slot in zip(ready, free, strict=False):
                 log_of(work).parent.mkdir(parents=True, exist_ok=True)
                 prepare(work)
@@ -183,9 +189,21 @@ def execute(works: list[Work], executor: Executor, changed: Callable[[dict[str, 
                     del running[key]
                     outcomes[key] = _ended(work, status, time.monotonic() - begin)
             changed(outcomes)
-            if running:
+            if running or waiting:
                 time.sleep(poll)
     return outcomes
+
+
+def in_use(run: Path) -> bool:
+    """Whether another process has a run: another study, or what a killed one left behind."""
+    try:
+        with (run / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none
+        return False
+    return False
 
 
 def _blocker(work: Work, outcomes: dict[str, Outcome]) -> str:
@@ -199,8 +217,8 @@ def _blocker(work: Work, outcomes: dict[str, Outcome]) -> str:
 
 
 def _ended(work: Work, status: int, seconds: float) -> Outcome:
-    if status == 0 and work.done:
-        return Outcome(work, "done", seconds)
+    if work.done:
+        return Outcome(work, "there" if status else "done", seconds)
     try:
         lines = log_of(work).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:

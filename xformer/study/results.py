@@ -17,11 +17,11 @@ from xformer.data.files import read_json
 from xformer.study.plan import Plan, Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
-from xformer.study.spec import METRIC, STATISTICS, Claim, Levels, Picture, Study, Table
+from xformer.study.spec import METRIC, SEED, STATISTICS, Claim, Levels, Picture, Study, Table
 from xformer.study.spec import Summary as SummaryTable
 from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
 
-Replicate = tuple[tuple[str, str], ...]  # a level of each factor that is averaged over
+Replicate = tuple[tuple[str, str], ...]  # what one score of several belongs to: a seed
 
 
 @dataclass(frozen=True)
@@ -143,15 +143,12 @@ class Results:
         wanted = {table.rows: row}
         if table.columns != METRIC:
             wanted[table.columns] = column
-        runs, scores = [], []
-        for work in self._runs(table, wanted):
-            score = self.score(work, table, column)
-            if score is not None:
-                runs.append(work)
-                scores.append(score)
+        runs = tuple(work for work in self._runs(table, wanted)
+                     if self.score(work, table, column) is not None)  # fmt: skip
+        scores = list(self._by_replicate(table, {**wanted, table.columns: column}).values())
         summary = summarise(scores) if scores else None
         published = self._published(table, row, column)
-        return Cell(row, column, tuple(runs), summary, published, table.show)
+        return Cell(row, column, runs, summary, published, table.show)
 
     def _mean(self, table: Table, row: str, name: str, parts: tuple[str, ...]) -> Cell:
         """The mean of some columns of each replicate that has them all."""
@@ -232,14 +229,17 @@ class Results:
         return Verdict(claim, state, parts, table.digits)
 
     def _by_replicate(self, table: Table, wanted: Levels) -> dict[Replicate, float]:
-        """Scores of the runs at these levels by seed (or mapping), averaged over the rest of the
-        table: one that lacks a part of it is left out, lest unlike averages be compared."""
+        """Scores of the runs at these levels by seed, averaged over everything else: a seed that
+        lacks a part of it is left out, lest unlike averages be compared. Where no seed varies, by
+        all factors but the table's own."""
         inside = {table.rows, table.columns} | set(wanted)
+        rest = [f for f in self.study.factors(table.stage) if f not in inside]
+        replicates = [SEED] if SEED in rest else rest
         groups: dict[Replicate, list[float | None]] = {}
         levels = {factor: level for factor, level in wanted.items() if factor != METRIC}
         for work in self._runs(table, levels):
             column = {**work.levels, **wanted}[table.columns]
-            key = tuple((f, v) for f, v in work.levels.items() if f not in inside)
+            key = tuple((factor, work.levels[factor]) for factor in replicates)
             groups.setdefault(key, []).append(self.score(work, table, column))
         whole = {k: [s for s in scores if s is not None] for k, scores in groups.items()}
         return {k: mean(s) for k, s in whole.items() if s and len(s) == len(groups[k])}
@@ -302,7 +302,7 @@ def rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, A
                   "state": outcome.state if outcome else "", **work.levels}  # fmt: skip
         metrics = results.metrics.get(work.key, {})
         if metrics:
-            common["seconds"] = read_json(work.proof).get("seconds", "")
+            common["seconds"] = read_json(work.proof).get("seconds", "")  # a dict: it has scores
         scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:

@@ -28,6 +28,8 @@ from xformer.data.errors import BadInput
 
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # what a table's columns are where they are no factor
+SEED = "seed"  # the factor over whose levels scores are compared in pairs
+RESERVED = ("stage", "run", "state", "key", "seconds", "split", METRIC, "value")  # in results.csv
 STATISTICS = ("count", "mean", "std", "min", "25%", "50%", "75%", "max")
 PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}")
 
@@ -287,10 +289,17 @@ def _check(study: Study) -> None:
         for factor, levels in study.factors(name).items():
             if not levels and name in study.shown():
                 raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
+            if factor in RESERVED:
+                raise BadInput(f"{study.path}: stages.{name}.vary.{factor}: give the factor "
+                               "another name: results.csv has a column of this one")  # fmt: skip
         _same_key_twice(study, name)
     for kind, name, *_ in _places(study):
         known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
         _known(study, f"{{{kind}.{name}}}", name, set(known))
+    for what, shows in (("tables", study.tables), ("curves", study.curves),
+                        ("pictures", study.pictures)):  # fmt: skip
+        if twice := _twice(show.name for show in shows):
+            raise BadInput(f"{study.path}: two of the {what} are named {twice!r}")
     for table in study.tables:
         _check_table(study, table)
     for curves in study.curves:
@@ -326,6 +335,8 @@ def _check_claim(study: Study, place: str, claim: Claim, table: Table) -> None:
         _known(study, place, factor, set(factors))
     for factor, level in (*claim.better.items(), *claim.than.items()):
         _known(study, place, level, factors[factor])
+    if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
+        raise BadInput(f"{study.path}: {place}: it compares a level with itself")
 
 
 def _check_table(study: Study, table: Table) -> None:
@@ -333,6 +344,8 @@ def _check_table(study: Study, table: Table) -> None:
     _known(study, place, table.stage, set(study.stages))
     named = [table.rows] + ([table.columns] if table.columns != METRIC else [])
     _check_factors(study, place, table.stage, named, table.where)
+    if table.rows == table.columns:
+        raise BadInput(f"{study.path}: {place}: rows and columns are both {table.rows!r}")
     if table.columns == METRIC and not isinstance(table.metric, dict):
         raise BadInput(f'{study.path}: {place}: columns="{METRIC}" needs metric.NAME=METRIC')
     if isinstance(table.metric, dict):
@@ -357,12 +370,27 @@ def _check_factors(study: Study, place: str, stage: str, factors: Iterable[str],
 
 def _check_published(study: Study, place: str, published: Published) -> None:
     wanted = len(published.columns)
+    if twice := _twice(published.columns):
+        raise BadInput(f"{study.path}: {place}: two published columns are named {twice!r}")
     for row, numbers in published.rows.items():
         if len(numbers) != wanted:
             raise BadInput(
                 f"{study.path}: {place}: the published row {row!r} has {len(numbers)} numbers, "
                 f"its columns are {wanted}"
             )
+        if words := [number for number in numbers if isinstance(number, str) and number]:
+            raise BadInput(f"{study.path}: {place}: the published row {row!r} has {words[0]!r}, "
+                           'which is no number; give "" where the paper has none')  # fmt: skip
+
+
+def _twice(names: Iterable[str]) -> str:
+    """The first name that comes a second time, or nothing."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return ""
 
 
 def _same_key_twice(study: Study, stage: str) -> None:

@@ -9,7 +9,7 @@ from xformer.analysis import figure
 from xformer.study.curves import Panel, averaged
 from xformer.study.pool import Outcome
 from xformer.study.results import Cell, Described, Results, Verdict, drawn
-from xformer.study.spec import METRIC, STATISTICS, Summary, Table
+from xformer.study.spec import METRIC, SEED, STATISTICS, Summary, Table
 from xformer.study.statistics import LEVEL
 
 
@@ -81,7 +81,7 @@ def legend(results: Results, table: Table) -> str:
     if table.minus:
         text += f", less that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
-    text += " (runs)"
+    text += " (seeds)" if SEED in results.study.factors(table.stage) else " (runs)"
     if table.published is not None:
         text += f"; then what {table.published.source} prints, and ours less theirs"
     for name, parts in results.means(table).items():

@@ -17,7 +17,6 @@ from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Distribution
 from xformer.config import Settings, nearest, validate
 from xformer.data.errors import BadInput
-from xformer.data.files import file_checksum
 from xformer.data.store import open_store
 from xformer.model.encoder import ModelConfig
 from xformer.surgery import everything, layers, words
@@ -212,8 +211,7 @@ def shape_after(config: ModelConfig, operations: Sequence[Operation]) -> ModelCo
 def content(operation: Operation) -> dict[str, str]:
     """The content key of what an operation reads beside the checkpoint, as `sha256`."""
     if isinstance(operation, Transplant):
-        manifest = checkpoints.resolve(operation.source) / "manifest.json"
-        return {"sha256": file_checksum(manifest)}
+        return {"sha256": checkpoints.content_key(checkpoints.resolve(operation.source))}
     if isinstance(operation, SubstituteUnused):
         return {"sha256": open_store(operation.store).key}
     return {}
