@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,29 @@ def test_a_finished_run_that_keeps_no_state(
     refused(forks.run(*line, "train.steps=24"), "it cannot be made longer")
     assert before == {p: p.stat().st_mtime_ns for p in before}
     good(forks.run(*training(SMOKE, data.text, tmp_path / "next", *STEPS, f"init={run}")))
+    with (selected / "model.safetensors").open("r+b") as weights_file:
+        weights_file.seek(-1, os.SEEK_END)
+        weights_file.write(b"x")
+    refused(forks.run(*line), "is damaged", "has no other checkpoint: overwrite=true")
+
+
+def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The weights are the same: what was started from them goes on. Cut short, the state is gone
+    before what is large."""
+    line = training(SMOKE, data.text, tmp_path / "first", *STEPS)
+    good(forks.run(*line))
+    selected = checkpoints.resolve(tmp_path / "first")
+    key = checkpoints.content_key(selected)
+    next_line = training(SMOKE, data.text, tmp_path / "next", *STEPS, f"init={tmp_path / 'first'}")
+    good(forks.run(*next_line))
+    good(forks.run(*line, "train.keep_state=false"))
+    assert checkpoints.content_key(selected) == key
+    good(forks.run(*next_line, "train.steps=18"))
+    # killed between the two files
+    shutil.copy(selected / "config.json", selected / "optimizer.safetensors")
+    refused(forks.run(*line, "train.steps=18"), "it cannot be made longer")
+    assert "is finished" in good(forks.run(*line, "train.keep_state=false")).err
+    assert not (selected / "optimizer.safetensors").exists()
 
 
 def test_a_full_disk_costs_a_line_and_nothing_else(

@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,16 @@ def plan_of(file: Path, tmp_path: Path, scale: str = "mini", **needs: str) -> Pl
         ("vary.seed = [0, 1]", "vary.a.one = { data.store = 'x' }\nvary.b.one = { data = 'y' }",
          "the factors a and b both set data.store"),
         ('columns = "rate"', 'columns = "metric"', 'columns="metric" needs metric.NAME=METRIC'),
+        ('columns = "rate"', 'columns = "rate"\nmetric = "acuracy"',
+         "will have no 'acuracy'; it has loss, accuracy, f1, mcc"),
+        ('columns = "rate"', 'columns = "start"', "rows and columns are both 'start'"),
+        ('columns = ["low", "high"]', 'columns = ["low", "low"]', "two published columns"),
+        ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is no number"),
+        ('each = "rate"', 'each = "start"', "compares a level with itself"),
+        ('than.start = "scratch"', 'than.start = "pretrained"', "compares a level with itself"),
+        ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
+        ("[[claims]]", "[[tables]]\nname = 'main'\ntitle = 'x'\nstage = 'finetune'\n"
+         "rows = 'start'\ncolumns = 'rate'\n[[claims]]", "two of the tables are named 'main'"),
         ('columns = "rate"', 'columns = "metric"\nmetric.loss = "train.loss"',
          "say which metric of table main"),
         ('columns = "rate"', 'columns = "rate"\nmetric.low = "f1"', "metric.high must be given"),
@@ -634,6 +646,119 @@ def test_a_claim_may_fail_or_stay_open(
 
     finish(plan, accuracy)
     assert Results(plan.study, plan).verdicts()[0].state == state
+
+
+def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:
+    """Three levels of another factor are no further pairs, in claims, cells and means."""
+    depths = "".join(f"\nvary.depth.{x} = {{ optim.warmup = {i} }}" for i, x in enumerate("abc"))
+    changed(file, ("vary.seed = [0, 1]", f"vary.seed = [0, 1]{depths}"), ('each = "rate"', ""))
+    plan = plan_of(file, tmp_path, data=str(data))
+    gain = {("0", "a"): 0.1, ("0", "b"): 0.2, ("0", "c"): 0.3,
+            ("1", "a"): 0.3, ("1", "b"): 0.3, ("1", "c"): 0.6}  # fmt: skip
+    finish(plan, lambda seed, start, depth, **_: (
+        0.3 + (gain[seed, depth] if start == "pretrained" else 0.0)))  # fmt: skip
+    results = Results(plan.study, plan)
+    difference = results.verdicts()[0].parts[0][1]
+    assert difference.p == pytest.approx(stats.ttest_rel([50, 70], [30, 30]).pvalue)
+    cell = results.cells(plan.study.tables[0])[0][0]
+    assert cell.summary is not None
+    assert cell.summary.scores == pytest.approx((50.0, 70.0))
+    assert len(cell.runs) == 6
+    assert "(seeds)" in markdown(results, {})
+
+
+def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
+    """Also behind other text, with what is below a need; and all of them are waited for."""
+    (data / "sub").mkdir()
+    changed(file, ("[[tables]]", '''[stages.look]
+command = ["-c", "1", "data={need.data}/sub", "{made.task}:{made.letters}", "{out}"]
+[[pictures]]
+name = "p"
+title = "p"
+stage = "look"
+file = "p.svg"
+[[tables]]'''))  # fmt: skip
+    plan = plan_of(file, tmp_path, data=str(data))
+    (look,) = plan.runs("look")
+    made = {name: next(w for w in plan.works.values() if w.name == f"made.{name}")
+            for name in ("task", "letters")}  # fmt: skip
+    assert look.command[2] == f"data={data}/sub"
+    assert look.command[3] == f"{made['task'].path}:{made['letters'].path}"
+    assert set(look.waits) == {work.key for work in made.values()}
+    assert not look.missing
+    (data / "sub").rmdir()
+    (look,) = plan_of(file, tmp_path, data=str(data)).runs("look")
+    assert look.missing == ("data",)
+
+
+def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
+    """As of a second study, or of one that was killed and left its runs behind."""
+    work_ = work(tmp_path, "shared", "1/0")
+    shared = replace(work_, path=tmp_path / "run", proof=tmp_path / "run/result.json")
+    shared.path.mkdir()
+    code = ("import fcntl, sys, time; lock = open(sys.argv[1] + '/.lock', 'w');"
+            "fcntl.flock(lock, fcntl.LOCK_EX); print(flush=True); time.sleep(0.5);"
+            "open(sys.argv[1] + '/result.json', 'w').write('{}')")  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", code, str(shared.path)],
+                          stdout=subprocess.PIPE) as other:  # fmt: skip
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert pool.in_use(shared.path)
+        outcomes = pool.execute([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
+    assert outcomes["shared"].state == "there"
+    assert not pool.in_use(shared.path)
+
+
+def test_gpus_are_those_that_the_process_may_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    local, found = pool.local(0, 2), []
+    assert local.slots == 4
+    for slot in range(4):
+        shows = work(tmp_path, f"w{slot}", "import os; "
+                     "P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])")  # fmt: skip
+        job = local.start(shows, slot)
+        job.popen.wait()
+        found.append(shows.proof.read_text())
+    assert found == ["6", "7", "6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("version.json", "[]", "says no version"),
+        ("version.json", "{}", "says no version"),
+        ("digests.json", "[]", ""),  # what it remembers can be found out again
+        ("digests.json", "{", ""),
+        ("result.json", "{}", "does not say how many seconds"),
+        ("result.json", "[]", "does not say how many seconds"),
+    ],
+)
+def test_damaged_files_of_a_study(
+    forks: Forks, file: Path, data: Path, tmp_path: Path, name: str, content: str, words: str
+) -> None:
+    root = tmp_path / "studies"
+    plan = plan_of(file, tmp_path, data=str(data))
+    store = plan.runs("pretrain")[0]
+    place = store.path if name == "result.json" else root
+    place.mkdir(parents=True)
+    letters = next(w for w in plan.works.values() if w.name == "made.letters")
+    letters.path.mkdir(parents=True)
+    (letters.path / "store.json").write_text(
+        '{"splits": {"train": {"rows": 9, "tokens": 99}}, "tokenizer": {"vocab_size": 9}}'
+    )
+    (place / name).write_text(content)
+    line = ["-m", "xformer.study", str(file), "scale=mini", f"output={root}",
+            f"needs.data={data}", "--dry-run"]  # fmt: skip
+    done = forks.run(*line)
+    if words:
+        refused(done, words)
+    else:
+        assert "works" in good(done).out
+    assert (place / name).read_text() == content  # a dry run writes nothing
 
 
 def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
