@@ -610,6 +610,8 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["keep_layers(frist=2)"], ["keep_layers: unknown key frist", "did you mean first?"]),
     (["keep_layers"], ["keep_layers takes one of first, every and layers"]),
     (["keep_layers(first=2, every=2)"], ["keep_layers takes one of"]),
+    (["keep_layers(layers=[1,4)"], ["a bracket that is not closed"]),
+    (["keep_layers(first=true)"], ["first", "integer"]),
     (["keep_layers(2)"], ["keep_layers: '2' is not argument=value", "first=..., every=..."]),
     (["reverse_layers(1)"], ["'1' is not argument=value; it takes no arguments"]),
     (["keep_layers(first=5)"], ["keep_layers: first=5: the model has layers 1 to 4"]),

@@ -227,6 +227,8 @@ def parse(text: str) -> Operation:
     if match is None:
         raise BadInput(f"{text!r} is not of the form name or name(argument=value, ...)")
     name, inside = match[1], match[2] or ""
+    if inside.count("[") != inside.count("]"):
+        raise BadInput(f"{text!r} has a bracket that is not closed, or not opened")
     if name not in CLASSES:
         hint = nearest(name, list(CLASSES)) or f"; there are {', '.join(CLASSES)}"
         raise BadInput(f"unknown operation {name!r}{hint}")
@@ -240,7 +242,7 @@ def parse(text: str) -> Operation:
                            f"{names or 'no arguments'}")  # fmt: skip
         if key in values:
             raise BadInput(f"{name}: {key} is given twice")
-        values[key] = _value(value, key in fields and fields[key].annotation is str)
+        values[key] = _value(value, fields[key].annotation if key in fields else None)
     try:
         operation: Operation = validate(CLASSES[name], values)
     except BadInput as error:
@@ -254,13 +256,15 @@ def _split(inside: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def _value(text: str, is_text: bool) -> Any:
-    """A value as TOML, else as the bare string it is; where a string is wanted, 2026 is one too."""
+def _value(text: str, wanted: Any) -> Any:
+    """A value as TOML, else as the bare string it is; where a string is wanted, 2026 is one too,
+    and where no truth is wanted, true is no 1."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
-    return text if is_text and not isinstance(value, str) else value
+    other = wanted is str and not isinstance(value, str)
+    return text if other or (isinstance(value, bool) and wanted is not bool) else value
 
 
 def _named(name: str, error: BadInput) -> BadInput:
