@@ -291,7 +291,7 @@ class Capture:
                 part = slice(start, start + READ)
                 try:
                     found = [torch.from_numpy(h5[f"hidden/{i}"][part]) for i in layers]
-                except (OSError, KeyError, TypeError, ValueError) as error:
+                except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
                     reason = str(error).partition("\n")[0]
                     raise BadInput(f"{self.path} or a part of it is damaged: {reason}") from None
                 yield found
@@ -319,7 +319,7 @@ def open_capture(path: str | Path) -> Capture:
                     raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it "
                                    "anew with overwrite=true")  # fmt: skip
             rows, offsets = h5["rows"][:], h5["offsets"][:]
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadInput(
             f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
         ) from None
