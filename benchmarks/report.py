@@ -134,15 +134,16 @@ def draw(rows: list[Row], path: Path) -> None:
 
     rows = drawable(rows)
     figure, axes = pyplot.subplots(figsize=(9.5, 1.4 + 0.5 * len(rows)), layout="constrained")
+    limit = 1.12 * max(max(*row.values, row.target or 0) for row in rows)
     for place, row in enumerate(rows):
-        _bar(axes, place, row)
+        _bar(axes, place, row, 0.06 * limit)
     axes.set_yticks(range(len(rows)), [f"{row.what}\nbeside {_plain(row.other)}" for row in rows],
                     fontsize=8)  # fmt: skip
     axes.invert_yaxis()
     axes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
     axes.set_xlabel("ours over theirs (bar: median; thin line: smallest to largest round; "
                     "black mark: target)", fontsize=8)  # fmt: skip
-    axes.set_xlim(0, 1.12 * max(max(*row.values, row.target or 0) for row in rows))
+    axes.set_xlim(0, limit)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(handles=_legend(), loc="upper center", bbox_to_anchor=(0.35, 1.12), ncols=3,
                 frameon=False, fontsize=8)  # fmt: skip
@@ -152,12 +153,16 @@ def draw(rows: list[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bar(axes: Any, place: int, row: Row) -> None:
+def _bar(axes: Any, place: int, row: Row, width: float) -> None:
+    """One bar; its number, so wide, stands behind a target that would cover it."""
     middle, reached = median(row.values), row.target is None or row.reached
+    right = max(row.values)
+    if row.target is not None and right <= row.target < right + width:
+        right = row.target
     axes.barh(place, middle, 0.55, color=REACHED if reached else MISSED,
               hatch=None if reached else "///", edgecolor="white", linewidth=0)  # fmt: skip
     axes.plot([min(row.values), max(row.values)], [place, place], color=MARK, linewidth=1)
-    axes.annotate(f"{middle:.2f}", (max(row.values), place), xytext=(4, 7), fontsize=8,
+    axes.annotate(f"{middle:.2f}", (right, place), xytext=(4, 7), fontsize=8,
                   textcoords="offset points", va="center")  # fmt: skip
     if row.target is not None:
         axes.plot([row.target] * 2, [place - 0.38, place + 0.38], color=MARK, linewidth=2.5)

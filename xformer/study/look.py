@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 INK = "#7a7a7a"  # readable on white and on black
-MORE = ("#56B4E9", "#D55E00", "#F0E442", "#999999")  # the rest of Okabe and Ito's palette
+# the rest of Okabe and Ito's palette, then four of Tol's: a study may have nine models
+MORE = ("#56B4E9", "#D55E00", "#F0E442", "#999999", "#882255", "#44AA99", "#332288", "#DDCC77")
 
 
 @contextmanager
