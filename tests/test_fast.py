@@ -114,11 +114,12 @@ def attended(lengths: list[int], rate: float, backend: Backend, dtype: torch.dty
 @pytest.mark.parametrize(
     "lengths", [[1], [2, 2, 2], [7, 1, 7, 7, 13, 1, 99], list(range(1, LONGEST + 1))]
 )
-@pytest.mark.parametrize("block", [1, 200, 2**19])
+@pytest.mark.parametrize(("block", "waste"), [(1, 0), (200, 99), (2**19, 0), (2**19, 2**30)])
 def test_fused_attention_equals_the_explicit_one(
-    block: int, lengths: list[int], rate: float, monkeypatch: pytest.MonkeyPatch
+    block: int, waste: int, lengths: list[int], rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attentions, "BLOCK", block)
+    monkeypatch.setattr(attentions, "WASTE", waste)
     for found, wanted in zip(
         attended(lengths, rate, "fused", torch.float32),
         attended(lengths, rate, "explicit", torch.float32),
@@ -132,9 +133,25 @@ def test_fused_attention_equals_the_explicit_one(
 
 def test_blocks_cover_every_sequence_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attentions, "BLOCK", 2 * HEADS * 49)
+    monkeypatch.setattr(attentions, "WASTE", 0)
     lengths = [7] * 5 + [99] + [1] * 3
-    blocks = list(layout(np.cumsum([0, *lengths])).blocks(HEADS))
-    assert blocks == [(2, 7), (2, 7), (1, 7), (1, 99), (3, 1)]
+    blocks = layout(np.cumsum([0, *lengths])).blocks_of(HEADS)
+    assert [(b.count, b.length) for b in blocks] == [(2, 7), (2, 7), (1, 7), (1, 99), (3, 1)]
+
+
+def test_sequences_of_nearly_one_length_share_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attentions, "WASTE", HEADS * (64 - 49))
+    where = layout(np.cumsum([0, 6, 7, 8, 30, 30]))
+    first, second, third = where.blocks_of(HEADS)
+    # 6 and 7 waste 13, and 8 would waste 30 with them
+    assert [(b.count, b.length, b.tokens) for b in (first, second, third)] == [
+        (2, 7, 13), (1, 8, 8), (2, 30, 60)
+    ]  # fmt: skip
+    x = torch.arange(1, 14)
+    assert first.pad(x).tolist() == [[1, 2, 3, 4, 5, 6, 6], [7, 8, 9, 10, 11, 12, 13]]
+    assert first.pad_with_zeros(x)[0].tolist() == [1, 2, 3, 4, 5, 6, 0]
+    assert torch.equal(first.strip(first.pad_with_zeros(x)), x)
+    assert second.real is None
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -324,11 +341,23 @@ def test_a_sparse_gradient_of_the_word_table_is_the_dense_one() -> None:
         word.sparse = sparse
         torch.manual_seed(11)
         made.zero_grad()
-        made.loss(batch)[0].total.backward()
+        for scale in (1.0, 1.0, 0.5):  # the first two hand over what they have, the third a copy
+            (scale * made.loss(batch)[0].total).backward()
         assert word.weight.grad is not None
         found.append(word.weight.grad)
     assert distance(found[1], found[0]) <= 1e-6
     assert torch.equal(found[1], found[2])
+
+
+def test_the_gradient_of_the_vocabulary_becomes_that_of_the_words_without_a_copy() -> None:
+    made, batch = model(0.0), random_batch()
+    word = made.encoder.embeddings.word
+    word.sparse = True
+    total = made.loss(batch)[0].total
+    place = total.grad_fn.gradients[1].data_ptr()  # type: ignore[union-attr]
+    total.backward()
+    assert word.weight.grad is not None
+    assert word.weight.grad.data_ptr() == place
 
 
 def test_the_loss_in_training_is_that_of_scoring() -> None:

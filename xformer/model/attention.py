@@ -1,11 +1,12 @@
 """Self-attention on packed sequences: one function, several equal back ends.
 
 T tokens in the batch, N sequences, H heads, D size of a head, L length of a sequence, n sequences
-of a block.
+of a block, t their tokens. As a call costs the CPU as much as much work, sequences of nearly one
+length are padded to the longest of them, within attention alone.
 
     varlen    torch's fused variable-length kernel: CUDA, 16 bit, no dropout
     triton    our own kernel (xformer/model/kernels.py): CUDA, also fp32 and dropout
-    sdpa      scaled_dot_product_attention on blocks of equal length: the CPU without gradient
+    sdpa      scaled_dot_product_attention, block by block: the CPU without gradient
     fused     a backward pass written by hand: the CPU in training
     explicit  plain operations: attention maps, second derivatives, torch.func
 """
@@ -13,8 +14,9 @@ of a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
@@ -25,7 +27,8 @@ from torch import Tensor
 
 Backend = Literal["auto", "varlen", "triton", "sdpa", "fused", "explicit"]
 SMALL = np.random.SFC64(0)  # its state is set before every use
-BLOCK = 2**19  # probabilities that the CPU works on at a time, so that they stay in its cache
+BLOCK = 2**21  # probabilities that the CPU works on at a time, so that they stay in its cache
+WASTE = 2**13  # probabilities more that cost the CPU as much as the calls for a block more
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,87 @@ class Layout:
     def max_length(self) -> int:
         return max(self.lengths, default=0)
 
-    def blocks(self, heads: int) -> Iterator[tuple[int, int]]:
-        """(n, L) for blocks of neighbours of equal length with at most BLOCK probabilities."""
-        for length, run in groupby(self.lengths):
-            left, most = len(list(run)), max(1, BLOCK // (heads * length**2))
-            while left:
-                yield min(left, most), length
-                left -= min(left, most)
+    @cached_property
+    def blocks(self) -> dict[int, list[Block]]:
+        """By the number of heads, what `blocks_of` has made: every layer asks again."""
+        return {}
+
+    def blocks_of(self, heads: int) -> list[Block]:
+        """Neighbours of (nearly) equal length, with at most BLOCK probabilities unless it is one
+        sequence, and at most WASTE of padding for a block saved."""
+        if heads not in self.blocks:
+            groups: list[list[int]] = []
+            for length, run in groupby(self.lengths):
+                left = len(list(run))
+                if groups and _joins(groups[-1], length, left, heads):
+                    groups[-1] += [length] * left
+                    continue
+                most = max(1, BLOCK // (heads * length**2))
+                while left:
+                    groups.append([length] * min(left, most))
+                    left -= len(groups[-1])
+            self.blocks[heads] = [_block(group, self.cu_seqlens.device) for group in groups]
+        return self.blocks[heads]
+
+
+def _joins(group: list[int], length: int, count: int, heads: int) -> bool:
+    """Whether `count` more sequences of one length are better done with a group than after it."""
+    longest = max(length, *group)
+    size = (len(group) + count) * longest**2
+    waste = len(group) * (longest**2 - max(group) ** 2) + count * (longest**2 - length**2)
+    return heads * waste <= WASTE and heads * size <= BLOCK
+
+
+@dataclass(frozen=True)
+class Block:
+    """n sequences attended to at once, as if each had L tokens; t tokens are real. Where all have L
+    the tensors are None."""
+
+    count: int
+    length: int
+    real: Tensor | None = None  # (t,) where they are among n L
+    source: Tensor | None = None  # (n L,) which of t a place takes; one behind an end takes any
+    bias: Tensor | None = None  # (n, 1, 1, L) for the scores: -inf behind each end, else 0
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length if self.real is None else len(self.real)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(t, ...) -> (n, L, ...), with anything finite behind each end."""
+        x = x if self.source is None else x.index_select(0, self.source)
+        return x.unflatten(0, (self.count, self.length))
+
+    def pad_with_zeros(self, x: Tensor) -> Tensor:
+        """(t, ...) -> (n, L, ...), 0 behind each end; not to be differentiated."""
+        if self.real is not None:
+            zeros = x.new_zeros(self.count * self.length, *x.size()[1:])
+            x = zeros.index_copy_(0, self.real, x)
+        return x.unflatten(0, (self.count, self.length))
+
+    def strip(self, x: Tensor) -> Tensor:
+        """(n, L, ...) -> (t, ...)"""
+        x = x.flatten(0, 1)
+        return x if self.real is None else x.index_select(0, self.real)
+
+    def strip_into(self, out: Tensor, x: Tensor) -> None:
+        """`strip` in one pass over memory; not to be differentiated."""
+        if self.real is None:
+            out.unflatten(0, (self.count, self.length)).copy_(x)
+        else:
+            torch.index_select(x.flatten(0, 1), 0, self.real, out=out)
+
+
+def _block(lengths: list[int], device: torch.device) -> Block:
+    """The block of sequences of these lengths."""
+    n, L = len(lengths), max(lengths)
+    if min(lengths) == L:
+        return Block(n, L)
+    there = np.arange(L) < np.array(lengths)[:, None]  # (n, L)
+    source = (np.cumsum(there) - 1).reshape(n * L)  # behind an end the last token before it
+    bias = np.where(there, np.float32(0), np.float32(-np.inf))[:, None, None]
+    arrays = np.flatnonzero(there), source, bias
+    return Block(n, L, *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
@@ -157,8 +234,11 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
         q, k, v = qkv.unbind(1)
         out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest)
     else:
-        blocks = [F.scaled_dot_product_attention(*block) for block in _split(qkv, layout)]
-        out = _join(blocks, qkv)
+        blocks = layout.blocks_of(qkv.size(2))
+        out = _join(blocks, [
+            F.scaled_dot_product_attention(q, k, v, None if bias is None else bias.to(q.dtype))
+            for q, k, v, bias in _split(qkv, blocks)
+        ], qkv)  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
@@ -168,25 +248,28 @@ def explicit_attention(qkv: Tensor, layout: Layout,
     """Attention written out; also returns the maps: per sequence (H, L, L), before dropout."""
     out: list[Tensor] = []
     maps: list[Tensor] = []
-    for q, k, v in _split(qkv, layout):
-        weights = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(qkv.size(3)), -1)  # (n, H, L, L)
-        maps += weights.unbind(0)
+    blocks = layout.blocks_of(qkv.size(2))
+    lengths = iter(layout.lengths)
+    for q, k, v, bias in _split(qkv, blocks):
+        scores = q @ k.transpose(2, 3) / math.sqrt(qkv.size(3))
+        weights = torch.softmax(scores if bias is None else scores + bias.to(q.dtype), -1)
+        maps += [x[:, :n, :n] for x, n in zip(weights, lengths, strict=False)]  # of (n, H, L, L)
         out.append(drop(weights, dropout) @ v)
-    return _join(out, qkv), maps
+    return _join(blocks, out, qkv), maps
 
 
-def _split(qkv: Tensor, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k, v as (n, H, L, D) for each block."""
-    sizes = list(layout.blocks(qkv.size(2)))
+def _split(qkv: Tensor, blocks: list[Block],
+           ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """q, k, v as (n, H, L, D), and the bias, for each block."""
     # split, not slices: its backward is one concatenation, not a sum of zero-filled tensors
-    rows = qkv.split([n * length for n, length in sizes])
-    blocks = (x.unflatten(0, size) for x, size in zip(rows, sizes, strict=True))
-    return [(q, k, v) for q, k, v in (x.permute(2, 0, 3, 1, 4) for x in blocks)]
+    rows = qkv.split([block.tokens for block in blocks])
+    padded = (block.pad(x).permute(2, 0, 3, 1, 4) for x, block in zip(rows, blocks, strict=True))
+    return [(q, k, v, block.bias) for (q, k, v), block in zip(padded, blocks, strict=True)]
 
 
-def _join(blocks: list[Tensor], qkv: Tensor) -> Tensor:
+def _join(blocks: list[Block], values: list[Tensor], qkv: Tensor) -> Tensor:
     """(n, H, L, D) for each block -> (T, H, D)."""
-    rows = [x.transpose(1, 2).flatten(0, 1) for x in blocks]
+    rows = [block.strip(x.transpose(1, 2)) for block, x in zip(blocks, values, strict=True)]
     return torch.cat(rows) if rows else torch.empty_like(qkv[:, 0])
 
 
@@ -198,17 +281,20 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
         T, _, H, D = qkv.size()
         out, saved, start = qkv.new_empty(T, H, D), [], 0
-        for n, L in layout.blocks(H):
-            rows = slice(start, start + n * L)
-            x = qkv[rows].view(n, L, 3, H, D).permute(2, 0, 3, 1, 4).reshape(3, n * H, L, D)
+        for block in layout.blocks_of(H):
+            n, L, rows = block.count, block.length, slice(start, start + block.tokens)
+            x = block.pad(qkv[rows]).permute(2, 0, 3, 1, 4).reshape(3, n * H, L, D)
             q, k, v = x.unbind(0)
-            weights = _product(q, k.transpose(1, 2), 1 / math.sqrt(D))
+            bias = block.bias
+            if bias is not None:
+                bias = bias.to(q.dtype).expand(n, H, 1, L).reshape(n * H, 1, L)
+            weights = _product(q, k.transpose(1, 2), 1 / math.sqrt(D), bias=bias)
             torch.softmax(weights, -1, out=weights)
             left = weights  # what dropout leaves of them
             if dropout > 0.0:
                 left = kept(weights.size(), dropout, weights.dtype).mul_(weights)
             y = _product(left, v, 1 / (1 - dropout))
-            out[rows].view(n, L, H, D).copy_(y.view(n, H, L, D).transpose(1, 2))
+            block.strip_into(out[rows], y.view(n, H, L, D).transpose(1, 2))
             saved += [x, weights, left]
             start = rows.stop
         ctx.save_for_backward(*saved)
@@ -221,12 +307,13 @@ class _Fused(torch.autograd.Function):
         refuse_second_derivative("the back end 'fused' has none: use explicit")
         T, H, D = d_out.size()
         d_qkv, saved, start = d_out.new_empty(T, 3, H, D), iter(ctx.saved_tensors), 0
-        for n, L in ctx.layout.blocks(H):
-            rows = slice(start, start + n * L)
+        for block in ctx.layout.blocks_of(H):
+            n, L, rows = block.count, block.length, slice(start, start + block.tokens)
             x, weights, left = next(saved), next(saved), next(saved)
             q, k, v = x.unbind(0)
-            dy = d_out[rows].view(n, L, H, D).transpose(1, 2).reshape(n * H, L, D)
-            dx = torch.empty_like(x)
+            # with 0 behind each end nothing flows back from there
+            dy = block.pad_with_zeros(d_out[rows]).transpose(1, 2).reshape(n * H, L, D)
+            dx = x.new_empty(x.size())  # end to end, which x is not of one sequence
             _product(left.transpose(1, 2), dy, 1 / (1 - ctx.dropout), dx[2])
             d = _product(dy, v.transpose(1, 2), 1 / (1 - ctx.dropout))
             if ctx.dropout > 0.0:  # nothing flows where nothing is left
@@ -234,13 +321,16 @@ class _Fused(torch.autograd.Function):
             torch._softmax_backward_data(d, weights, -1, weights.dtype, grad_input=d)
             _product(d, k, 1 / math.sqrt(D), dx[0])
             _product(d.transpose(1, 2), q, 1 / math.sqrt(D), dx[1])
-            d_qkv[rows].view(n, L, 3, H, D).copy_(dx.view(3, n, H, L, D).permute(1, 3, 0, 2, 4))
+            block.strip_into(d_qkv[rows], dx.view(3, n, H, L, D).permute(1, 3, 0, 2, 4))
             start = rows.stop
         return d_qkv, None, None
 
 
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """scale * a b."""
+def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None,
+             bias: Tensor | None = None) -> Tensor:  # fmt: skip
+    """scale * a b, into `out` or plus a `bias`."""
+    if bias is not None:
+        return torch.baddbmm(bias, a, b, alpha=scale)
     if out is None:
         out = a.new_empty(a.size(0), a.size(1), b.size(2))
     return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)

@@ -19,6 +19,7 @@ from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
 LOGITS = 2**24  # at a time on the CPU: enough rows for fast products, few enough for the cache
+PIECES = 2**11  # of the vocabulary in a product on the CPU: with the bias put there, in the cache
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,12 @@ class MLMHead(nn.Module):
         """x (M, C) -> what meets the word embeddings, (M, E)."""
         return self.norm(activate(self.dense(x), self.activation))
 
-    def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, word: Tensor, targets: Tensor, owed: list[Tensor] | None = None,
+             ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right,
-        without the logits of all places at once."""
-        total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets)
+        without the logits of all places at once; the gradient of `word` goes to `owed` if it is
+        there (see Words)."""
+        total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets, owed)
         return total, correct
 
 
@@ -64,8 +67,8 @@ class _VocabularyLoss(torch.autograd.Function):
     """Cross-entropy of h W^T + b by blocks of rows, each with its gradient: softmax less target."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
-                ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor,
+                owed: list[Tensor] | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         V, wide = len(word), -(-len(word) // 16) * 16  # products are faster into aligned rows
@@ -80,13 +83,14 @@ class _VocabularyLoss(torch.autograd.Function):
         for i, (x, d_x, y) in enumerate(blocks):
             logits = x.new_empty(len(x), wide)
             logits[:, V:] = -torch.inf
-            torch.addmm(b, x, w.T, out=logits[:, :V])
+            for j in range(0, V, V if h.is_cuda else PIECES):
+                k = V if h.is_cuda else min(j + PIECES, V)
+                torch.addmm(b[j:k], x, w[j:k].T, out=logits[:, j:k])
             logits = logits.to(bias.dtype)
-            top, guess = logits.max(1, keepdim=True)
-            right = logits.gather(1, y)
+            top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
             torch.softmax(logits, 1, out=logits)
-            total += (top - logits.gather(1, guess).log() - right).sum()
-            correct += (guess == y).sum()
+            total += (top - logits.amax(1, keepdim=True).log() - right).sum()
+            correct += (right == top).sum()  # not argmax, which takes ten times as long
             d_logits = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, :V]
             d_bias += d_logits.sum(0)
             d = d_logits.to(dtype)
@@ -96,9 +100,8 @@ class _VocabularyLoss(torch.autograd.Function):
             else:
                 d_x.copy_(d @ w)
                 d_word += d.T @ x
-        # not saved: so that the word table's gradient is nobody else's, and the rows of the tokens
-        # are added in place
-        ctx.gradients = (d_h, d_word, d_bias)
+        # not saved: so that they are nobody else's, and need not be copied
+        ctx.gradients, ctx.owed = (d_h, d_word, d_bias), owed
         ctx.mark_non_differentiable(correct)
         return total, correct
 
@@ -107,11 +110,15 @@ class _VocabularyLoss(torch.autograd.Function):
         refuse_second_derivative("the loss of training has none: use that of Model.logits")
         if ctx.gradients is None:
             raise RuntimeError("the loss of training goes backward once")
-        gradients = ctx.gradients
-        if d_total.device.type == "cpu" and d_total == 1:
+        d_h, d_word, d_bias = ctx.gradients
+        if d_total.device.type == "cpu" and d_total == 1:  # CUDA would wait for the comparison
             ctx.gradients = None
-            return (*gradients, None)
-        return (*(x * d_total for x in gradients), None)
+        else:
+            d_h, d_word, d_bias = d_h * d_total, d_word * d_total, d_bias * d_total
+        if ctx.owed is not None:
+            ctx.owed.append(d_word)
+            d_word = None
+        return d_h, d_word, d_bias, None, None
 
 
 class Model(nn.Module):
@@ -209,9 +216,10 @@ class Model(nn.Module):
         places, first = batch.places, batch.first if self.pair_scale else batch.places[:0]
         x = self.encoder(batch, places=torch.cat([places, first]) if self.pair_scale else places)
         masked, first = x.split([len(places), len(first)])
-        word = self.encoder.embeddings.word.weight
+        words = self.encoder.embeddings.word
+        word, owed = words.weight, words.owed
         if self.training:
-            total, correct = self.mlm_head.loss(masked, word, batch.targets)
+            total, correct = self.mlm_head.loss(masked, word, batch.targets, owed)
             logits = total.new_empty(0)
         else:
             logits = self.mlm_head(masked, word).float()
