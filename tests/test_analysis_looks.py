@@ -21,6 +21,7 @@ from xformer.analysis import (
     curves,
     figure,
     gradients,
+    hdf5,
     jacobian,
     perturbation,
     pwcca,
@@ -164,6 +165,54 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     out.write_bytes(whole[:1000])
     with pytest.raises(BadInput, match="cut off or no HDF5 file"):
         open_capture(out)
+
+
+def endless(path: Path, text: bytes) -> None:
+    """Damage the size of the last text of a file's attributes so that the HDF5 library looks for
+    its end for ever."""
+    content = bytearray(path.read_bytes())
+    content[content.index(text) - 7] += 1
+    path.write_bytes(content)
+
+
+def test_a_file_made_to_keep_hdf5_busy_for_ever_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hdf5, "SECONDS", 2)
+    out = tmp_path / "f.h5"
+    capture.run([str(small / "a")], config_of(small, out))
+    endless(out, b'{"00000.h5"')
+    with pytest.raises(BadInput, match=r"f.h5 is cut off .* not done with it after 2 s"):
+        open_capture(out)
+
+
+def test_what_hdf5_files_do_ends_with_the_process_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hdf5, "SECONDS", 2)
+    good, bad = tmp_path / "good.h5", tmp_path / "bad.h5"
+    for path in (good, bad):
+        with h5py.File(path, "w", libver="latest") as file:
+            file.attrs["name"] = "a text of some length"
+            file["few"] = np.arange(12, dtype=np.int16).reshape(4, 3)
+            file.create_dataset("many", (2**40,), np.float64)
+            file["text"] = ["a", "b"]
+    endless(bad, b"a text")
+    with hdf5.HDF5() as reader:
+        assert reader.attributes(good) == {"name": "a text of some length"}
+        assert reader.read(good, "few", 1, 3).tolist() == [[3, 4, 5], [6, 7, 8]]
+        for name, reason in (("many", "Unable to allocate"), ("text", "no numbers"),
+                             ("none", "doesn't exist")):  # fmt: skip
+            with pytest.raises(OSError, match=reason):
+                reader.read(good, name)
+        with pytest.raises(OSError, match="not done with it after 2 s"):
+            reader.attributes(bad)
+        assert reader.datasets(good)["few"].shape == (4, 3)
+        assert reader.process is not None
+        reader.process.kill()
+        with pytest.raises(OSError, match="crashed"):
+            reader.read(good, "few")
+        assert reader.read(good, "few").shape == (4, 3)
 
 
 def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: Path) -> None:

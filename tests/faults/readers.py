@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from preprocess import cli, fetch, unpack
 from xformer import checkpoint as checkpoints
 from xformer import evaluate, monitor, run, train
-from xformer.analysis import capture, curves
+from xformer.analysis import capture, curves, hdf5
 from xformer.config import load, parse_overrides
 from xformer.convert.hf import from_hf
 from xformer.convert.plus import from_plus
@@ -406,6 +406,7 @@ def read_words(path: Path) -> None:
 
 
 def read_capture(path: Path) -> None:
+    hdf5.SECONDS = 5  # of a hang there is one word to say, and many to find
     found = capture.open_capture(path / "f.h5")
     for layers in (found.layers[:1], [0]):
         for _ in capture.CapturedPair([found, found]).stream([layers, layers]):

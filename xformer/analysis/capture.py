@@ -37,6 +37,7 @@ from xformer.analysis.examples import (
     parse_layers,
 )
 from xformer.analysis.figure import many
+from xformer.analysis.hdf5 import HDF5, Dataset
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, sync, write_json
 from xformer.model.attention import Backend
@@ -161,28 +162,28 @@ def _write_parts(examples: Examples, parts: Path, kinds: list[str], layers: list
     size = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
     pieces = list(examples.parts(PART))
     shown = progress(pieces, examples.tokens, "tokens", lambda rows: sum(size[r] for r in rows))
-    for number, rows in enumerate(shown):
-        file = parts / f"{number:05}.h5"
-        files.append(file)
-        if file.exists() and _is_whole(file):
-            continue
-        temporary = parts / f".{file.name}.{os.getpid()}"
-        with h5py.File(temporary, "w") as h5:
-            some = Examples(examples.store, examples.split, rows,
-                            np.array([size[r] for r in rows]), examples.readers,
-                            examples.max_tokens)  # fmt: skip
-            for part in some.parts():
-                _append(h5, some, part, kinds, layers, dtype)
-        sync(temporary)
-        temporary.replace(file)
-        sync(parts)
+    with HDF5() as reader:
+        for number, rows in enumerate(shown):
+            file = parts / f"{number:05}.h5"
+            files.append(file)
+            if file.exists() and _is_whole(file, reader):
+                continue
+            temporary = parts / f".{file.name}.{os.getpid()}"
+            with h5py.File(temporary, "w") as h5:
+                some = Examples(examples.store, examples.split, rows,
+                                np.array([size[r] for r in rows]), examples.readers,
+                                examples.max_tokens)  # fmt: skip
+                for part in some.parts():
+                    _append(h5, some, part, kinds, layers, dtype)
+            sync(temporary)
+            temporary.replace(file)
+            sync(parts)
     return files
 
 
-def _is_whole(file: Path) -> bool:
+def _is_whole(file: Path, reader: HDF5) -> bool:
     try:
-        with h5py.File(file) as h5:
-            return "tokens" in h5
+        return "tokens" in reader.datasets(file)
     except OSError:
         return False
 
@@ -229,13 +230,14 @@ def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, 
     try:
         with h5py.File(temporary, "w", libver="latest") as h5:
             for name, pieces in _datasets(files).items():
-                shape, dtype = pieces[0][1][1:], pieces[0][2]
-                joined = h5py.VirtualLayout((sum(p[1][0] for p in pieces), *shape), dtype)
+                (_, *shape), dtype = pieces[0][1].shape, pieces[0][1].dtype
+                joined = h5py.VirtualLayout((sum(p.shape[0] for _, p in pieces), *shape), dtype)
                 start = 0
-                for file, whole, _ in pieces:
+                for file, piece in pieces:
                     place = f"{out.name}.parts/{file.name}"  # relative: both may be moved
-                    joined[start : start + whole[0]] = h5py.VirtualSource(place, name, whole)
-                    start += whole[0]
+                    end = start + piece.shape[0]
+                    joined[start:end] = h5py.VirtualSource(place, name, piece.shape)
+                    start = end
                 h5.create_virtual_dataset(name, joined, fillvalue=_missing(dtype))
             lengths = examples.sizes.astype(np.int64)
             h5["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
@@ -255,16 +257,13 @@ def _missing(dtype: np.dtype) -> Any:
     return np.nan if dtype.kind == "f" else -1
 
 
-def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]]:
-    """By name, the file, shape and type of each piece."""
-    found: dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]] = {}
-    for file in files:
-        with h5py.File(file) as h5:
-            names: list[str] = []
-            h5.visit(lambda n, h5=h5, names=names: names.append(n)
-                     if isinstance(h5[n], h5py.Dataset) else None)  # fmt: skip
-            for name in names:
-                found.setdefault(name, []).append((file, h5[name].shape, h5[name].dtype))
+def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, Dataset]]]:
+    """By name, the pieces that the files have of each."""
+    found: dict[str, list[tuple[Path, Dataset]]] = {}
+    with HDF5() as reader:
+        for file in files:
+            for name, dataset in reader.datasets(file).items():
+                found.setdefault(name, []).append((file, dataset))
     return found
 
 
@@ -286,15 +285,14 @@ class Capture:
 
     def hidden(self, layers: list[int]) -> Iterator[list[Tensor]]:
         """These layers' states, some tokens at a time: lists of (tokens, C)."""
-        with h5py.File(self.path) as h5:
+        with HDF5() as reader:
             for start in range(0, int(self.offsets[-1]), READ):
-                part = slice(start, start + READ)
+                part = start, start + READ
                 try:
-                    found = [torch.from_numpy(h5[f"hidden/{i}"][part]) for i in layers]
-                except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-                    reason = str(error).partition("\n")[0]
-                    raise BadInput(f"{self.path} or a part of it is damaged: {reason}") from None
-                yield found
+                    found = [reader.read(self.path, f"hidden/{i}", *part) for i in layers]
+                except OSError as error:
+                    raise BadInput(f"{self.path} or a part of it is damaged: {error}") from None
+                yield [torch.from_numpy(values) for values in found]
 
 
 def open_capture(path: str | Path) -> Capture:
@@ -303,23 +301,22 @@ def open_capture(path: str | Path) -> Capture:
     if not path.is_file():
         raise BadInput(f"{path} does not exist")
     try:
-        with h5py.File(path) as h5:
-            found = dict(h5.attrs)
-            if found.get("format") != FORMAT:
+        with HDF5() as reader:
+            attributes = reader.attributes(path)
+            if attributes.get("format") != FORMAT:
                 raise BadInput(f"{path} was not written by `capture` of this version")
-            attributes = {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
             attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
-            made = Path(h5["tokens"].virtual_sources()[0].file_name).parent.name
+            made = Path(reader.datasets(path)["tokens"].source).parent.name
             if made != f"{path.name}.parts":
                 raise BadInput(f"{path} was renamed, and finds its parts as {made} alone: rename "
                                f"it {made.removesuffix('.parts')} again")  # fmt: skip
-            for name, size in attributes["parts"].items():  # before they are read through `h5`
+            for name, size in attributes["parts"].items():  # before they are read
                 part = path.with_name(f"{path.name}.parts") / name
                 if not part.is_file() or part.stat().st_size != size:
                     raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it "
                                    "anew with overwrite=true")  # fmt: skip
-            rows, offsets = h5["rows"][:], h5["offsets"][:]
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            rows, offsets = reader.read(path, "rows"), reader.read(path, "offsets")
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadInput(
             f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
         ) from None
