@@ -207,9 +207,11 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
-        if ctx.owed:
-            return ctx.owed.pop().index_add_(0, rows, d), None, None
-        return torch.sparse_coo_tensor(rows[None], d, ctx.size, check_invariants=False), None, None
+        found = torch.sparse_coo_tensor(rows[None], d, ctx.size, check_invariants=False)
+        if ctx.owed:  # a row's own sum first: bit for bit as a dense gradient
+            found = found.coalesce()
+            found = ctx.owed.pop().index_add_(0, found.indices()[0], found.values())
+        return found, None, None
 
 
 def fuses(x: Tensor) -> bool:
