@@ -91,7 +91,7 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
         whom = f", beside {worst.other}" if worst.other else ""
         lines += [f"Furthest from its target: {worst.what}{whom}, at {worst.share:.0%} of it.", ""]
     for part in footnotes:
-        lines += [f"{TITLES[part.part]}:", "", *HEAD, *map(line, part.rows), ""]
+        lines += [f"{TITLES[part.part]}:", "", *table(part.rows), ""]
     lines += ["### On CUDA", ""]
     if gpu:
         lines += [*HEAD, *(line(row) for part in gpu for row in part.rows), ""]
@@ -99,6 +99,14 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
         lines += ["Not run on CUDA yet. Where there is a device, `make bench` also measures:", "",
                   *(f"- {what}" for what in gpu_targets), ""]  # fmt: skip
     return "\n".join([*lines, END])
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Rows of a footnote; where nobody is beside anybody, what was measured alone."""
+    if drawable(rows):
+        return [*HEAD, *map(line, rows)]
+    measured = (f"| {row.what} ({row.unit}) | {spread(row.ours)} |" for row in rows)
+    return ["| what | measured |", "|---|---|", *measured]
 
 
 TITLES = {

@@ -253,7 +253,9 @@ def test_the_page_keeps_what_is_not_ours(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
     part = Measured("mixed", "2026-01-02", 0.3, [row(target=5)])
-    text = report.section("A machine", "Python 3", [part], [], [], gpu.WANTED)
+    alone = Measured("settings", "2026-01-02", 0.3, [row(theirs=[], ours=[7.0], unit="rows/s")])
+    text = report.section("A machine", "Python 3", [part], [alone], [], gpu.WANTED)
+    assert "| what | measured |\n|---|---|\n| a step (rows/s) | 7 |\n" in text
     report.write(page, text)
     found = page.read_text()
     assert found.startswith("before\n\n")
