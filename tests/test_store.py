@@ -166,6 +166,10 @@ def garble_header(path: Path) -> None:
         (lambda p: (p / "store.json").write_text("{"), "not valid JSON"),
         (lambda p: edit(p, lambda m: m.update(format=99)), "not a store of format 1"),
         (lambda p: edit(p, lambda m: m.pop("labels")), "is damaged"),
+        *(
+            (lambda p, n=n: edit(p, lambda m: m["tokenizer"].update(vocab_size=n)), "vocab_size is")
+            for n in (1.5, "9", True, 0, -1, 2**40, None)
+        ),
         (
             lambda p: edit(
                 p,

@@ -39,6 +39,7 @@ from xformer.data.files import (
 )
 
 FORMAT = 1
+PIECES = 2**24  # of the largest vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the training classes
 LEAST = -100  # of labels a token: there is no word (xformer.data.tags.IGNORED)
@@ -99,6 +100,8 @@ class Store:
         self.metric: str | None = meta["metric"]
         self.fingerprint: str = meta["tokenizer"]["fingerprint"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
+        if type(self.vocab_size) is not int or not 0 < self.vocab_size <= PIECES:
+            raise ValueError(f"vocab_size is {self.vocab_size!r}")
         self.key: str = sha256(repr(sorted(_files(meta))).encode()).hexdigest()
         self._files: dict[str, tuple[int, ...]] = {}  # which file was mapped
         self._splits = {name: self._open(name) for name in meta["splits"]}
