@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
+from helpers import NO_DROPOUT, SMOKE, Forks, command, good, refused, training
 from test_train import AT_STEP, drawn_once, log, same
 from toys import Toys
 
@@ -284,6 +284,18 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
     changed = f"train at step 6: loss {loss + 1e-12} is now {loss}"
     refused(forks.run(*verify, run, "steps=6"), changed, "numpy 1.0 is now ", status=1)
     refused(forks.run(*verify, data.text), "is not a run")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_runs_on_cuda_are_bit_identical_where_that_is_asked_for(
+    precision: str, data: Toys, tmp_path: Path
+) -> None:
+    runs = tmp_path / "one", tmp_path / "two"
+    asked = ["system.deterministic=true", f"system.precision={precision}"]
+    for run in runs:  # processes of their own: CUDA bears no fork
+        good(command(*training(SMOKE, data.text, run, *STEPS, *asked)))
+    same(*runs)
 
 
 def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
