@@ -5,7 +5,8 @@ T tokens, M masked tokens, C hidden size, F inner size, V vocabulary, H heads, D
     python -m benchmarks.ceiling '{"store": "trial-lines/store", "init": "mlm/ours", ...}'
 
 What is timed: for the very batches that train.py takes, every product of the layers and the head
-forward, the two products each has backward, and attention without dropout forward and backward.
+forward, the two products each has backward, and attention without dropout forward and backward, in
+16 bits in the faster of 16 and 32.
 No embedding, bias, norm, activation, dropout, residual sum, loss, clipping or optimizer; outputs go
 to memory that is there already. Prints what it took as one JSON object.
 """
@@ -32,6 +33,7 @@ from xformer import checkpoint as checkpoints
 from xformer.data.batch import Assembler
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
+from xformer.model.attention import roomy
 from xformer.model.encoder import ModelConfig
 
 
@@ -44,8 +46,11 @@ class Shape:
     runs: list[tuple[int, int]]  # (sequences, their length), for neighbours of equal length
 
 
-def shapes(store: Path, init: Path, rows: int, length: int, count: int) -> list[Shape]:
-    """The first batches of `rows` rows that train.py makes of a store."""
+def shapes(store: Path, init: Path, rows: int, length: int, count: int, dtype: torch.dtype,
+           ) -> list[Shape]:  # fmt: skip
+    """The first batches of `rows` rows that train.py makes of a store, with as many tokens as its
+    products in this type have."""
+    like = torch.empty(0, dtype=dtype)
     data, words = open_store(store), checkpoints.load(init).tokenizer
     assembler = Assembler(data.split("train"), words, length)
     samples = Samples(assembler.split.rows, seed=0)
@@ -56,7 +61,7 @@ def shapes(store: Path, init: Path, rows: int, length: int, count: int) -> list[
         assert batch.places is not None
         lengths = np.diff(batch.cu_seqlens).tolist()
         runs = [(len(list(same)), length) for length, same in groupby(lengths)]
-        found.append(Shape(len(batch.tokens), len(batch.places), runs))
+        found.append(Shape(roomy(like, len(batch.tokens)), roomy(like, len(batch.places)), runs))
     return found
 
 
@@ -121,14 +126,15 @@ def measure(store: str, init: str, rows: int, length: int, warmup: int, steps: i
     torch.set_num_threads(threads)
     config = checkpoints.load(init).config
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    every = shapes(Path(store), Path(init), rows, length, warmup + steps)
+    every = shapes(Path(store), Path(init), rows, length, warmup + steps, dtype)
     products = Products(config, dtype, every)
     taken = seconds(products.run, every, warmup)
     attention = min(
-        seconds(partial(attend, config, dtype, fused=fused), every, warmup)
+        seconds(partial(attend, config, each, fused=fused), every, warmup)
         for fused in (True, False)
+        for each in {dtype, torch.float32}
     )
-    tokens = int(np.sum([shape.tokens for shape in every[warmup:]]))
+    tokens = sum(n * length for shape in every[warmup:] for n, length in shape.runs)
     return {"rate": tokens / (taken + attention), "products": taken, "attention": attention}
 
 

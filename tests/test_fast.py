@@ -16,8 +16,9 @@ from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, rando
 from torch import Tensor
 
 from xformer.model import attention as attentions
+from xformer.model import encoder as encoders
 from xformer.model import heads
-from xformer.model.attention import Backend, attention, drop, drop_add, kept, layout
+from xformer.model.attention import Backend, attention, drop, drop_add, kept, layout, roomy
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import MLMHead, Model
 
@@ -167,10 +168,11 @@ def test_fused_attention_has_the_right_gradient(rate: float) -> None:
     assert torch.autograd.gradcheck(attend, made.requires_grad_())
 
 
-def test_fused_attention_in_16_bit_is_near_the_explicit_one_in_32() -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9]])
+def test_fused_attention_in_16_bit_is_near_the_explicit_one_in_32(lengths: list[int]) -> None:
     for found, wanted in zip(
-        attended(LENGTHS, 0.1, "fused", torch.bfloat16),
-        attended(LENGTHS, 0.1, "explicit", torch.float32),
+        attended(lengths, 0.1, "fused", torch.bfloat16),
+        attended(lengths, 0.1, "explicit", torch.float32),
         strict=True,
     ):
         assert found.dtype == torch.bfloat16
@@ -325,6 +327,40 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(shape: str) -> None:
         strict=True,
     ):
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("more", [1, 61])
+def test_rows_that_belong_to_no_sequence_change_nothing(
+    shape: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, batch, found = model(0.2, **SHAPES[shape]), random_batch(), []
+    for rows in (0, more):
+        for module in (encoders, heads):
+            monkeypatch.setattr(module, "roomy", lambda _, count, rows=rows: count + rows)
+        torch.manual_seed(11)
+        made.train()
+        loss, _ = made.loss(batch)
+        gradients = torch.autograd.grad(loss.total, list(made.parameters()))
+        plain = made.encoder(batch, "explicit")
+        with torch.no_grad():
+            scored, logits = made.eval().loss(batch)
+            states = made.encoder(batch)
+        found.append([loss.total, loss.correct, *gradients, plain, scored.total, logits, states])
+    for one, two in zip(*found, strict=True):
+        assert one.shape == two.shape
+        assert float((one - two).detach().norm()) <= 1e-5 * max(float(two.detach().norm()), 1.0)
+
+
+def test_products_in_16_bit_have_few_numbers_of_rows() -> None:
+    x = torch.zeros(1)
+    assert [roomy(x, n) for n in (0, 1, 1437)] == [0, 1, 1437]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [roomy(x, n) for n in (0, 1, 16, 17, 512, 513)] == [0, 16, 16, 32, 512, 544]
+        found = {roomy(x, n) for n in range(1024, 2048)}
+        assert all(0 <= roomy(x, n) - n < n / 8 for n in range(128, 4096))
+    assert len(found) == 17
+    assert roomy(x.bfloat16(), 1437) == 1472
 
 
 @pytest.mark.parametrize("shape", SHAPES)

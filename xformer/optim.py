@@ -206,8 +206,8 @@ class FlatOptimizer:
         before clipping, ()."""
         config, gradients = self.config, [self._gradients(group) for group in self.groups]
         divisor = count.clamp(min=1.0)
-        norms = torch.stack(torch._foreach_norm([_pieces(g) for some in gradients for g in some]))
-        norm = norms.square().sum()
+        sizes = torch._foreach_norm([_pieces(part) for part in self._not_zero(gradients)])
+        norm = torch.stack(sizes).square().sum()
         if self.slices > 1:
             dist.all_reduce(norm)
         norm = norm.sqrt() / divisor
@@ -235,6 +235,15 @@ class FlatOptimizer:
         if self.scattered:
             return [self._of(name) for name in group.names]
         return [self.summed[part] for part in group.parts]
+
+    def _not_zero(self, gradients: list[list[Tensor]]) -> Iterator[Tensor]:
+        """The same gradients; of a sparse one its rows alone."""
+        for group, some in zip(self.groups, gradients, strict=True):
+            for name, dense in zip(group.names or [""] * len(some), some, strict=True):
+                found = self.parameters[name].grad if name in self.rows else None
+                if found is not None and found.is_sparse:
+                    dense = found.values().reshape(-1)
+                yield dense
 
     def _of(self, name: str) -> Tensor:
         """The gradient of a parameter, flat and dense."""

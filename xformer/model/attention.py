@@ -110,7 +110,7 @@ class Block:
         if self.real is None:
             out.unflatten(0, (self.count, self.length)).copy_(x)
         else:
-            torch.index_select(x.flatten(0, 1), 0, self.real, out=out)
+            torch.index_select(x.to(out.dtype).flatten(0, 1), 0, self.real, out=out)
 
 
 def _block(lengths: list[int], device: torch.device) -> Block:
@@ -133,6 +133,17 @@ def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = 
     if torch.device(device).type == "cuda":
         on_host = on_host.pin_memory()  # else the copy waits
     return Layout(on_host.to(device, non_blocking=True), lengths)
+
+
+def roomy(x: Tensor, count: int) -> int:
+    """How many rows to make of `count` before products on x's device. In 16 bits the CPU compiles
+    every product for the number of its rows, 2 to 6 ms each: there are 16 numbers an octave."""
+    device = x.device.type
+    half = torch.is_autocast_enabled(device) or x.dtype.itemsize == 2
+    if device != "cpu" or not half:
+        return count
+    step = max(16, 2 ** (count.bit_length() - 5))
+    return -(-count // step) * step
 
 
 def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
@@ -211,8 +222,9 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
               backend: Backend = "auto") -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
-    qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. Raises ValueError
-    where the named back end cannot serve the dropout asked for.
+    qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. On the CPU there may
+    be rows behind the last sequence, for which it returns 0. Raises ValueError where the named back
+    end cannot serve the dropout asked for.
     """
     if backend == "auto":
         backend = choose_backend(qkv, dropout)
@@ -262,28 +274,36 @@ def _split(qkv: Tensor, blocks: list[Block],
            ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
     """q, k, v as (n, H, L, D), and the bias, for each block."""
     # split, not slices: its backward is one concatenation, not a sum of zero-filled tensors
-    rows = qkv.split([block.tokens for block in blocks])
-    padded = (block.pad(x).permute(2, 0, 3, 1, 4) for x, block in zip(rows, blocks, strict=True))
+    sizes = [block.tokens for block in blocks]
+    rows = qkv.split([*sizes, len(qkv) - sum(sizes)])
+    padded = (block.pad(x).permute(2, 0, 3, 1, 4) for x, block in zip(rows, blocks, strict=False))
     return [(q, k, v, block.bias) for (q, k, v), block in zip(padded, blocks, strict=True)]
 
 
 def _join(blocks: list[Block], values: list[Tensor], qkv: Tensor) -> Tensor:
     """(n, H, L, D) for each block -> (T, H, D)."""
     rows = [block.strip(x.transpose(1, 2)) for block, x in zip(blocks, values, strict=True)]
-    return torch.cat(rows) if rows else torch.empty_like(qkv[:, 0])
+    behind = qkv[sum(len(x) for x in rows) :, 0]
+    return torch.cat([*rows, torch.zeros_like(behind)])
 
 
 class _Fused(torch.autograd.Function):
-    """All blocks in one node of the graph, with the type of qkv throughout."""
+    """All blocks in one node of the graph. Products of 16 bits are compiled for their shape (see
+    roomy): where lengths differ, fp32 is faster."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
         T, _, H, D = qkv.size()
         out, saved, start = qkv.new_empty(T, H, D), [], 0
+        even = len(set(layout.lengths)) == 1
+        dtype = qkv.dtype if even else torch.promote_types(qkv.dtype, torch.float32)
         for block in layout.blocks_of(H):
             n, L, rows = block.count, block.length, slice(start, start + block.tokens)
-            x = block.pad(qkv[rows]).permute(2, 0, 3, 1, 4).reshape(3, n * H, L, D)
+            x = block.pad(qkv[rows]).permute(2, 0, 3, 1, 4)
+            if x.dtype != dtype:
+                x = x.to(dtype, memory_format=torch.contiguous_format)
+            x = x.reshape(3, n * H, L, D)
             q, k, v = x.unbind(0)
             bias = block.bias
             if bias is not None:
@@ -297,6 +317,7 @@ class _Fused(torch.autograd.Function):
             block.strip_into(out[rows], y.view(n, H, L, D).transpose(1, 2))
             saved += [x, weights, left]
             start = rows.stop
+        out[start:] = 0
         ctx.save_for_backward(*saved)
         ctx.layout, ctx.dropout = layout, dropout
         return out
@@ -312,7 +333,8 @@ class _Fused(torch.autograd.Function):
             x, weights, left = next(saved), next(saved), next(saved)
             q, k, v = x.unbind(0)
             # with 0 behind each end nothing flows back from there
-            dy = block.pad_with_zeros(d_out[rows]).transpose(1, 2).reshape(n * H, L, D)
+            dy = block.pad_with_zeros(d_out[rows].to(x.dtype))
+            dy = dy.transpose(1, 2).reshape(n * H, L, D)
             dx = x.new_empty(x.size())  # end to end, which x is not of one sequence
             _product(left.transpose(1, 2), dy, 1 / (1 - ctx.dropout), dx[2])
             d = _product(dy, v.transpose(1, 2), 1 / (1 - ctx.dropout))
@@ -323,6 +345,7 @@ class _Fused(torch.autograd.Function):
             _product(d.transpose(1, 2), q, 1 / math.sqrt(D), dx[1])
             block.strip_into(d_qkv[rows], dx.view(3, n, H, L, D).permute(1, 3, 0, 2, 4))
             start = rows.stop
+        d_qkv[start:] = 0
         return d_qkv, None, None
 
 

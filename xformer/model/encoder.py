@@ -7,7 +7,7 @@ size of the MLP, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from xformer.model.attention import (
     drop_add,
     explicit_attention,
     layout,
+    roomy,
 )
 
 WIDEST = 8192  # a row that the fused LayerNorm of CUDA takes
@@ -370,6 +371,16 @@ class Inside:
     maps: list[list[Tensor]]
 
 
+def _with_room(batch: Packed) -> Packed:
+    """The batch with tokens behind its last sequence that belong to none."""
+    more = roomy(batch.tokens, len(batch.tokens)) - len(batch.tokens)
+    if not more:
+        return batch
+    arrays = (batch.tokens, batch.positions, batch.segments)
+    tokens, positions, segments = (F.pad(array, (0, more)) for array in arrays)
+    return replace(batch, tokens=tokens, positions=positions, segments=segments)
+
+
 class Encoder(nn.Module):
     """The encoder of BERT (Devlin et al. 2019, section 3) and its relatives."""
 
@@ -385,11 +396,16 @@ class Encoder(nn.Module):
                 ) -> Tensor:  # fmt: skip
         """The last hidden states, (T, C); with `places` (P,) those of these tokens alone, (P, C),
         for which the last layer does no more than they need."""
+        count = len(batch.tokens) if places is None else len(places)
+        batch = _with_room(batch)
+        if places is not None:  # more of the first token, which nobody asks for
+            places = F.pad(places, (0, roomy(places, count) - count))
         x = self.embeddings(batch)
         last = self.config.layers - 1
         for i in range(self.config.layers):
             wanted = places if i == last else None
             x, _ = self.layers[i % len(self.layers)](x, batch.layout, backend, wanted)
+        x = x if len(x) == count else x[:count]
         return x if self.final_norm is None else self.final_norm(x)
 
     def inside(self, batch: Packed, backend: Backend = "auto") -> Inside:

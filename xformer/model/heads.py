@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.model.attention import drop, refuse_second_derivative
+from xformer.model.attention import drop, refuse_second_derivative, roomy
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
@@ -58,7 +58,7 @@ class MLMHead(nn.Module):
              ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right,
         without the logits of all places at once; the gradient of `word` goes to `owed` if it is
-        there (see Words)."""
+        there (see Words). Rows of x behind those of the targets do not count."""
         total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets, owed)
         return total, correct
 
@@ -71,37 +71,42 @@ class _VocabularyLoss(torch.autograd.Function):
                 owed: list[Tensor] | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+        half = dtype != word.dtype
         V, wide = len(word), -(-len(word) // 16) * 16  # products are faster into aligned rows
+        piece = V if half or h.is_cuda else PIECES
         rows = max(1, (2**26 if h.is_cuda else LOGITS) // wide)
         rows = -(-len(h) // max(1, -(-len(h) // rows)))  # as many in every block
         total, correct = bias.new_zeros(()), bias.new_zeros(())
         d_h, d_word, d_bias = torch.empty_like(h), torch.empty_like(word), torch.zeros_like(bias)
-        if dtype != word.dtype:
-            d_word.zero_()
         w, b = word.to(dtype), bias.to(dtype)
-        blocks = zip(*(t.split(rows) for t in (h.to(dtype), d_h, targets[:, None])), strict=True)
+        y = F.pad(targets[:, None], (0, 0, 0, len(h) - len(targets)))
+        blocks = zip(*(t.split(rows) for t in (h.to(dtype), d_h, y)), strict=True)
         for i, (x, d_x, y) in enumerate(blocks):
+            n = max(0, min(len(x), len(targets) - i * rows))  # rows that count
             logits = x.new_empty(len(x), wide)
             logits[:, V:] = -torch.inf
-            for j in range(0, V, V if h.is_cuda else PIECES):
-                k = V if h.is_cuda else min(j + PIECES, V)
+            for j in range(0, V, piece):
+                k = min(j + piece, V)
                 torch.addmm(b[j:k], x, w[j:k].T, out=logits[:, j:k])
             logits = logits.to(bias.dtype)
             top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
-            # argmax takes the CPU ten times as long; in 16 bits many logits are the largest
-            hits = right == top if dtype == bias.dtype else logits.argmax(1, keepdim=True) == y
+            hits = (right == top)[:n]
+            if half:  # many logits are the largest; argmax takes the CPU ten times as long as amax
+                some = slice(n) if h.is_cuda else hits.nonzero()[:, 0]
+                hits = logits[some].argmax(1, keepdim=True) == y[some]
             torch.softmax(logits, 1, out=logits)
-            total += (top - logits.amax(1, keepdim=True).log() - right).sum()
+            total += (top - logits.amax(1, keepdim=True).log() - right)[:n].sum()
             correct += hits.sum()
             d_logits = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, :V]
+            d_logits[n:] = 0
             d_bias += d_logits.sum(0)
             d = d_logits.to(dtype)
-            if dtype == word.dtype:
+            if half:
+                d_x.copy_(d @ w)
+                d_word.copy_(d.T @ x) if i == 0 else d_word.add_(d.T @ x)
+            else:
                 torch.mm(d, w, out=d_x)
                 d_word.addmm_(d.T, x, beta=min(i, 1))  # the first block writes
-            else:
-                d_x.copy_(d @ w)
-                d_word += d.T @ x
         # not saved: so that they are nobody else's, and need not be copied
         ctx.gradients, ctx.owed = (d_h, d_word, d_bias), owed
         ctx.mark_non_differentiable(correct)
@@ -215,7 +220,9 @@ class Model(nn.Module):
         assert self.mlm_head is not None
         assert batch.places is not None
         assert batch.targets is not None
-        places, first = batch.places, batch.first if self.pair_scale else batch.places[:0]
+        M = len(batch.targets)
+        places = F.pad(batch.places, (0, roomy(batch.places, M) - M))
+        first = batch.first if self.pair_scale else places[:0]
         x = self.encoder(batch, places=torch.cat([places, first]) if self.pair_scale else places)
         masked, first = x.split([len(places), len(first)])
         words = self.encoder.embeddings.word
@@ -224,7 +231,7 @@ class Model(nn.Module):
             total, correct = self.mlm_head.loss(masked, word, batch.targets, owed)
             logits = total.new_empty(0)
         else:
-            logits = self.mlm_head(masked, word).float()
+            logits = self.mlm_head(masked, word)[:M].float()
             total = F.cross_entropy(logits, batch.targets, reduction="sum")
             correct = (logits.detach().argmax(1) == batch.targets).sum().float()
         pairs = None
@@ -235,7 +242,7 @@ class Model(nn.Module):
             pairs = self.pair_head(pooled).float()
             pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
             total = total + self.pair_scale * pair_loss
-        return Loss(total, len(batch.targets), correct, pairs), logits
+        return Loss(total, M, correct, pairs), logits
 
 
 def padded(values: Tensor, batch: Packed) -> Tensor:
