@@ -139,7 +139,7 @@ def keep_memory() -> None:
 def start(config: SystemConfig) -> Ranks:
     """Join the ranks torchrun started (or be the only one) and take a device each."""
     # oneDNN keeps a compiled product for every shape it meets; packed batches have many
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     keep_memory()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
