@@ -50,7 +50,7 @@ def shapes(store: Path, init: Path, rows: int, length: int, count: int, dtype: t
            ) -> list[Shape]:  # fmt: skip
     """The first batches of `rows` rows that train.py makes of a store, with as many tokens as its
     products in this type have."""
-    like = torch.empty(0, dtype=dtype)
+    cpu = torch.device("cpu")
     data, words = open_store(store), checkpoints.load(init).tokenizer
     assembler = Assembler(data.split("train"), words, length)
     samples = Samples(assembler.split.rows, seed=0)
@@ -61,7 +61,9 @@ def shapes(store: Path, init: Path, rows: int, length: int, count: int, dtype: t
         assert batch.places is not None
         lengths = np.diff(batch.cu_seqlens).tolist()
         runs = [(len(list(same)), length) for length, same in groupby(lengths)]
-        found.append(Shape(roomy(like, len(batch.tokens)), roomy(like, len(batch.places)), runs))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            tokens, masked = roomy(len(batch.tokens), cpu), roomy(len(batch.places), cpu)
+        found.append(Shape(tokens, masked, runs))
     return found
 
 

@@ -250,4 +250,7 @@ def settings(bench: Bench) -> list[Row]:
         what: partial(theirs, bench, **{**job, **changes}) for what, changes in wanted.items()
     }
     took = in_turn(1, contestants)
-    return [Row(f"`transformers`: {what}", "real tokens/s", rates(took[what])) for what in wanted]
+    return [
+        Row(f"`transformers`: {what}, {bench.precision}", "real tokens/s", rates(took[what]))
+        for what in wanted
+    ]

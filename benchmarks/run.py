@@ -41,7 +41,8 @@ TABLE: dict[str, Callable[[Bench], list[Row]]] = {
 FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
     "bf16": parts.bf16, "settings": parts.settings,
 }  # fmt: skip
-IN_BF16 = ("mixed", "full", "tasks", "evaluation")  # also there where the processor has it
+# also in bf16 where the processor has it
+IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
 NEEDS = ("transformers", "accelerate", "datasets")
 
 
@@ -126,11 +127,12 @@ def measure(name: str, bench: Bench) -> Measured:
     if name in gpu.PARTS:
         rows = gpu.PARTS[name](gpu.on_cuda(bench))
     else:
-        rows = {**TABLE, **FOOTNOTES}[name](bench)
+        part = {**TABLE, **FOOTNOTES}[name]
+        rows = part(bench)
         if name in IN_BF16 and machine.has_bf16():
             folder = bench.folder / "bf16"
             folder.mkdir(exist_ok=True)
-            rows += TABLE[name](replace(bench, precision="bf16", folder=folder))
+            rows += part(replace(bench, precision="bf16", folder=folder))
     say(f"{name}: {time.perf_counter() - started:.0f} s")
     return Measured(name, time.strftime("%Y-%m-%d"), load, rows)
 

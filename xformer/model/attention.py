@@ -135,15 +135,19 @@ def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = 
     return Layout(on_host.to(device, non_blocking=True), lengths)
 
 
-def roomy(x: Tensor, count: int) -> int:
-    """How many rows to make of `count` before products on x's device. In 16 bits the CPU compiles
-    every product for the number of its rows, 2 to 6 ms each: there are 16 numbers an octave."""
-    device = x.device.type
-    half = torch.is_autocast_enabled(device) or x.dtype.itemsize == 2
-    if device != "cpu" or not half:
+def roomy(count: int, device: torch.device) -> int:
+    """How many rows to make of `count` before products. Under autocast the CPU compiles every
+    product for the number of its rows, 2 to 6 ms each: there are 16 numbers an octave."""
+    if device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return count
     step = max(16, 2 ** (count.bit_length() - 5))
     return -(-count // step) * step
+
+
+def with_room(x: Tensor) -> Tensor:
+    """x (n,) and zeros behind it, (roomy(n),)."""
+    more = roomy(len(x), x.device) - len(x)
+    return F.pad(x, (0, more)) if more else x
 
 
 def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
@@ -222,9 +226,9 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
               backend: Backend = "auto") -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
-    qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. On the CPU there may
-    be rows behind the last sequence, for which it returns 0. Raises ValueError where the named back
-    end cannot serve the dropout asked for.
+    qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. For rows behind the
+    last sequence fused, sdpa and explicit return 0; the others take none. Raises ValueError where
+    the named back end cannot serve the dropout asked for.
     """
     if backend == "auto":
         backend = choose_backend(qkv, dropout)
@@ -289,7 +293,7 @@ def _join(blocks: list[Block], values: list[Tensor], qkv: Tensor) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     """All blocks in one node of the graph. Products of 16 bits are compiled for their shape (see
-    roomy): where lengths differ, fp32 is faster."""
+    roomy): where lengths differ, 32 are faster."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)

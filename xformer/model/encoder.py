@@ -25,7 +25,7 @@ from xformer.model.attention import (
     drop_add,
     explicit_attention,
     layout,
-    roomy,
+    with_room,
 )
 
 WIDEST = 8192  # a row that the fused LayerNorm of CUDA takes
@@ -371,16 +371,6 @@ class Inside:
     maps: list[list[Tensor]]
 
 
-def _with_room(batch: Packed) -> Packed:
-    """The batch with tokens behind its last sequence that belong to none."""
-    more = roomy(batch.tokens, len(batch.tokens)) - len(batch.tokens)
-    if not more:
-        return batch
-    arrays = (batch.tokens, batch.positions, batch.segments)
-    tokens, positions, segments = (F.pad(array, (0, more)) for array in arrays)
-    return replace(batch, tokens=tokens, positions=positions, segments=segments)
-
-
 class Encoder(nn.Module):
     """The encoder of BERT (Devlin et al. 2019, section 3) and its relatives."""
 
@@ -397,9 +387,11 @@ class Encoder(nn.Module):
         """The last hidden states, (T, C); with `places` (P,) those of these tokens alone, (P, C),
         for which the last layer does no more than they need."""
         count = len(batch.tokens) if places is None else len(places)
-        batch = _with_room(batch)
-        if places is not None:  # more of the first token, which nobody asks for
-            places = F.pad(places, (0, roomy(places, count) - count))
+        if backend not in ("varlen", "triton"):  # which take no rows behind the last sequence
+            arrays = (batch.tokens, batch.positions, batch.segments)
+            tokens, positions, segments = map(with_room, arrays)
+            batch = replace(batch, tokens=tokens, positions=positions, segments=segments)
+            places = None if places is None else with_room(places)
         x = self.embeddings(batch)
         last = self.config.layers - 1
         for i in range(self.config.layers):

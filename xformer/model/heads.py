@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.model.attention import drop, refuse_second_derivative, roomy
+from xformer.model.attention import drop, refuse_second_derivative, with_room
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
 LOGITS = 2**24  # at a time on the CPU: enough rows for fast products, few enough for the cache
-PIECES = 2**11  # of the vocabulary in a product on the CPU: with the bias put there, in the cache
+PIECES = 2**11  # of the vocabulary in a product of fp32 on the CPU: with its bias in the cache
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _VocabularyLoss(torch.autograd.Function):
                 owed: list[Tensor] | None) -> tuple[Tensor, Tensor]:  # fmt: skip
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-        half = dtype != word.dtype
+        half, count = dtype != word.dtype, len(targets)
         V, wide = len(word), -(-len(word) // 16) * 16  # products are faster into aligned rows
         piece = V if half or h.is_cuda else PIECES
         rows = max(1, (2**26 if h.is_cuda else LOGITS) // wide)
@@ -79,10 +79,11 @@ class _VocabularyLoss(torch.autograd.Function):
         total, correct = bias.new_zeros(()), bias.new_zeros(())
         d_h, d_word, d_bias = torch.empty_like(h), torch.empty_like(word), torch.zeros_like(bias)
         w, b = word.to(dtype), bias.to(dtype)
-        y = F.pad(targets[:, None], (0, 0, 0, len(h) - len(targets)))
-        blocks = zip(*(t.split(rows) for t in (h.to(dtype), d_h, y)), strict=True)
+        if len(targets) < len(h):
+            targets = F.pad(targets, (0, len(h) - len(targets)))
+        blocks = zip(*(t.split(rows) for t in (h.to(dtype), d_h, targets[:, None])), strict=True)
         for i, (x, d_x, y) in enumerate(blocks):
-            n = max(0, min(len(x), len(targets) - i * rows))  # rows that count
+            n = max(0, min(len(x), count - i * rows))  # rows that count
             logits = x.new_empty(len(x), wide)
             logits[:, V:] = -torch.inf
             for j in range(0, V, piece):
@@ -220,8 +221,7 @@ class Model(nn.Module):
         assert self.mlm_head is not None
         assert batch.places is not None
         assert batch.targets is not None
-        M = len(batch.targets)
-        places = F.pad(batch.places, (0, roomy(batch.places, M) - M))
+        M, places = len(batch.targets), with_room(batch.places)
         first = batch.first if self.pair_scale else places[:0]
         x = self.encoder(batch, places=torch.cat([places, first]) if self.pair_scale else places)
         masked, first = x.split([len(places), len(first)])
