@@ -147,13 +147,13 @@ def draw(rows: list[Row], path: Path) -> None:
         _bar(axes, place, row, 0.06 * limit)
     axes.set_yticks(range(len(rows)), [f"{row.what}\nbeside {_plain(row.other)}" for row in rows],
                     fontsize=8)  # fmt: skip
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
     axes.set_xlabel("ours over theirs (bar: median; thin line: smallest to largest round; "
                     "black mark: target)", fontsize=8)  # fmt: skip
     axes.set_xlim(0, limit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(handles=_legend(), loc="upper center", bbox_to_anchor=(0.35, 1.12), ncols=3,
+    axes.legend(handles=_legend(), loc="lower center", bbox_to_anchor=(0.35, 1), ncols=3,
                 frameon=False, fontsize=8)  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(f"{path}.svg", metadata={"Date": None})
