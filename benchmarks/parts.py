@@ -19,7 +19,7 @@ PADDED = "`transformers`, dynamic padding"
 FULL_ROWS = "`transformers`"
 CEILING = "the ceiling"
 OURS = "xformer"
-TRAINING = "eager"  # with dropout faster on the CPU than SDPA: see the part `settings`
+TRAINING = "eager"  # on the CPU within a tenth of SDPA: docs/benchmarks.md
 
 
 def theirs(bench: Bench, **job: Any) -> Took:

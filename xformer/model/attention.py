@@ -293,7 +293,7 @@ def _join(blocks: list[Block], values: list[Tensor], qkv: Tensor) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     """All blocks in one node of the graph. Products of 16 bits are compiled for their shape (see
-    roomy): where lengths differ, 32 are faster."""
+    roomy): where lengths differ, those of 32 bits are faster."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
