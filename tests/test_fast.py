@@ -16,7 +16,7 @@ from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, rando
 from torch import Tensor
 
 from xformer.model import attention as attentions
-from xformer.model import heads
+from xformer.model import heads, native
 from xformer.model.attention import Backend, attention, drop, drop_add, kept, layout, roomy
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import MLMHead, Model
@@ -24,6 +24,7 @@ from xformer.model.heads import MLMHead, Model
 # ------------------------------------------------------------------------------------ dropout
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.5, 0.9])
 def test_masks_have_the_rate_asked_for(rate: float) -> None:
     torch.manual_seed(0)
@@ -38,6 +39,7 @@ def test_masks_have_the_rate_asked_for(rate: float) -> None:
         assert abs(float(1 - part.mean()) - rate) < 5 * 2 * sigma + 2**-17
 
 
+@pytest.mark.usefixtures("kernels")
 def test_masks_are_independent_of_their_neighbours_and_of_the_last() -> None:
     torch.manual_seed(1)
     rate = 0.1
@@ -50,6 +52,7 @@ def test_masks_are_independent_of_their_neighbours_and_of_the_last() -> None:
         assert abs(correlation) < 5 / math.sqrt(a.numel())
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_seed_fixes_the_masks() -> None:
     found = []
     for seed in (0, 0, 1):
@@ -59,12 +62,14 @@ def test_a_seed_fixes_the_masks() -> None:
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rate", [1e-9, 1 - 1e-9])
 def test_rates_at_the_ends_neither_wrap_nor_fail(rate: float) -> None:
     torch.manual_seed(0)
     assert abs(float(kept((9999,), rate, torch.float32).mean()) - (1 - rate)) < 1e-3
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dropout_scales_what_it_keeps(dtype: torch.dtype) -> None:
     x = (torch.randn(99, 13, generator=seeded(0), dtype=torch.float64) + 9).to(dtype)
@@ -82,6 +87,7 @@ def test_dropout_scales_what_it_keeps(dtype: torch.dtype) -> None:
         assert torch.equal(off, x)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rate", [0.25, 0.0])
 def test_a_residual_sum_with_dropout_equals_the_plain_one(rate: float) -> None:
     x, y, direction = (torch.randn(99, 13, generator=seeded(i)) for i in range(3))
@@ -118,6 +124,7 @@ def attended(lengths: list[int], rate: float, backend: Backend, dtype: torch.dty
 def test_fused_attention_equals_the_explicit_one(
     block: int, waste: int, lengths: list[int], rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(native, "missing", lambda: native.OFF)  # so that both draw the same masks
     monkeypatch.setattr(attentions, "BLOCK", block)
     monkeypatch.setattr(attentions, "WASTE", waste)
     for found, wanted in zip(
@@ -168,9 +175,12 @@ def test_fused_attention_has_the_right_gradient(rate: float) -> None:
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9]])
-def test_fused_attention_in_16_bit_is_near_the_explicit_one_in_32(lengths: list[int]) -> None:
+def test_fused_attention_in_16_bit_is_near_the_explicit_one_in_32(
+    lengths: list[int], kernels: str
+) -> None:
+    backend: Backend = "native" if kernels == "native" else "fused"
     for found, wanted in zip(
-        attended(lengths, 0.1, "fused", torch.bfloat16),
+        attended(lengths, 0.1, backend, torch.bfloat16),
         attended(lengths, 0.1, "explicit", torch.float32),
         strict=True,
     ):
@@ -209,6 +219,7 @@ def plain_loss(head: MLMHead, x: Tensor, word: Tensor, targets: Tensor) -> tuple
     return F.cross_entropy(logits, targets, reduction="sum"), correct
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("most", [1, 5 * 112, 2**23])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_the_loss_in_blocks_equals_the_plain_one(
@@ -246,6 +257,7 @@ def test_the_loss_in_blocks_goes_backward_once() -> None:
         total.backward()
 
 
+@pytest.mark.usefixtures("kernels")
 def test_the_loss_in_blocks_under_autocast_is_near_the_plain_one() -> None:
     head, x, word, targets = mlm_head()
     with torch.autocast("cpu", torch.bfloat16):
@@ -261,6 +273,7 @@ def test_the_loss_in_blocks_under_autocast_is_near_the_plain_one() -> None:
         assert distance(one, two) <= 2e-2
 
 
+@pytest.mark.usefixtures("kernels")
 def test_of_equal_logits_in_16_bit_the_first_is_the_prediction() -> None:
     head, x, word, targets = mlm_head()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -271,6 +284,7 @@ def test_of_equal_logits_in_16_bit_the_first_is_the_prediction() -> None:
             assert int(correct) == wanted
 
 
+@pytest.mark.usefixtures("kernels")
 def test_the_loss_in_blocks_bears_far_logits_and_no_rows() -> None:
     head, x, word, targets = mlm_head()
     with torch.no_grad():
@@ -302,6 +316,7 @@ def model(rate: float, **changes: Any) -> Model:
     return made.train()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_equals_the_plain_one_under_the_same_masks(shape: str) -> None:
     made, batch = model(0.2, **SHAPES[shape]), random_batch()
@@ -328,6 +343,7 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(shape: str) -> None:
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0), name
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("more", [1, 61])
 def test_rows_that_belong_to_no_sequence_change_nothing(
@@ -360,6 +376,7 @@ def test_products_in_16_bit_have_few_numbers_of_rows() -> None:
         assert roomy(1437, torch.device("cuda")) == roomy(1437, torch.device("meta")) == 1437
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_some_places_come_out_as_of_all(shape: str) -> None:
     made, batch = model(0.0, **SHAPES[shape]), random_batch()
@@ -403,6 +420,7 @@ def test_the_gradient_of_the_vocabulary_becomes_that_of_the_words_without_a_copy
     assert word.weight.grad.data_ptr() == place
 
 
+@pytest.mark.usefixtures("kernels")
 def test_the_loss_in_training_is_that_of_scoring() -> None:
     made, batch = model(0.0), random_batch()
     training, _ = made.loss(batch)

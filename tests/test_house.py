@@ -22,7 +22,7 @@ FLOORS = (
     ("xformer.config",),
     ("xformer.watch",),
     ("xformer.distributed",),
-    ("xformer.model.kernel_base",),
+    ("xformer.model.kernel_base", "xformer.model.native"),
     ("xformer.model.kernels", "xformer.model.norm_kernels"),
     ("xformer.model.attention",),
     ("xformer.model.encoder",),

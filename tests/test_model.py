@@ -52,7 +52,7 @@ def padded_attention(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, list[Tens
     return (weights @ v).transpose(1, 2)[real], maps
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "fused", "explicit", "triton"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "fused", "explicit", "triton"])
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
 def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
     device, tolerance = "cpu", 1e-6
@@ -90,7 +90,7 @@ def test_a_back_end_without_dropout_says_so(backend: Backend) -> None:
         attention(projections([3], 5), layout([0, 3]), 0.1, backend)
 
 
-@pytest.mark.parametrize("backend", ["fused", "explicit"])
+@pytest.mark.parametrize("backend", ["native", "fused", "explicit"])
 def test_dropout_falls_on_the_probabilities(backend: Backend) -> None:
     # with the identity for v, an output row is its row of weights
     length, rate = 60, 0.3

@@ -22,6 +22,7 @@ from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
+from xformer.model import native
 from xformer.model.encoder import to_device
 from xformer.model.heads import Model, padded
 from xformer.shard import is_divided
@@ -228,8 +229,9 @@ def main() -> None:
         checkpoint = checkpoints.load(arguments[0])
         ranks = distributed.start(config.system)
         slow = distributed.slow_precision(ranks.device, config.system.precision)
-        if slow and ranks.rank == 0:
-            print(slow, file=sys.stderr)
+        for note in filter(None, (slow, native.note(ranks.device))):
+            if ranks.rank == 0:
+                print(note, file=sys.stderr)
         if config.data is not None:
             _score_split(checkpoint, config, arguments[0], ranks)
         elif ranks.rank == 0:

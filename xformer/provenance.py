@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from xformer.distributed import Ranks
+from xformer.model import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 20  # seconds for git
@@ -33,8 +34,9 @@ def environment(ranks: Ranks) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The kind of processor, and the instructions that torch uses of it."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    """The kind of processor, the instructions that torch uses of it, and whose kernels run."""
+    kernels = "torch's kernels alone" if native.missing() else "native kernels"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {kernels}"
 
 
 def versions() -> dict[str, str]:

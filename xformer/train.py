@@ -34,6 +34,7 @@ from xformer.distributed import Ranks, TrainingSystem
 from xformer.evaluate import check_task, score
 from xformer.feed import Feed, Step
 from xformer.freeze import account, chosen, freeze
+from xformer.model import native
 from xformer.model.encoder import ModelConfig, Packed, to_device
 from xformer.model.heads import HeadKind, Loss, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
@@ -393,8 +394,9 @@ def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
             _say_longer(job, run, state, monitor)
         else:
             _announce(job, model, monitor)
-        if slow := distributed.slow_precision(ranks.device, recipe.system.precision):
-            monitor.say(slow)
+        slow = distributed.slow_precision(ranks.device, recipe.system.precision)
+        for note in filter(None, (slow, native.note(ranks.device))):
+            monitor.say(note)
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         with _signals() as signals, Writer(monitor.say) as writer:
             loop(job, run, model, optimizer, state, monitor, signals, writer, until)

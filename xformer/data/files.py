@@ -25,6 +25,11 @@ BLOCK = 64 * 2**20  # bytes under one checksum
 PIECE = 8 * 2**20  # bytes of it in memory at once
 
 
+def cache_folder() -> Path:
+    """Where what can be had again is kept for all runs: $XFORMER_CACHE, or ~/.cache/xformer."""
+    return Path(os.environ.get("XFORMER_CACHE") or Path.home() / ".cache" / "xformer")
+
+
 def read_json(path: Path) -> Any:
     """The parsed file. Raises BadInput naming the file if it is missing or is not JSON."""
     try:

@@ -6,8 +6,9 @@ length are padded to the longest of them, within attention alone.
 
     varlen    torch's fused variable-length kernel: CUDA, 16 bit, no dropout
     triton    our own kernel (xformer/model/kernels.py): CUDA, also fp32 and dropout
-    sdpa      scaled_dot_product_attention, block by block: the CPU without gradient
-    fused     a backward pass written by hand: the CPU in training
+    native    our own kernel (xformer/model/native.cpp): the CPU, fp32 and bf16
+    sdpa      scaled_dot_product_attention, block by block: the CPU without native, no gradient
+    fused     a backward pass written by hand: the CPU without native, in training
     explicit  plain operations: attention maps, second derivatives, torch.func
 """
 
@@ -25,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Backend = Literal["auto", "varlen", "triton", "sdpa", "fused", "explicit"]
+from xformer.model import native
+
+Backend = Literal["auto", "varlen", "triton", "native", "sdpa", "fused", "explicit"]
 SMALL = np.random.SFC64(0)  # its state is set before every use
 BLOCK = 2**21  # probabilities that the CPU works on at a time, so that they stay in its cache
 WASTE = 2**13  # probabilities more that cost the CPU as much as the calls for a block more
@@ -150,14 +153,23 @@ def with_room(x: Tensor) -> Tensor:
     return F.pad(x, (0, more)) if more else x
 
 
-def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
-    """A mask on the CPU: 0 with the probability `rate` in steps of 2^-16, else 1.
+def new_seed() -> int:
+    """A seed for a dropout mask, from torch's generator of the CPU."""
+    return int(torch.randint(2**62, ()))
 
-    Four elements share a word of a small fast generator (SFC64, Doty-Humphrey 2010), which takes
-    its seed from torch's: a tenth of the time of `bernoulli_`.
+
+def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
+    """A mask on the CPU: 0 with the probability `rate`, else 1; from a seed that torch draws.
+
+    With native kernels it is the one that they compute themselves. Without, four elements share a
+    word of a small fast generator (SFC64, Doty-Humphrey 2010), so that `rate` has steps of 2^-16.
     """
-    count = math.prod(size)
-    seed = int(torch.randint(2**62, ()))
+    count, seed = math.prod(size), new_seed()
+    if not native.missing():
+        mask = torch.empty(size, dtype=dtype if dtype in native.TYPES else torch.float32)
+        columns = max(1, size[-1] if size else 1)
+        native.call("fill_mask", mask.dtype, mask, count // columns, columns, seed, rate)
+        return mask.to(dtype)
     SMALL.state = {"bit_generator": "SFC64", "has_uint32": 0, "uinteger": 0,
                    "state": {"state": np.array([seed, seed, seed, 1], np.uint64)}}  # fmt: skip
     SMALL.random_raw(12, output=False)  # until the words of the state are mixed
@@ -219,6 +231,8 @@ def choose_backend(qkv: Tensor, dropout: float) -> Backend:
         if qkv.size(-1) > LARGEST_HEAD:
             return "explicit" if dropout > 0.0 else "sdpa"
         return "triton"
+    if native.serves(qkv):
+        return "native"
     return "fused" if dropout > 0.0 or qkv.requires_grad else "sdpa"
 
 
@@ -227,19 +241,21 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
     qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. For rows behind the
-    last sequence fused, sdpa and explicit return 0; the others take none. Raises ValueError where
-    the named back end cannot serve the dropout asked for.
+    last sequence the back ends of the CPU and explicit return 0; the others take none. Raises
+    ValueError where the named back end cannot serve the dropout asked for.
     """
     if backend == "auto":
         backend = choose_backend(qkv, dropout)
     if backend == "explicit":
         return explicit_attention(qkv, layout, dropout)[0]
-    if backend == "fused":
+    if backend == "native":
+        out = _Native.apply(qkv, layout, dropout)
+    elif backend == "fused":
         out = _Fused.apply(qkv, layout, dropout)
     elif backend == "triton":
         from xformer.model.kernels import packed_attention
 
-        seed = int(torch.randint(2**62, ())) if dropout > 0.0 else 0
+        seed = new_seed() if dropout > 0.0 else 0
         return packed_attention(qkv, layout.cu_seqlens, layout.max_length, dropout, seed)
     elif dropout > 0.0:
         raise ValueError(f"the back end {backend!r} has no dropout: use triton, fused or explicit")
@@ -265,12 +281,22 @@ def explicit_attention(qkv: Tensor, layout: Layout,
     out: list[Tensor] = []
     maps: list[Tensor] = []
     blocks = layout.blocks_of(qkv.size(2))
-    lengths = iter(layout.lengths)
-    for q, k, v, bias in _split(qkv, blocks):
+    lengths, begin = iter(layout.lengths), 0
+    draws = dropout > 0.0 and qkv.device.type == "cpu" and not native.missing()
+    seed = new_seed() if draws else None
+    for (q, k, v, bias), block in zip(_split(qkv, blocks), blocks, strict=True):
         scores = q @ k.transpose(2, 3) / math.sqrt(qkv.size(3))
         weights = torch.softmax(scores if bias is None else scores + bias.to(q.dtype), -1)
         maps += [x[:, :n, :n] for x, n in zip(weights, lengths, strict=False)]  # of (n, H, L, L)
-        out.append(drop(weights, dropout) @ v)
+        if seed is None:
+            left = drop(weights, dropout)
+        else:  # as the back end native does, with its masks
+            mask = torch.empty(weights.size())
+            native.call("attention_mask", mask.dtype, mask, layout.cu_seqlens[begin:], block.count,
+                        qkv.size(2), block.length, seed, dropout)  # fmt: skip
+            left = weights * mask.to(weights.dtype).mul_(1 / (1 - dropout))
+        out.append(left @ v)
+        begin += block.count
     return _join(blocks, out, qkv), maps
 
 
@@ -289,6 +315,33 @@ def _join(blocks: list[Block], values: list[Tensor], qkv: Tensor) -> Tensor:
     rows = [block.strip(x.transpose(1, 2)) for block, x in zip(blocks, values, strict=True)]
     behind = qkv[sum(len(x) for x in rows) :, 0]
     return torch.cat([*rows, torch.zeros_like(behind)])
+
+
+class _Native(torch.autograd.Function):
+    """Attention by a native kernel; for its backward pass it computes the probabilities and their
+    mask anew."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
+        T, _, H, D = qkv.size()
+        N, ends = len(layout.lengths), layout.cu_seqlens
+        out, sums = qkv.new_empty(T, H, D), torch.empty(T, H, 2)
+        ctx.rest = N, H, D, layout.max_length, new_seed() if dropout > 0.0 else 0, dropout
+        native.call("attention", qkv.dtype, qkv, ends, out, sums, *ctx.rest)
+        ctx.count = sum(layout.lengths)
+        out[ctx.count :] = 0
+        ctx.save_for_backward(qkv, ends, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        refuse_second_derivative("the back end 'native' has none: use explicit")
+        qkv, ends, sums = ctx.saved_tensors
+        d_qkv = torch.empty_like(qkv)
+        native.call("attention_backward", qkv.dtype, qkv, ends, sums, d_out.contiguous(), d_qkv,
+                    *ctx.rest)  # fmt: skip
+        d_qkv[ctx.count :] = 0
+        return d_qkv, None, None
 
 
 class _Fused(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from xformer.config import Settings
 from xformer.data.batch import Batch
+from xformer.model import native
 from xformer.model.attention import (
     Backend,
     Layout,
@@ -25,9 +26,12 @@ from xformer.model.attention import (
     drop_add,
     explicit_attention,
     layout,
+    new_seed,
+    refuse_second_derivative,
     with_room,
 )
 
+FP32 = torch.float32
 WIDEST = 8192  # a row that the fused LayerNorm of CUDA takes
 # the settings that a transformer has no use for, and those that every architecture has
 HILBERT_CNN = ("kmer", "letters")
@@ -220,15 +224,52 @@ def fuses(x: Tensor) -> bool:
     return x.is_cuda and x.size(1) <= WIDEST
 
 
+class _AddNorm(torch.autograd.Function):
+    """LayerNorm(z) and z = x + dropout(y) by a native kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float,
+                rate: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+        T, C = x.size()
+        z, out, moments = torch.empty_like(x), torch.empty_like(x), x.new_empty(T, 2)
+        ctx.rest = T, C, new_seed() if rate > 0.0 else 0, rate
+        native.call("add_norm", y.dtype, x, y, weight, bias, z, out, moments, T, C, eps,
+                    *ctx.rest[2:])  # fmt: skip
+        ctx.save_for_backward(z, moments, weight)
+        ctx.type = y.dtype
+        ctx.set_materialize_grads(False)
+        return out, z
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the native LayerNorm has none: give the back end explicit")
+        z, moments, weight = ctx.saved_tensors
+        d_out = torch.zeros_like(z) if d_out is None else d_out.contiguous()
+        d_z = d_z if d_z is None else d_z.contiguous()
+        d_x, (d_weight, d_bias) = torch.empty_like(z), weight.new_empty(2, *weight.size())
+        same = ctx.type == z.dtype and ctx.rest[-1] == 0.0
+        d_y = d_x if same else torch.empty_like(z, dtype=ctx.type)
+        native.call("add_norm_backward", ctx.type, d_out, d_z, z, moments, weight, d_x, d_y,
+                    d_weight, d_bias, *ctx.rest)  # fmt: skip
+        return d_x, d_y, d_weight, d_bias, None, None
+
+
 def add_norm(x: Tensor, y: Tensor, norm: nn.Module, rate: float, plain: bool = False,
              ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """norm(z) and z = x + dropout(y), all (T, C); on CUDA in one kernel, unless `plain` operations
-    are asked for, which can be differentiated twice."""
+    """norm(z) and z = x + dropout(y), all (T, C); in one kernel, unless `plain` operations are
+    asked for, which can be differentiated twice."""
     if not plain and isinstance(norm, nn.LayerNorm) and fuses(x):
         from xformer.model import norm_kernels
 
-        seed = int(torch.randint(2**62, ())) if rate > 0.0 else 0
+        seed = new_seed() if rate > 0.0 else 0
         return norm_kernels.add_norm(y, x, norm.weight, norm.bias, norm.eps, rate, seed)
+    if not plain and isinstance(norm, nn.LayerNorm) and x.dtype == norm.weight.dtype == FP32 and (
+        native.serves(x, y, norm.weight)
+    ):  # fmt: skip
+        out, z = _AddNorm.apply(x, y, norm.weight, norm.bias, norm.eps, rate)
+        assert isinstance(out, Tensor)
+        assert isinstance(z, Tensor)
+        return out, z
     z = drop_add(x, y, rate, plain)
     return norm(z), z
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xformer.model import native
 from xformer.model.attention import drop, refuse_second_derivative, with_room
 from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
 from xformer.model.hilbert import FEATURES, HilbertCNN
@@ -89,19 +90,10 @@ class _VocabularyLoss(torch.autograd.Function):
             for j in range(0, V, piece):
                 k = min(j + piece, V)
                 torch.addmm(b[j:k], x, w[j:k].T, out=logits[:, j:k])
-            logits = logits.to(bias.dtype)
-            top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
-            hits = (right == top)[:n]
-            if half:  # many logits are the largest; argmax takes the CPU ten times as long as amax
-                some = slice(n) if h.is_cuda else hits.nonzero()[:, 0]
-                hits = logits[some].argmax(1, keepdim=True) == y[some]
-            torch.softmax(logits, 1, out=logits)
-            total += (top - logits.amax(1, keepdim=True).log() - right)[:n].sum()
-            correct += hits.sum()
-            d_logits = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, :V]
-            d_logits[n:] = 0
-            d_bias += d_logits.sum(0)
-            d = d_logits.to(dtype)
+            rows_loss = _native_rows if native.serves(logits, bias) else _plain_rows
+            loss, hits, d = rows_loss(logits, y, n, d_bias)
+            total += loss
+            correct += hits
             if half:
                 d_x.copy_(d @ w)
                 d_word.copy_(d.T @ x) if i == 0 else d_word.add_(d.T @ x)
@@ -127,6 +119,33 @@ class _VocabularyLoss(torch.autograd.Function):
             ctx.owed.append(d_word)
             d_word = None
         return d_h, d_word, d_bias, None, None
+
+
+def _native_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
+                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of a block's logits (rows, at least V) and targets y (rows, 1): the loss of the first n, how
+    many are right, and the gradient (rows, V), which is added to that of the bias."""
+    losses, hits = d_bias.new_zeros(2, len(y))
+    native.call("cross_entropy", logits.dtype, logits, y, losses, hits, d_bias, len(y), n,
+                len(d_bias), logits.size(1))  # fmt: skip
+    return losses.sum(), hits.sum(), logits[:, : len(d_bias)]
+
+
+def _plain_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
+                ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_native_rows` by operations of torch."""
+    dtype, logits = logits.dtype, logits.to(d_bias.dtype)
+    top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
+    hits = (right == top)[:n]
+    if dtype != logits.dtype:  # many are the largest; argmax takes the CPU ten times as long
+        some = slice(n) if logits.is_cuda else hits.nonzero()[:, 0]
+        hits = logits[some].argmax(1, keepdim=True) == y[some]
+    torch.softmax(logits, 1, out=logits)
+    loss = (top - logits.amax(1, keepdim=True).log() - right)[:n].sum()
+    d = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, : len(d_bias)]
+    d[n:] = 0
+    d_bias += d.sum(0)
+    return loss, hits.sum(), d.to(dtype)
 
 
 class Model(nn.Module):

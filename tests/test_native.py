@@ -1,0 +1,223 @@
+"""The C++ kernels of the CPU against plain operations, and what happens where they cannot be made.
+
+T tokens in the batch, H heads, D size of a head, L length of a sequence.
+"""
+
+import math
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+from tiny import distance, seeded
+from torch import Tensor, nn
+
+from xformer.model import native
+from xformer.model.attention import attention, kept, layout
+from xformer.model.encoder import add_norm
+
+needs_kernels = pytest.mark.skipif(bool(native.missing()), reason=f"no kernels: {native.missing()}")
+
+# ---------------------------------------------------------------------------------- attention
+
+# one token; repeats; whole tiles of 8 and 16 and one more or less; more than a block of queries
+MIXES = [[1], [2, 2, 2], [7, 1, 7, 13, 1], [15, 16, 17, 8, 9], [64, 65, 63, 128, 200]]
+
+
+def attended(backend: str, lengths: list[int], heads: int, size: int, rate: float,
+             dtype: torch.dtype, more: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output and the gradient of q, k and v, with the same mask; `more` rows at the end."""
+    shape = sum(lengths) + more, 3, heads, size
+    qkv = torch.randn(shape, generator=seeded(3)).to(dtype).requires_grad_()
+    torch.manual_seed(7)
+    out = attention(qkv, layout(np.cumsum([0, *lengths])), rate, backend)  # type: ignore[arg-type]
+    direction = torch.randn(out.shape, generator=seeded(4)).to(dtype)
+    return out.detach(), torch.autograd.grad(out, qkv, direction)[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize(("heads", "size"), [(3, 1), (4, 5), (12, 32), (2, 48), (2, 64), (1, 130)])
+@pytest.mark.parametrize("lengths", MIXES)
+def test_attention_equals_the_explicit_one(
+    lengths: list[int], heads: int, size: int, rate: float
+) -> None:
+    found = attended("native", lengths, heads, size, rate, torch.float32, more=3)
+    wanted = attended("explicit", lengths, heads, size, rate, torch.float32, more=3)
+    for one, two in zip(found, wanted, strict=True):
+        # of sequences of one token, q and k have the gradient 0
+        assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0)
+        assert not one[-3:].any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", MIXES)
+def test_attention_in_16_bit_is_near_the_explicit_one_in_32(lengths: list[int]) -> None:
+    found = attended("native", lengths, 4, 32, 0.1, torch.bfloat16)
+    wanted = attended("explicit", lengths, 4, 32, 0.1, torch.float32)
+    for one, two in zip(found, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert float((one - two).norm()) <= 1e-2 * max(float(two.norm()), 1.0)
+
+
+@needs_kernels
+def test_attention_bears_far_scores_and_tells_of_what_is_not_a_number() -> None:
+    qkv = torch.randn(20, 3, 2, 8, generator=seeded(0))
+    qkv[:, :2] *= 100  # most probabilities are 0 in fp32
+    where = layout([0, 9, 20])
+    with torch.no_grad():
+        out = attention(qkv, where, backend="native")
+        assert distance(out, attention(qkv, where, backend="explicit")) <= 1e-5
+        qkv[12, 1, 1, 3] = torch.nan
+        bad = attention(qkv, where, backend="native").isnan()
+    assert bad[9:, 1].all()  # of its sequence and head, and of no other
+    assert int(bad.sum()) == 11 * 8
+
+
+@needs_kernels
+def test_a_mask_is_that_of_the_triton_kernel() -> None:
+    triton_kernels = pytest.importorskip("xformer.model.kernels")
+    ends, heads, length, seed = torch.tensor([0, 7, 20], dtype=torch.int32), 3, 13, 2**61 + 12345
+    found = torch.empty(2, heads, length, length)
+    native.call("attention_mask", torch.float32, found, ends, 2, heads, length, seed, 0.3)
+    assert torch.equal(found.bool(), triton_kernels.dropout_mask(ends, length, heads, 0.3, seed))
+
+
+@needs_kernels
+def test_masks_of_heads_rows_and_columns_are_independent() -> None:
+    heads, length, rate = 12, 512, 0.1
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    mask = torch.empty(heads, length, length)
+    native.call("attention_mask", torch.float32, mask, ends, 1, heads, length, 5, rate)
+    assert abs(float(1 - mask.mean()) - rate) < 5 * math.sqrt(rate * (1 - rate) / mask.numel())
+    x = mask - (1 - rate)
+    for a, b in ((x[1:], x[:-1]), (x[:, 1:], x[:, :-1]), (x[:, :, 1:], x[:, :, :-1])):
+        correlation = float((a * b).mean()) / (rate * (1 - rate))
+        assert abs(correlation) < 5 / math.sqrt(a.numel())
+
+
+# ------------------------------------------------------------------------------------ LayerNorm
+
+
+@needs_kernels
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("used", ["norm", "sum", "both"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 33), (300, 384)])
+def test_sum_and_norm_equal_the_plain_ones(rows: int, columns: int, used: str, rate: float) -> None:
+    norm = nn.LayerNorm(columns, eps=1e-3)
+    for i, weight in enumerate(norm.parameters()):
+        weight.data = torch.randn(columns, generator=seeded(i))
+    found = []
+    for plain in (False, True):
+        x, y = (torch.randn(rows, columns, generator=seeded(i)).requires_grad_() for i in (5, 6))
+        torch.manual_seed(9)
+        out, z = add_norm(x, y, norm, rate, plain)
+        one, two = (torch.randn(rows, columns, generator=seeded(i)) for i in (7, 8))
+        total = (one * out).sum() * (used != "sum") + (two * z).sum() * (used != "norm")
+        gradients = torch.autograd.grad(total, [x, y, *norm.parameters()])
+        found.append([out, z, *gradients])
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).detach().norm()) <= 1e-5 * max(float(b.detach().norm()), 1.0)
+
+
+@needs_kernels
+def test_sum_and_norm_of_16_bit_are_near_those_of_32() -> None:
+    norm, found = nn.LayerNorm(384), []
+    for dtype in (torch.bfloat16, torch.float32):
+        x, y = (torch.randn(99, 384, generator=seeded(i)) for i in (5, 6))
+        given = x.requires_grad_(), y.to(dtype).requires_grad_()
+        torch.manual_seed(9)
+        out, _ = add_norm(*given, norm, 0.1)
+        direction = torch.randn(99, 384, generator=seeded(7))
+        found.append([out, *torch.autograd.grad(out, given, direction)])
+    assert found[0][2].dtype == torch.bfloat16
+    for a, b in zip(*found, strict=True):
+        assert distance(a, b) <= 1e-2
+
+
+@needs_kernels
+def test_there_is_no_second_derivative() -> None:
+    qkv = torch.randn(4, 3, 2, 3, generator=seeded(0)).requires_grad_()
+    out = attention(qkv, layout([0, 4]), 0.0, "native")
+    with pytest.raises(RuntimeError, match="second derivative: the back end 'native' has none"):
+        torch.autograd.grad(out.sum(), qkv, create_graph=True)
+    x = torch.randn(4, 6, generator=seeded(0)).requires_grad_()
+    normed, _ = add_norm(x, x, nn.LayerNorm(6), 0.0)
+    with pytest.raises(RuntimeError, match="second derivative: the native LayerNorm has none"):
+        torch.autograd.grad(normed.sum(), x, create_graph=True)
+
+
+@needs_kernels
+def test_the_number_of_threads_changes_no_mask() -> None:
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            found.append(kept((300, 400), 0.2, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+# ------------------------------------------------------------------------------ how they are made
+
+
+def asked(cache: Path, **environment: str) -> str:
+    """What a process of its own says of the kernels, with what they come to where they are."""
+    code = (
+        "import torch\n"
+        "from xformer.model import native\n"
+        "print(native.missing(), native.note(torch.device('cpu')), sep='|')\n"
+        "x = torch.empty(2, 3)\n"
+        "if not native.missing():\n"
+        "    native.call('fill_mask', x.dtype, x, 2, 3, 0, 0.0)\n"
+        "    assert x.sum() == 6\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, "XFORMER_CACHE": str(cache), **environment}, timeout=240,
+    )  # fmt: skip
+    assert ended.stderr == ""
+    return ended.stdout.strip()
+
+
+def script(path: Path, text: str) -> str:
+    """An executable that stands for the compiler."""
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@needs_kernels
+def test_they_are_compiled_once(tmp_path: Path) -> None:
+    cache, count = tmp_path / "cache", tmp_path / "count"
+    counting = script(tmp_path / "cxx", f'echo "$*" >> {count}\nexec c++ "$@"')
+    for _ in range(2):
+        assert asked(cache, CXX=counting) == "|"
+    made = [line for line in count.read_text().splitlines() if "--version" not in line]
+    assert len(made) == 2  # compiled, linked
+    assert len(list((cache / "native").iterdir())) == 1  # nothing is left beside it
+    assert asked(cache, CXX="c++") == "|"  # another compiler has its own
+    assert len(list((cache / "native").iterdir())) == 2
+
+
+def test_without_them_a_line_says_why(tmp_path: Path) -> None:
+    longer = "steps take up to a third longer"
+    why = "no C++ compiler '/nowhere/c++'"
+    assert asked(tmp_path / "a", CXX="/nowhere/c++") == f"{why}|no native kernels ({why}): {longer}"
+    broken = script(
+        tmp_path / "cxx", '[ "$1" = --version ] && exit 0; echo "error: no" >&2; exit 1'
+    )
+    why = f"{broken} failed: error: no"
+    assert asked(tmp_path / "b", CXX=broken) == f"{why}|no native kernels ({why}): {longer}"
+    assert not list((tmp_path / "b" / "native").iterdir())
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in asked(tmp_path / "file") or native.missing()
+    assert asked(tmp_path / "c", XFORMER_NATIVE="0") == "XFORMER_NATIVE=0|"

@@ -1,0 +1,529 @@
+// What lies between the matrix products of a training step on the CPU, each in one pass over memory.
+//
+// native.py compiles this file and calls what is extern "C". A matrix is (rows, columns), row by row
+// without gaps. Its numbers are float, or bf16 which every kernel reads into float and rounds when it
+// writes. Loops run over OpenMP's threads, a row by one of them, so that the same number of threads
+// gives the same bits.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using std::int32_t;
+using std::int64_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint64_t;
+
+constexpr int64_t FEW = 1 << 14;  // numbers for which one thread is faster than two
+
+template <class To, class From>
+inline To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    std::memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+struct bf16 {
+    uint16_t word;
+};
+
+inline float read(float x) { return x; }
+inline float read(bf16 x) { return bits<float>(uint32_t(x.word) << 16); }
+
+inline void write(float& to, float x) { to = x; }
+inline void write(bf16& to, float x) {  // to the nearest, of two the even one
+    uint32_t word = bits<uint32_t>(x);
+    uint32_t rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16;
+    to.word = uint16_t(x != x ? 0x7FC0 : rounded);
+}
+
+// exp(x) for x <= 0 to two units in the last place; 0 below -87, and a NaN stays one.
+inline float exp_of(float x) {
+    constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: what is added to it becomes an integer
+    float low = x < -87.0f ? -87.0f : x;
+    float shifted = low * 1.44269504f + MAGIC;
+    float n = shifted - MAGIC;
+    float r = low - n * 0.693359375f + n * 2.12194440e-4f;  // x - n log 2, log 2 in two parts
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    float y = bits<float>(bits<uint32_t>(p) + ((bits<uint32_t>(shifted) - bits<uint32_t>(MAGIC)) << 23));
+    return x < -87.0f ? 0.0f : y;
+}
+
+// ------------------------------------------------------------------------------------- dropout
+
+inline uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x85EBCA6B;
+    x ^= x >> 13;
+    x *= 0xC2B2AE35;
+    return x ^ (x >> 16);
+}
+
+// The mask of kernel_base.keep: an element is kept by a hash of the seed, its row and its column.
+struct Mask {
+    uint32_t a, b, below;
+    float scale;
+
+    Mask(uint64_t seed, double rate) {
+        uint32_t low = uint32_t(seed), high = uint32_t(seed >> 32);
+        a = mix(mix(low ^ 0x243F6A88) ^ high);
+        b = mix(mix(high ^ 0x85A308D3) ^ low);
+        below = uint32_t(std::min(std::nearbyint(rate * 4294967296.0), 4294967295.0));
+        scale = float(1.0 / (1.0 - rate));
+    }
+
+    Mask of(int64_t head) const {
+        Mask mask = *this;
+        mask.a = mix(a ^ uint32_t(head));
+        mask.b = mix(b ^ uint32_t(head));
+        return mask;
+    }
+};
+
+struct Row {
+    uint32_t a, b, below;
+    float scale;
+
+    Row(const Mask& mask, int64_t row)
+        : a(mix(mask.a ^ uint32_t(row))),
+          b(mix(mask.b ^ uint32_t(row))),
+          below(mask.below),
+          scale(mask.scale) {}
+
+    float kept(float value, int64_t column) const {  // or 0
+        uint32_t x = a ^ uint32_t(column);
+        x ^= x >> 16;
+        x *= 0x85EBCA6B;
+        x = x ^ (x >> 13) ^ b;
+        x *= 0xC2B2AE35;
+        x ^= x >> 16;
+        return x >= below ? value : 0.0f;
+    }
+
+    float dropout(float value, int64_t column) const { return kept(value * scale, column); }
+};
+
+template <class T>
+void fill_mask(T* out, int64_t rows, int64_t columns, uint64_t seed, double rate) {
+    Mask mask(seed, rate);
+#pragma omp parallel for schedule(static) if (rows * columns > FEW)
+    for (int64_t r = 0; r < rows; r++) {
+        Row row(mask, r);
+        T* o = out + r * columns;
+#pragma omp simd
+        for (int64_t c = 0; c < columns; c++) write(o[c], row.kept(1.0f, c));
+    }
+}
+
+// ------------------------------------------------------------------------------------- attention
+
+// Of one head and one sequence of L tokens at a time, in float: all it needs stays in the cache. Rows
+// and columns of buffers go on with zeros to whole tiles, D columns to WIDE.
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, TALL = 8;
+#else
+constexpr int LANES = 8, TALL = 4;
+#endif
+constexpr int64_t BLOCK = 64;  // queries at a time
+constexpr int64_t AHEAD = 8;   // rows that are asked for before they are read
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
+
+inline int64_t whole(int64_t n, int64_t tile) { return (n + tile - 1) / tile * tile; }
+
+inline Vector* row_of(float* c, int64_t m, int64_t cm) { return reinterpret_cast<Vector*>(c + m * cm); }
+
+// TALL rows and V vectors of c = a b, or c += a b: a(m, k) is a[m * am + k * ak], vector v of row k of
+// b is at b + k * bk + v * bv.
+template <int V>
+inline void tile(const float* a, int64_t am, int64_t ak, const float* b, int64_t bk, int64_t bv,
+                 float* c, int64_t cm, int64_t depth, bool add) {
+    Vector sums[TALL][V];
+#pragma GCC unroll 16
+    for (int m = 0; m < TALL; m++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sums[m][v] = add ? row_of(c, m, cm)[v] : Vector{};
+    for (int64_t k = 0; k < depth; k++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) {
+            Vector x = *reinterpret_cast<const Vector*>(b + k * bk + v * bv);
+#pragma GCC unroll 16
+            for (int m = 0; m < TALL; m++) sums[m][v] += a[m * am + k * ak] * x;
+        }
+#pragma GCC unroll 16
+    for (int m = 0; m < TALL; m++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) row_of(c, m, cm)[v] = sums[m][v];
+}
+
+inline void product(const float* a, int64_t am, int64_t ak, const float* b, int64_t bk, int64_t bv,
+                    float* c, int64_t cm, int64_t rows, int64_t columns, int64_t depth, bool add) {
+    for (int64_t n = 0; n < columns;) {
+        bool two = n + 2 * LANES <= columns;
+        for (int64_t m = 0; m < rows; m += TALL) {
+            auto run = two ? tile<2> : tile<1>;
+            run(a + m * am, am, ak, b + n / LANES * bv, bk, bv, c + m * cm + n, cm, depth, add);
+        }
+        n += two ? 2 * LANES : LANES;
+    }
+}
+
+// Of a thread: room for one head of the longest sequence.
+struct Room {
+    int64_t wide, rows, line;  // D and the longest length in whole tiles; of the scores a row's length
+    std::vector<float> all;
+    float *q, *k, *v, *d, *dq, *dk, *dv, *kt, *vt, *s, *ds;
+
+    Room(int64_t longest, int64_t D) {
+        wide = whole(D, LANES);
+        rows = whole(longest, LANES);
+        line = rows + LANES;  // not a power of two, whose rows would share lines of the cache
+        all.resize(9 * rows * wide + 2 * whole(std::min(longest, BLOCK), TALL) * line + LANES);
+        auto place = reinterpret_cast<std::uintptr_t>(all.data());
+        float* next = all.data() + (-place & 63) / sizeof(float);
+        for (float** buffer : {&q, &k, &v, &d, &dq, &dk, &dv, &kt, &vt}) {
+            *buffer = next;
+            next += rows * wide;
+        }
+        s = next;
+        ds = s + (all.data() + all.size() - LANES - next) / 2 / LANES * LANES;
+    }
+};
+
+// `scale` times one head of L rows, `stride` apart, to (rows, wide).
+template <class T>
+void gather(const T* from, int64_t stride, int64_t L, int64_t D, float scale, int64_t rows, int64_t wide,
+            float* to) {
+    for (int64_t i = 0; i < L; i++) {
+        const T* row = from + i * stride;
+        for (int64_t j = 0; j < D; j += 64 / sizeof(T)) __builtin_prefetch(row + AHEAD * stride + j);
+#pragma omp simd
+        for (int64_t j = 0; j < D; j++) to[i * wide + j] = scale * read(row[j]);
+        std::fill(to + i * wide + D, to + (i + 1) * wide, 0.0f);
+    }
+    std::fill(to + L * wide, to + rows * wide, 0.0f);
+}
+
+// And back.
+template <class T>
+void scatter(const float* from, int64_t wide, int64_t L, int64_t D, float scale, T* to, int64_t stride) {
+    for (int64_t i = 0; i < L; i++)
+#pragma omp simd
+        for (int64_t j = 0; j < D; j++) write(to[i * stride + j], scale * from[i * wide + j]);
+}
+
+// (rows, wide) to a panel (D, LANES) for every LANES rows.
+void transpose(const float* from, int64_t rows, int64_t D, int64_t wide, float* to) {
+    for (int64_t i = 0; i < rows; i++) {
+        float* panel = to + i / LANES * D * LANES + i % LANES;
+        for (int64_t j = 0; j < D; j++) panel[j * LANES] = from[i * wide + j];
+    }
+}
+
+// out = dropout(softmax(q k^T / sqrt(D))) v of N packed sequences, sequence i of rows ends[i] to
+// ends[i + 1]; qkv is (T, 3, H, D), out (T, H, D). `sums` (T, H, 2): of every row the largest
+// score, and 1 / the sum of exponentials.
+template <class T>
+void attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t N, int64_t H, int64_t D,
+               int64_t longest, uint64_t seed, double rate) {
+    Mask mask(seed, rate);
+    float scale = 1.0f / std::sqrt(float(D));
+#pragma omp parallel
+    {
+        Room room(longest, D);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t i = 0; i < N; i++)
+            for (int64_t h = 0; h < H; h++) {
+                int64_t first = ends[i], L = ends[i + 1] - first, W = room.wide;
+                int64_t rows = whole(L, LANES);
+                const T* from = qkv + (first * 3 * H + h) * D;
+                gather(from, 3 * H * D, L, D, scale, rows, W, room.q);
+                gather(from + H * D, 3 * H * D, L, D, 1, rows, W, room.k);
+                gather(from + 2 * H * D, 3 * H * D, L, D, 1, rows, W, room.v);
+                transpose(room.k, rows, D, W, room.kt);
+                Mask head = mask.of(h);
+                for (int64_t start = 0; start < L; start += BLOCK) {
+                    int64_t count = std::min(BLOCK, L - start), tall = whole(count, TALL);
+                    product(room.q + start * W, W, 1, room.kt, LANES, D * LANES, room.s, room.line, tall,
+                            rows, D, false);
+                    for (int64_t r = 0; r < count; r++) {
+                        float *s = room.s + r * room.line, top = -INFINITY, sum = 0.0f;
+                        Row row(head, first + start + r);
+                        std::fill(s + L, s + rows, -INFINITY);
+#pragma omp simd reduction(max : top)
+                        for (int64_t c = 0; c < rows; c++) top = s[c] > top ? s[c] : top;
+#pragma omp simd reduction(+ : sum)
+                        for (int64_t c = 0; c < rows; c++) sum += s[c] = exp_of(s[c] - top);
+                        float factor = 1.0f / sum;
+                        if (mask.below) {
+#pragma omp simd
+                            for (int64_t c = 0; c < rows; c++) s[c] = row.dropout(s[c] * factor, c);
+                        } else {
+#pragma omp simd
+                            for (int64_t c = 0; c < rows; c++) s[c] *= factor;
+                        }
+                        float* kept = sums + 2 * ((first + start + r) * H + h);
+                        kept[0] = top;
+                        kept[1] = factor;
+                    }
+                    product(room.s, room.line, 1, room.v, W, LANES, room.d, W, tall, W, L, false);
+                    scatter(room.d, W, count, D, 1, out + ((first + start) * H + h) * D, H * D);
+                }
+            }
+    }
+}
+
+// The gradient of qkv from that of out; the probabilities are computed anew (Dao 2023, section 3).
+template <class T>
+void attention_backward(const T* qkv, const int32_t* ends, const float* sums, const T* d_out, T* d_qkv,
+                        int64_t N, int64_t H, int64_t D, int64_t longest, uint64_t seed, double rate) {
+    Mask mask(seed, rate);
+    float scale = 1.0f / std::sqrt(float(D));
+#pragma omp parallel
+    {
+        Room room(longest, D);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t i = 0; i < N; i++)
+            for (int64_t h = 0; h < H; h++) {
+                int64_t first = ends[i], L = ends[i + 1] - first, W = room.wide, line = room.line;
+                int64_t rows = whole(L, LANES);
+                const T* from = qkv + (first * 3 * H + h) * D;
+                gather(from, 3 * H * D, L, D, scale, rows, W, room.q);
+                gather(from + H * D, 3 * H * D, L, D, 1, rows, W, room.k);
+                gather(from + 2 * H * D, 3 * H * D, L, D, 1, rows, W, room.v);
+                gather(d_out + (first * H + h) * D, H * D, L, D, 1, rows, W, room.d);
+                transpose(room.k, rows, D, W, room.kt);
+                transpose(room.v, rows, D, W, room.vt);
+                Mask head = mask.of(h);
+                for (int64_t start = 0; start < L; start += BLOCK) {
+                    int64_t count = std::min(BLOCK, L - start), tall = whole(count, TALL);
+                    const float *q = room.q + start * W, *d = room.d + start * W;
+                    product(q, W, 1, room.kt, LANES, D * LANES, room.s, line, tall, rows, D, false);
+                    product(d, W, 1, room.vt, LANES, D * LANES, room.ds, line, tall, rows, D, false);
+                    for (int64_t r = 0; r < count; r++) {
+                        float *s = room.s + r * line, *ds = room.ds + r * line, sum = 0.0f;
+                        const float* kept = sums + 2 * ((first + start + r) * H + h);
+                        float top = kept[0], factor = kept[1];
+                        Row row(head, first + start + r);
+                        std::fill(s + L, s + rows, -INFINITY);
+                        if (mask.below) {
+#pragma omp simd reduction(+ : sum)
+                            for (int64_t c = 0; c < rows; c++) {
+                                float p = exp_of(s[c] - top) * factor, left = row.dropout(1.0f, c);
+                                float g = ds[c] * left;
+                                sum += p * g;
+                                // the sign tells whether it is left: both are wanted below
+                                s[c] = left > 0.0f ? p : -p;
+                                ds[c] = g;
+                            }
+#pragma omp simd
+                            for (int64_t c = 0; c < rows; c++) {
+                                float p = std::fabs(s[c]);
+                                ds[c] = p * (ds[c] - sum);
+                                s[c] = s[c] > 0.0f ? p * head.scale : 0.0f;
+                            }
+                        } else {
+#pragma omp simd reduction(+ : sum)
+                            for (int64_t c = 0; c < rows; c++) {
+                                s[c] = exp_of(s[c] - top) * factor;
+                                sum += s[c] * ds[c];
+                            }
+#pragma omp simd
+                            for (int64_t c = 0; c < rows; c++) ds[c] = s[c] * (ds[c] - sum);
+                        }
+                    }
+                    product(room.s, 1, line, d, W, LANES, room.dv, W, rows, W, count, start > 0);
+                    product(room.ds, 1, line, q, W, LANES, room.dk, W, rows, W, count, start > 0);
+                    product(room.ds, line, 1, room.k, W, LANES, room.dq + start * W, W, tall, W, L, false);
+                }
+                T* to = d_qkv + (first * 3 * H + h) * D;
+                scatter(room.dq, W, L, D, scale, to, 3 * H * D);
+                scatter(room.dk, W, L, D, 1, to + H * D, 3 * H * D);
+                scatter(room.dv, W, L, D, 1, to + 2 * H * D, 3 * H * D);
+            }
+    }
+}
+
+// The mask of `attention` for n sequences from ends[0] on, as (n, H, L, L): 0 or 1.
+template <class T>
+void attention_mask(T* out, const int32_t* ends, int64_t n, int64_t H, int64_t L, uint64_t seed,
+                    double rate) {
+    Mask mask(seed, rate);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t h = 0; h < H; h++) {
+            Mask head = mask.of(h);
+            for (int64_t r = 0; r < L; r++) {
+                Row row(head, ends[i] + r);
+                T* o = out + ((i * H + h) * L + r) * L;
+#pragma omp simd
+                for (int64_t c = 0; c < L; c++) write(o[c], row.kept(1.0f, c));
+            }
+        }
+}
+
+// ------------------------------------------------------------------------------------- LayerNorm
+
+// z = x + dropout(y), out = LayerNorm(z); of every row its mean and 1 / sqrt(variance + eps).
+template <class T>
+void add_norm(const float* x, const T* y, const float* weight, const float* bias, float* z, float* out,
+              float* moments, int64_t rows, int64_t columns, double eps, uint64_t seed, double rate) {
+    Mask mask(seed, rate);
+#pragma omp parallel for schedule(static) if (rows * columns > FEW)
+    for (int64_t r = 0; r < rows; r++) {
+        Row row(mask, r);
+        const float* a = x + r * columns;
+        const T* b = y + r * columns;
+        float *s = z + r * columns, *o = out + r * columns, sum = 0.0f, squares = 0.0f;
+        if (mask.below) {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < columns; c++) sum += s[c] = a[c] + row.dropout(read(b[c]), c);
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < columns; c++) sum += s[c] = a[c] + read(b[c]);
+        }
+        float mean = sum / columns;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t c = 0; c < columns; c++) squares += (s[c] - mean) * (s[c] - mean);
+        float factor = 1.0f / std::sqrt(squares / columns + float(eps));
+#pragma omp simd
+        for (int64_t c = 0; c < columns; c++) o[c] = (s[c] - mean) * factor * weight[c] + bias[c];
+        moments[2 * r] = mean;
+        moments[2 * r + 1] = factor;
+    }
+}
+
+// d_x and d_y from d_out and, where it is not null, d_z; d_weight and d_bias are written.
+template <class T>
+void add_norm_backward(const float* d_out, const float* d_z, const float* z, const float* moments,
+                       const float* weight, float* d_x, T* d_y, float* d_weight, float* d_bias,
+                       int64_t rows, int64_t columns, uint64_t seed, double rate) {
+    Mask mask(seed, rate);
+    bool many = rows * columns > FEW;
+    int threads = many ? omp_get_max_threads() : 1;
+    std::vector<float> sums(2 * columns * threads, 0.0f);
+#pragma omp parallel num_threads(threads) if (many)
+    {
+        float* dw = sums.data() + 2 * columns * omp_get_thread_num();
+        float* db = dw + columns;
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) {
+            Row row(mask, r);
+            const float *d = d_out + r * columns, *s = z + r * columns;
+            float *dx = d_x + r * columns, mean = moments[2 * r], factor = moments[2 * r + 1];
+            T* dy = d_y + r * columns;
+            float one = 0.0f, two = 0.0f;
+#pragma omp simd reduction(+ : one, two)
+            for (int64_t c = 0; c < columns; c++) {
+                float n = (s[c] - mean) * factor, g = d[c] * weight[c];
+                dw[c] += d[c] * n;
+                db[c] += d[c];
+                one += g;
+                two += g * n;
+            }
+            one /= columns;
+            two /= columns;
+            const float* more = d_z ? d_z + r * columns : nullptr;
+#pragma omp simd
+            for (int64_t c = 0; c < columns; c++) {
+                float n = (s[c] - mean) * factor;
+                dx[c] = factor * (d[c] * weight[c] - one - n * two) + (more ? more[c] : 0.0f);
+            }
+            if (mask.below) {
+#pragma omp simd
+                for (int64_t c = 0; c < columns; c++) write(dy[c], row.dropout(dx[c], c));
+            } else if (static_cast<void*>(dx) != static_cast<void*>(dy)) {
+#pragma omp simd
+                for (int64_t c = 0; c < columns; c++) write(dy[c], dx[c]);
+            }
+        }
+    }
+    for (int64_t c = 0; c < columns; c++) {
+        float w = 0.0f, b = 0.0f;
+        for (int t = 0; t < threads; t++) {
+            w += sums[2 * columns * t + c];
+            b += sums[2 * columns * t + columns + c];
+        }
+        d_weight[c] = w;
+        d_bias[c] = b;
+    }
+}
+
+// -------------------------------------------------------------------------------- the vocabulary
+
+// Of each row of logits (`stride` apart) the cross-entropy with its target, whether the target is the
+// first of the largest, and in place the gradient: softmax less target. Rows from `valid` on count for
+// nothing. The gradient's sums over rows are added to d_bias.
+template <class T>
+void cross_entropy(T* logits, const int64_t* targets, float* losses, float* hits, float* d_bias,
+                   int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
+    int threads = omp_get_max_threads();
+    std::vector<float> sums(columns * threads, 0.0f);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> buffer(columns);
+        float *e = buffer.data(), *db = sums.data() + columns * omp_get_thread_num();
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) {
+            T* row = logits + r * stride;
+            if (r >= valid) {
+                std::memset(row, 0, columns * sizeof(T));
+                continue;
+            }
+            int64_t target = targets[r];
+            float top = -INFINITY, sum = 0.0f, right = read(row[target]);
+#pragma omp simd reduction(max : top)
+            for (int64_t c = 0; c < columns; c++) top = std::max(top, read(row[c]));
+            bool hit = right == top;
+            for (int64_t c = 0; hit && c < target; c++) hit = read(row[c]) != top;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < columns; c++) sum += e[c] = exp_of(read(row[c]) - top);
+            float factor = 1.0f / sum;
+            e[target] -= sum;
+#pragma omp simd
+            for (int64_t c = 0; c < columns; c++) {
+                float g = e[c] * factor;
+                db[c] += g;
+                write(row[c], g);
+            }
+            losses[r] = std::log(sum) + top - right;
+            hits[r] = hit;
+        }
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < columns; c++)
+            for (int t = 0; t < threads; t++) d_bias[c] += sums[columns * t + c];
+    }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------- what native.py calls
+
+#define EXPORT(NAME)                                           \
+    void* NAME##_float = reinterpret_cast<void*>(NAME<float>); \
+    void* NAME##_bfloat16 = reinterpret_cast<void*>(NAME<bf16>);
+
+extern "C" {
+EXPORT(fill_mask)
+EXPORT(attention)
+EXPORT(attention_backward)
+EXPORT(attention_mask)
+EXPORT(add_norm)
+EXPORT(add_norm_backward)
+EXPORT(cross_entropy)
+}
