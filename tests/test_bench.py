@@ -166,7 +166,9 @@ def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
     products = ceiling.Products(config, torch.float32, found)
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         products.run(found[1])
-        ceiling.attend(config, torch.float32, found[1], fused=False)
+        ceiling.attend(config, torch.float32, found[1], form="written out")
+    for form in ("ours", "fused"):
+        ceiling.attend(config, torch.bfloat16, found[1], form=form)
     squares = sum(n * length**2 for n, length in found[1].runs)
     C, F, V = config.hidden, config.intermediate, config.vocab_size
     layers = config.layers * (6 * C * C * found[1].tokens + 4 * C * squares)

@@ -1,9 +1,10 @@
-// What lies between the matrix products of a training step on the CPU, each in one pass over memory.
+// What lies between the large matrix products of a training step on the CPU: attention, LayerNorm with
+// what comes before it, the loss over a vocabulary.
 //
 // native.py compiles this file and calls what is extern "C". A matrix is (rows, columns), row by row
 // without gaps. Its numbers are float, or bf16 which every kernel reads into float and rounds when it
-// writes. Loops run over OpenMP's threads, a row by one of them, so that the same number of threads
-// gives the same bits.
+// writes. A row, or a head of a sequence, is the work of one thread; only sums over rows depend on how
+// many there are, so that the same number gives the same bits.
 
 #include <omp.h>
 
@@ -61,7 +62,7 @@ inline float exp_of(float x) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     float y = bits<float>(bits<uint32_t>(p) + ((bits<uint32_t>(shifted) - bits<uint32_t>(MAGIC)) << 23));
-    return x < -87.0f ? 0.0f : y;
+    return x < -87.0f ? 0.0f : x == x ? y : x;
 }
 
 // ------------------------------------------------------------------------------------- dropout
@@ -95,7 +96,7 @@ struct Mask {
     }
 };
 
-struct Row {
+struct Row {  // of a mask
     uint32_t a, b, below;
     float scale;
 
@@ -132,11 +133,11 @@ void fill_mask(T* out, int64_t rows, int64_t columns, uint64_t seed, double rate
 
 // ------------------------------------------------------------------------------------- attention
 
-// Of one head and one sequence of L tokens at a time, in float: all it needs stays in the cache. Rows
-// and columns of buffers go on with zeros to whole tiles, D columns to WIDE.
+// Of one head and one sequence of L tokens at a time, in float: what it needs stays in the cache. Rows
+// and columns of the buffers go on to whole tiles, with zeros.
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, TALL = 8;
+constexpr int LANES = 16, TALL = 8;  // of 32 registers 16 hold sums, two vectors of 8 rows
 #else
 constexpr int LANES = 8, TALL = 4;
 #endif
@@ -193,7 +194,8 @@ struct Room {
         wide = whole(D, LANES);
         rows = whole(longest, LANES);
         line = rows + LANES;  // not a power of two, whose rows would share lines of the cache
-        all.resize(9 * rows * wide + 2 * whole(std::min(longest, BLOCK), TALL) * line + LANES);
+        int64_t scores = whole(std::min(longest, BLOCK), TALL) * line;
+        all.resize(9 * rows * wide + 2 * scores + LANES);
         auto place = reinterpret_cast<std::uintptr_t>(all.data());
         float* next = all.data() + (-place & 63) / sizeof(float);
         for (float** buffer : {&q, &k, &v, &d, &dq, &dk, &dv, &kt, &vt}) {
@@ -201,7 +203,7 @@ struct Room {
             next += rows * wide;
         }
         s = next;
-        ds = s + (all.data() + all.size() - LANES - next) / 2 / LANES * LANES;
+        ds = s + scores;
     }
 };
 
@@ -467,8 +469,9 @@ void add_norm_backward(const float* d_out, const float* d_z, const float* z, con
 // -------------------------------------------------------------------------------- the vocabulary
 
 // Of each row of logits (`stride` apart) the cross-entropy with its target, whether the target is the
-// first of the largest, and in place the gradient: softmax less target. Rows from `valid` on count for
-// nothing. The gradient's sums over rows are added to d_bias.
+// first of the largest, and in place the gradient: softmax less target, and 0 behind the columns, where
+// a product may read. Rows from `valid` on count for nothing. The gradient's sums over rows are added
+// to d_bias.
 template <class T>
 void cross_entropy(T* logits, const int64_t* targets, float* losses, float* hits, float* d_bias,
                    int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
@@ -481,6 +484,7 @@ void cross_entropy(T* logits, const int64_t* targets, float* losses, float* hits
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
             T* row = logits + r * stride;
+            std::memset(row + columns, 0, (stride - columns) * sizeof(T));
             if (r >= valid) {
                 std::memset(row, 0, columns * sizeof(T));
                 continue;

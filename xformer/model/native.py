@@ -136,12 +136,16 @@ def note(device: torch.device) -> str:
     return f"no native kernels ({why}): steps take up to a third longer"
 
 
+def watched() -> bool:
+    """Whether a mode of torch watches operations, to count them or to gather gradients: it is to
+    see torch's own."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels take these: on the CPU, in fp32 or bf16, without gaps."""
-    return (
-        all(x.device.type == "cpu" and x.dtype in TYPES and x.is_contiguous() for x in tensors)
-        and not missing()
-    )
+    """Whether the kernels take these, on the CPU, in fp32 or bf16, without gaps; and none watches."""
+    fit = (x.device.type == "cpu" and x.dtype in TYPES and x.is_contiguous() for x in tensors)
+    return all(fit) and not missing() and not watched()
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
