@@ -23,10 +23,10 @@ SKIP, STEPS = 10, 5  # steps before the trace, in which kernels are chosen and c
 WORDS = {
     "waiting for data": "^waiting for data$",
     "communication": "nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter",
-    "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss",
+    "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss|cross_entropy",
     "attention": "attention|attn|softmax|bmm",
-    "LayerNorm": "layer_?norm|batch_?norm",
-    "dropout": "dropout|bernoulli|random_|aten::ge$",
+    "LayerNorm": "layer_?norm|batch_?norm|add_norm",
+    "dropout": "dropout|bernoulli|random_|fill_mask|aten::ge$",
     "optimizer": "^optimizer$|adam|vector_norm",
     "matrix products": "mm|matmul|linear|gemm|cublas|cutlass|nvjet|mkldnn|conv(?!ert)",
     "embeddings and copies": "embedding|index|copy|memcpy|memset|aten::to$|cat$",

@@ -143,7 +143,7 @@ def watched() -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels take these, on the CPU, in fp32 or bf16, without gaps; and none watches."""
+    """Whether the kernels take these: on the CPU, in fp32 or bf16, without gaps, unwatched."""
     fit = (x.device.type == "cpu" and x.dtype in TYPES and x.is_contiguous() for x in tensors)
     return all(fit) and not missing() and not watched()
 
