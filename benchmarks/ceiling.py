@@ -102,11 +102,12 @@ class Products:
 def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> None:
     """Attention of all layers, forward and backward: ours, torch's fused one, or written out."""
     H, D = config.heads, config.hidden // config.heads
+    lengths = [length for n, length in shape.runs for _ in range(n)]
+    packed = layout(np.cumsum([0, *lengths]))
     for _ in range(config.layers):
         if form == "ours":
-            lengths = [length for n, length in shape.runs for _ in range(n)]
             qkv = torch.ones(sum(lengths), 3, H, D, dtype=dtype, requires_grad=True)
-            out = attention(qkv, layout(np.cumsum([0, *lengths])))
+            out = attention(qkv, packed)
             torch.autograd.grad(out, qkv, torch.ones_like(out))
             continue
         for n, length in shape.runs:

@@ -27,6 +27,7 @@ from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.distributed import Ranks
+from xformer.model import native
 from xformer.model.attention import Backend, attention, explicit_attention, layout
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import Model
@@ -56,6 +57,8 @@ def padded_attention(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, list[Tens
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
 def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
     device, tolerance = "cpu", 1e-6
+    if backend == "native" and native.missing():
+        pytest.skip(f"no native kernels: {native.missing()}")
     if backend == "triton":
         pytest.importorskip("triton")
         if torch.cuda.is_available():  # else by Triton's interpreter
@@ -92,6 +95,8 @@ def test_a_back_end_without_dropout_says_so(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "fused", "explicit"])
 def test_dropout_falls_on_the_probabilities(backend: Backend) -> None:
+    if backend == "native" and native.missing():
+        pytest.skip(f"no native kernels: {native.missing()}")
     # with the identity for v, an output row is its row of weights
     length, rate = 60, 0.3
     qkv = projections([length], length).detach()

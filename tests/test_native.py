@@ -5,6 +5,7 @@ T tokens in the batch, H heads, D size of a head, L length of a sequence.
 
 import math
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import torch
 from helpers import ROOT
 from tiny import distance, seeded
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from xformer.model import native
 from xformer.model.attention import attention, kept, layout
-from xformer.model.encoder import add_norm
+from xformer.model.encoder import ModelConfig, add_norm
+from xformer.model.heads import Model
 
 needs_kernels = pytest.mark.skipif(bool(native.missing()), reason=f"no kernels: {native.missing()}")
 
@@ -77,6 +80,101 @@ def test_attention_bears_far_scores_and_tells_of_what_is_not_a_number() -> None:
         bad = attention(qkv, where, backend="native").isnan()
     assert bad[9:, 1].all()  # of its sequence and head, and of no other
     assert int(bad.sum()) == 11 * 8
+
+
+@needs_kernels
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_a_gradient_that_is_not_a_number_stays_within_its_head(rate: float) -> None:
+    qkv = torch.randn(20, 3, 2, 8, generator=seeded(0)).requires_grad_()
+    out = attention(qkv, layout([0, 9, 20]), rate, "native")
+    direction = torch.ones_like(out)
+    direction[12, 1, 3] = torch.nan
+    (found,) = torch.autograd.grad(out, qkv, direction)
+    assert found[9:, :2, 1].isnan().any(2).any(1).all()  # all keys, through the row of token 12
+    assert found[9:, 2, 1, 3].isnan().sum() >= 1
+    assert not found[:9].isnan().any()
+    assert not found[:, :, 0].isnan().any()
+
+
+@needs_kernels
+def test_equal_bits_by_any_number_of_threads() -> None:
+    """Of attention; and of sums over rows by the same number."""
+    threads, found, sums = torch.get_num_threads(), [], []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            found.append(attended("native", MIXES[-1], 4, 32, 0.1, torch.float32))
+            norm = nn.LayerNorm(384)
+            x = torch.randn(300, 384, generator=seeded(1))
+            torch.manual_seed(3)
+            out, _ = add_norm(x, x, norm, 0.1)
+            direction = torch.randn(300, 384, generator=seeded(2))
+            sums.append(torch.autograd.grad(out, list(norm.parameters()), direction))
+    finally:
+        torch.set_num_threads(threads)
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+    assert all(map(torch.equal, sums[1], sums[3]))
+
+
+@needs_kernels
+def test_no_sequences_empty_ones_and_gradients_without_memory_of_their_own() -> None:
+    qkv = torch.randn(9, 3, 2, 8, generator=seeded(0)).requires_grad_()
+    for ends in ([0], [0, 0]):
+        out = attention(qkv, layout(ends), backend="native")
+        assert not out.any()
+        assert not torch.autograd.grad(out.sum(), qkv)[0].any()  # of a gradient without strides
+    out = attention(qkv, layout([0, 4, 4, 9]), backend="native")
+    wanted = attention(qkv, layout([0, 4, 9]), backend="explicit")
+    assert distance(out, wanted) <= 1e-6
+    gradients = [torch.autograd.grad(x.sum(), qkv)[0] for x in (out, wanted)]
+    assert distance(*gradients) <= 1e-5
+
+
+@needs_kernels
+def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, where = torch.randn(4, 3, 2, 8), layout([0, 4])
+    for bad in (qkv.double(), qkv.transpose(0, 1).contiguous().transpose(0, 1), qkv[:3]):
+        with pytest.raises(ValueError, match="the back end 'native' wants"):
+            attention(bad, where, backend="native")
+    assert attention(qkv.double(), where).dtype == torch.float64  # another back end
+    config = ModelConfig(vocab_size=50, hidden=8, heads=2, layers=1, intermediate=8)
+    model = Model(config, "mlm").train()
+    assert model.mlm_head is not None
+    x, word = torch.randn(3, 8), torch.randn(50, 8)
+    for target in (-100, 50):
+        with pytest.raises(IndexError, match="a target is not in 0 to 49"):
+            model.mlm_head.loss(x, word, torch.tensor([1, target, 2]))
+    half = model.mlm_head.bfloat16()  # its bias too, which the kernel would take for fp32
+    loss, _ = half.loss(x.bfloat16(), word.bfloat16(), torch.tensor([1, 49, 2]))
+    assert loss.isfinite()
+    with torch.device("cpu"):  # a mode of torch's that watches nothing
+        assert native.serves(qkv)
+    with FlopCounterMode(display=False):
+        assert not native.serves(qkv)
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="-mno-avx512f is for x86-64")
+def test_a_processor_without_avx512_computes_the_same(tmp_path: Path) -> None:
+    narrow = script(tmp_path / "cxx", 'exec c++ "$@" -mno-avx512f')
+    code = (
+        "import sys, torch\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from test_native import MIXES, attended, native\n"
+        "assert not native.missing(), native.missing()\n"
+        "for lengths in MIXES:\n"
+        "    for size in (1, 5, 32, 48):\n"
+        "        one, two = (attended(backend, lengths, 3, size, 0.1, torch.float32, 2)\n"
+        "                    for backend in ('native', 'explicit'))\n"
+        "        for a, b in zip(one, two):\n"
+        "            assert (a - b).norm() <= 1e-5 * max(b.norm(), 1), (lengths, size)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        env={**PLAIN, "XFORMER_CACHE": str(tmp_path / "cache"), "CXX": narrow},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @needs_kernels
@@ -169,6 +267,9 @@ def test_the_number_of_threads_changes_no_mask() -> None:
 # ------------------------------------------------------------------------------ how they are made
 
 
+PLAIN = {k: v for k, v in os.environ.items() if k not in ("XFORMER_NATIVE", "CXX")}
+
+
 def asked(cache: Path, **environment: str) -> str:
     """What a process of its own says of the kernels, with what they come to where they are."""
     code = (
@@ -182,7 +283,7 @@ def asked(cache: Path, **environment: str) -> str:
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={**os.environ, "XFORMER_CACHE": str(cache), **environment}, timeout=240,
+        env={**PLAIN, "XFORMER_CACHE": str(cache), **environment}, timeout=240,
     )  # fmt: skip
     assert ended.stderr == ""
     return ended.stdout.strip()
@@ -219,5 +320,5 @@ def test_without_them_a_line_says_why(tmp_path: Path) -> None:
     assert asked(tmp_path / "b", CXX=broken) == f"{why}|no native kernels ({why}): {longer}"
     assert not list((tmp_path / "b" / "native").iterdir())
     (tmp_path / "file").write_text("")
-    assert "Not a directory" in asked(tmp_path / "file") or native.missing()
+    assert "Not a directory" in asked(tmp_path / "file", CXX="true")
     assert asked(tmp_path / "c", XFORMER_NATIVE="0") == "XFORMER_NATIVE=0|"

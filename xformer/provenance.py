@@ -35,8 +35,7 @@ def environment(ranks: Ranks) -> dict[str, Any]:
 
 def processor() -> str:
     """The kind of processor, the instructions that torch uses of it, and whose kernels run."""
-    kernels = "torch's kernels alone" if native.missing() else "native kernels"
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {kernels}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {native.identity()}"
 
 
 def versions() -> dict[str, str]:

@@ -130,7 +130,7 @@ def _block(lengths: list[int], device: torch.device) -> Block:
 
 def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
     """The layout of a packed batch from its boundaries, (N + 1,)."""
-    boundaries = np.asarray(cu_seqlens, np.int32)
+    boundaries = np.ascontiguousarray(cu_seqlens, np.int32)
     lengths = tuple(int(n) for n in np.diff(boundaries))
     on_host = torch.from_numpy(boundaries)
     if torch.device(device).type == "cuda":
@@ -291,7 +291,7 @@ def explicit_attention(qkv: Tensor, layout: Layout,
         if seed is None:
             left = drop(weights, dropout)
         else:  # as the back end native does, with its masks
-            mask = torch.empty(weights.size())
+            mask = torch.empty(weights.size(), dtype=torch.float32)
             native.call("attention_mask", mask.dtype, mask, layout.cu_seqlens[begin:], block.count,
                         qkv.size(2), block.length, seed, dropout)  # fmt: skip
             left = weights * mask.to(weights.dtype).mul_(1 / (1 - dropout))
@@ -325,7 +325,10 @@ class _Native(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
         T, _, H, D = qkv.size()
         N, ends = len(layout.lengths), layout.cu_seqlens
-        out, sums = qkv.new_empty(T, H, D), torch.empty(T, H, 2)
+        if not native.serves(qkv) or sum(layout.lengths) > T:
+            raise ValueError("the back end 'native' wants its kernels, and qkv in fp32 or bf16 on "
+                             "the CPU, without gaps, with a row for every token")  # fmt: skip
+        out, sums = qkv.new_empty(T, H, D), qkv.new_empty(T, H, 2, dtype=torch.float32)
         ctx.rest = N, H, D, layout.max_length, new_seed() if dropout > 0.0 else 0, dropout
         native.call("attention", qkv.dtype, qkv, ends, out, sums, *ctx.rest)
         ctx.count = sum(layout.lengths)

@@ -257,7 +257,8 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(x: Tensor, y: Tensor, norm: nn.Module, rate: float, plain: bool = False,
              ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """norm(z) and z = x + dropout(y), all (T, C); in one kernel, unless `plain` operations are
-    asked for, which can be differentiated twice."""
+    asked for, which can be differentiated twice; or hooks wait for the norm."""
+    plain = plain or bool(norm._forward_hooks)
     if not plain and isinstance(norm, nn.LayerNorm) and fuses(x):
         from xformer.model import norm_kernels
 

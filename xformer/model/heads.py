@@ -90,8 +90,8 @@ class _VocabularyLoss(torch.autograd.Function):
             for j in range(0, V, piece):
                 k = min(j + piece, V)
                 torch.addmm(b[j:k], x, w[j:k].T, out=logits[:, j:k])
-            rows_loss = _native_rows if native.serves(logits, bias) else _plain_rows
-            loss, hits, d = rows_loss(logits, y, n, d_bias)
+            ours = bias.dtype == torch.float32 and native.serves(logits, bias)
+            loss, hits, d = (_native_rows if ours else _plain_rows)(logits, y, n, d_bias)
             total += loss
             correct += hits
             if half:
@@ -124,8 +124,12 @@ class _VocabularyLoss(torch.autograd.Function):
 def _native_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
                  ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a block's logits (rows, at least V) and targets y (rows, 1): the loss of the first n, how
-    many are right, and the gradient (rows, V), which is added to that of the bias."""
+    many are right, and the gradient (rows, V), which is added to that of the bias. Raises
+    IndexError where a target is none of the V."""
     losses, hits = d_bias.new_zeros(2, len(y))
+    y = y.long().contiguous()
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(d_bias):
+        raise IndexError(f"a target is not in 0 to {len(d_bias) - 1}")
     native.call("cross_entropy", logits.dtype, logits, y, losses, hits, d_bias, len(y), n,
                 len(d_bias), logits.size(1))  # fmt: skip
     return losses.sum(), hits.sum(), logits[:, : len(d_bias)]
@@ -136,10 +140,9 @@ def _plain_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
     """`_native_rows` by operations of torch."""
     dtype, logits = logits.dtype, logits.to(d_bias.dtype)
     top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
-    hits = (right == top)[:n]
-    if dtype != logits.dtype:  # many are the largest; argmax takes the CPU ten times as long
-        some = slice(n) if logits.is_cuda else hits.nonzero()[:, 0]
-        hits = logits[some].argmax(1, keepdim=True) == y[some]
+    hits = (right == top)[:n]  # of which the first of equal logits is; argmax is slow on the CPU
+    some = slice(n) if logits.is_cuda else hits.nonzero()[:, 0]
+    hits = logits[some].argmax(1, keepdim=True) == y[some]
     torch.softmax(logits, 1, out=logits)
     loss = (top - logits.amax(1, keepdim=True).log() - right)[:n].sum()
     d = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, : len(d_bias)]

@@ -195,7 +195,7 @@ struct Room {
         rows = whole(longest, LANES);
         line = rows + LANES;  // not a power of two, whose rows would share lines of the cache
         int64_t scores = whole(std::min(longest, BLOCK), TALL) * line;
-        all.resize(9 * rows * wide + 2 * scores + LANES);
+        all.resize(9 * rows * wide + 2 * scores + 16);
         auto place = reinterpret_cast<std::uintptr_t>(all.data());
         float* next = all.data() + (-place & 63) / sizeof(float);
         for (float** buffer : {&q, &k, &v, &d, &dq, &dk, &dv, &kt, &vt}) {
@@ -337,7 +337,7 @@ void attention_backward(const T* qkv, const int32_t* ends, const float* sums, co
                             for (int64_t c = 0; c < rows; c++) {
                                 float p = std::fabs(s[c]);
                                 ds[c] = p * (ds[c] - sum);
-                                s[c] = s[c] > 0.0f ? p * head.scale : 0.0f;
+                                s[c] = s[c] < 0.0f ? 0.0f : p * head.scale;
                             }
                         } else {
 #pragma omp simd reduction(+ : sum)

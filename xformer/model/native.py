@@ -2,8 +2,8 @@
 
 They do what lies between a step's large matrix products: attention on packed sequences, a residual
 sum with dropout and LayerNorm, the loss over a vocabulary. Each has an equal form in plain PyTorch
-beside its call, which serves where there is no compiler, no GNU OpenMP in torch (macOS), or
-XFORMER_NATIVE=0; only the dropout masks differ, and the time.
+beside its call, which serves where there is no GCC, no Linux, or XFORMER_NATIVE=0: the dropout
+masks differ, the rounding (in here all is fp32) and the time.
 
 The compiled library lies beside fetched data ($XFORMER_CACHE, or ~/.cache/xformer), under a name
 that depends on the source, the compiler and the processor.
@@ -15,7 +15,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,13 +28,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from xformer.data.files import cache_folder
+from xformer.data.files import cache_folder, sync
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
          "-fPIC")  # fmt: skip
-OFF = "XFORMER_NATIVE=0"
+OFF, ELSEWHERE = "XFORMER_NATIVE=0", "only on Linux"
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 PASSED: dict[str, Any] = {
     "p": ctypes.c_void_p, "n": ctypes.c_int64, "s": ctypes.c_uint64, "d": ctypes.c_double,
@@ -48,7 +53,7 @@ KERNELS = {  # by name: pointers, numbers, seeds and doubles as native.cpp takes
 Kernels = dict[tuple[str, torch.dtype], Callable[..., None]]
 
 
-class Unavailable(Exception):
+class Unavailable(RuntimeError):
     """Why there are no kernels."""
 
 
@@ -64,31 +69,37 @@ def _kernels() -> Kernels | str:
             for name, passed in KERNELS.items()
             for dtype, kind in TYPES.items()
         }
-    except (OSError, ValueError, subprocess.SubprocessError, Unavailable) as error:
+    # of Path.home(), where nobody has a home, RuntimeError
+    except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
         return " ".join(str(error).split())
 
 
+@cache
 def _compiled() -> Path:
-    """The library of this source for this processor, made unless it is there."""
+    """The library of this source for this processor, made unless it is there. Raises Unavailable,
+    OSError, RuntimeError or SubprocessError where it cannot be."""
     if os.environ.get("XFORMER_NATIVE") == "0":
         raise Unavailable(OFF)
-    compiler = [os.environ.get("CXX") or "c++", *FLAGS]
+    if sys.platform != "linux":
+        raise Unavailable(ELSEWHERE)
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
     try:
-        version = subprocess.run([compiler[0], "--version"], capture_output=True, check=True).stdout
+        version = subprocess.run([*compiler, "--version"], capture_output=True, check=True,
+                                 timeout=60).stdout  # fmt: skip
     except FileNotFoundError:
         raise Unavailable(f"no C++ compiler {compiler[0]!r}") from None
-    if "avx512f" in _processor():
-        compiler.append("-mprefer-vector-width=512")
-    what = (SOURCE.read_bytes(), version, repr(compiler).encode(), _processor().encode())
+    flags = [*FLAGS, "-mprefer-vector-width=512"] if "avx512f" in _processor() else [*FLAGS]
+    what = (SOURCE.read_bytes(), version, repr([compiler, flags]).encode(), _processor().encode())
     name = hashlib.sha256(b"\0".join(what)).hexdigest()[:16]
     path = cache_folder() / "native" / f"{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made, out = (Path(folder) / file for file in ("native.o", "native.so"))
-            _run([*compiler, "-c", str(SOURCE), "-o", str(made)])
+            _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(made)])
             # not linked to an OpenMP of the compiler's: two would each have threads of their own
-            _run([compiler[0], "-shared", str(made), "-o", str(out)])
+            _run([*compiler, "-shared", str(made), "-o", str(out)])
+            sync(out)
             out.rename(path)  # whole, and of several processes' the last
     return path
 
@@ -111,14 +122,16 @@ def _run(command: list[str]) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the library upon the OpenMP that torch has loaded."""
+    """Load the library upon the OpenMP that torch has loaded; as a rule its symbols are global."""
     try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8").split()
+        return ctypes.CDLL(str(path))
     except OSError:
-        raise Unavailable("only on Linux") from None
-    for openmp in sorted({word for word in maps if "omp" in Path(word).name and ".so" in word}):
-        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(path))
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        files = {line.split(maxsplit=5)[5] for line in mapped if line.count("/")}
+        for file in sorted(files):
+            if re.match(r"lib[gi]?omp\d*[-.]", Path(file).name):
+                ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
 
 
 def missing() -> str:
@@ -128,18 +141,24 @@ def missing() -> str:
 
 
 def note(device: torch.device) -> str:
-    """What to tell who trains on the CPU without the kernels and did not ask for that, or
-    nothing."""
+    """What to tell who works on the CPU without the kernels and could have them, or nothing."""
     why = missing() if device.type == "cpu" else ""
-    if not why or why == OFF:
+    if why in ("", OFF, ELSEWHERE):
         return ""
     return f"no native kernels ({why}): steps take up to a third longer"
 
 
+def identity() -> str:
+    """Whose kernels run on the CPU; ours by a hash of source, compiler and processor."""
+    return "torch's kernels alone" if missing() else f"native kernels {_compiled().stem}"
+
+
 def watched() -> bool:
     """Whether a mode of torch watches operations, to count them or to gather gradients: it is to
-    see torch's own."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+    see torch's own. (A default device is a mode too, which watches nothing.)"""
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    watching = any(not isinstance(mode, DeviceContext) for mode in modes)
+    return watching or bool(torch._C._len_torch_dispatch_stack())
 
 
 def serves(*tensors: Tensor) -> bool:
