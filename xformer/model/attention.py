@@ -258,7 +258,7 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
         seed = new_seed() if dropout > 0.0 else 0
         return packed_attention(qkv, layout.cu_seqlens, layout.max_length, dropout, seed)
     elif dropout > 0.0:
-        raise ValueError(f"the back end {backend!r} has no dropout: use triton, fused or explicit")
+        raise ValueError(f"the back end {backend!r} has no dropout: give auto or explicit")
     elif backend == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 

@@ -142,7 +142,6 @@ constexpr int LANES = 16, TALL = 8;  // of 32 registers 16 hold sums, two vector
 constexpr int LANES = 8, TALL = 4;
 #endif
 constexpr int64_t BLOCK = 64;  // queries at a time
-constexpr int64_t AHEAD = 8;   // rows that are asked for before they are read
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 
 inline int64_t whole(int64_t n, int64_t tile) { return (n + tile - 1) / tile * tile; }
@@ -212,16 +211,23 @@ template <class T>
 void gather(const T* from, int64_t stride, int64_t L, int64_t D, float scale, int64_t rows, int64_t wide,
             float* to) {
     for (int64_t i = 0; i < L; i++) {
-        const T* row = from + i * stride;
-        for (int64_t j = 0; j < D; j += 64 / sizeof(T)) __builtin_prefetch(row + AHEAD * stride + j);
 #pragma omp simd
-        for (int64_t j = 0; j < D; j++) to[i * wide + j] = scale * read(row[j]);
+        for (int64_t j = 0; j < D; j++) to[i * wide + j] = scale * read(from[i * stride + j]);
         std::fill(to + i * wide + D, to + (i + 1) * wide, 0.0f);
     }
     std::fill(to + L * wide, to + rows * wide, 0.0f);
 }
 
-// And back.
+// q times `scale`, k and v of one head of L rows of (3, H, D).
+template <class T>
+void gather_qkv(const T* from, int64_t L, int64_t H, int64_t D, float scale, Room& room) {
+    int64_t stride = 3 * H * D, rows = whole(L, LANES);
+    gather(from, stride, L, D, scale, rows, room.wide, room.q);
+    gather(from + H * D, stride, L, D, 1, rows, room.wide, room.k);
+    gather(from + 2 * H * D, stride, L, D, 1, rows, room.wide, room.v);
+}
+
+// A head's rows, times `scale`, back to where they are `stride` apart.
 template <class T>
 void scatter(const float* from, int64_t wide, int64_t L, int64_t D, float scale, T* to, int64_t stride) {
     for (int64_t i = 0; i < L; i++)
@@ -253,10 +259,7 @@ void attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t N
             for (int64_t h = 0; h < H; h++) {
                 int64_t first = ends[i], L = ends[i + 1] - first, W = room.wide;
                 int64_t rows = whole(L, LANES);
-                const T* from = qkv + (first * 3 * H + h) * D;
-                gather(from, 3 * H * D, L, D, scale, rows, W, room.q);
-                gather(from + H * D, 3 * H * D, L, D, 1, rows, W, room.k);
-                gather(from + 2 * H * D, 3 * H * D, L, D, 1, rows, W, room.v);
+                gather_qkv(qkv + (first * 3 * H + h) * D, L, H, D, scale, room);
                 transpose(room.k, rows, D, W, room.kt);
                 Mask head = mask.of(h);
                 for (int64_t start = 0; start < L; start += BLOCK) {
@@ -304,10 +307,7 @@ void attention_backward(const T* qkv, const int32_t* ends, const float* sums, co
             for (int64_t h = 0; h < H; h++) {
                 int64_t first = ends[i], L = ends[i + 1] - first, W = room.wide, line = room.line;
                 int64_t rows = whole(L, LANES);
-                const T* from = qkv + (first * 3 * H + h) * D;
-                gather(from, 3 * H * D, L, D, scale, rows, W, room.q);
-                gather(from + H * D, 3 * H * D, L, D, 1, rows, W, room.k);
-                gather(from + 2 * H * D, 3 * H * D, L, D, 1, rows, W, room.v);
+                gather_qkv(qkv + (first * 3 * H + h) * D, L, H, D, scale, room);
                 gather(d_out + (first * H + h) * D, H * D, L, D, 1, rows, W, room.d);
                 transpose(room.k, rows, D, W, room.kt);
                 transpose(room.v, rows, D, W, room.vt);
