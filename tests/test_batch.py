@@ -282,7 +282,8 @@ def test_masks_of_neighbours_and_epochs_are_independent() -> None:
     for name, seed, epoch in (("a", 0, 0), ("epoch", 0, 1), ("seed", 1, 0)):
         row_keys = masking.row_keys(seed, np.full(rows, epoch), np.arange(rows))
         places, _ = masking.mask(
-            np.zeros(rows * length, np.int32), row_keys, np.full(rows, length), np.zeros(V, bool),
+            np.zeros(rows * length, np.int32), np.tile(np.arange(length, dtype=np.int32), rows),
+            row_keys, np.full(rows, length), np.zeros(V, bool),
             BERT.special["mask"], np.array([0]), 0.3,
         )  # fmt: skip
         chosen[name] = np.zeros(rows * length, bool)

@@ -523,6 +523,7 @@ KINDS: dict[str, Any] = {
 ONE_OF_TWO = Ranks(0, 2, torch.device("cpu"))  # whose gradients lie in the flat buffer
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("ranks", [None, ONE_OF_TWO])
 @pytest.mark.parametrize("clip", [0.0, 2.0])
 @pytest.mark.parametrize("name", KINDS)
@@ -559,7 +560,7 @@ def test_the_flat_optimizer_equals_torch(
     if ranks is None and isinstance(ours, Little):
         assert ours.word.weight.grad is not None
         assert ours.word.weight.grad.is_sparse
-    assert found == pytest.approx(norms, rel=1e-5)
+    assert found == pytest.approx(norms, rel=3e-5)  # in 64 bit they are 1e-5 from torch's
     assert not clip or max(norms) > clip
     for (parameter, weight), expected in zip(
         ours.named_parameters(), theirs.parameters(), strict=True

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from tiny import distance, seeded
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from xformer import optim
 from xformer.model import native
 from xformer.model.attention import attention, kept, layout
 from xformer.model.encoder import ModelConfig, add_norm
 from xformer.model.heads import Model
+from xformer.optim import OptimConfig, adam_step
 
 needs_kernels = pytest.mark.skipif(bool(native.missing()), reason=f"no kernels: {native.missing()}")
 
@@ -262,6 +265,63 @@ def test_the_number_of_threads_changes_no_mask() -> None:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+# --------------------------------------------------------------------------------- the optimizer
+
+
+SIZES = 1, 40_000, 0, 7
+
+
+def pieces() -> list[list[Tensor]]:
+    """Weights, gradients and two moments, positive: a long piece of each and short ones."""
+    return [[torch.rand(n, generator=seeded(10 * i + n)) for n in SIZES] for i in range(4)]
+
+
+@needs_kernels
+def test_the_optimizer_computes_the_same_by_any_number_of_threads() -> None:
+    threads, found = torch.get_num_threads(), []
+    config = OptimConfig(name="adam", weight_decay=0.3)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            weights, gradients, *moments = pieces()
+            adam_step(config, weights, gradients, moments, [torch.ones(())] * 4, 0.3, 0.1, None)
+            found.append([*weights, *moments[0], *moments[1], optim._square(gradients)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+    exact = sum(x.double().square().sum() for x in gradients)
+    assert float(found[0][-1]) == pytest.approx(float(exact), rel=1e-6)
+
+
+@needs_kernels
+def test_a_dropped_step_changes_nothing_and_no_pieces_are_no_step() -> None:
+    weights, gradients, *moments = pieces()
+    steps, config = [torch.ones(()) for _ in SIZES], OptimConfig()
+    adam_step(config, weights, gradients, moments, steps, 0.1, 0.1, torch.tensor(1.0))
+    for some, before in zip((weights, gradients, *moments), pieces(), strict=True):
+        assert all(map(torch.equal, some, before))
+    assert all(step == 1 for step in steps)
+    adam_step(config, weights, gradients, moments, steps, 0.1, 0.1, torch.tensor(0.0))
+    assert not torch.equal(weights[1], pieces()[0][1])
+    assert all(step == 2 for step in steps)
+    adam_step(config, [], [], [[], []], [], 0.1, 0.1, None)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_without_memory_follows_the_gradient(name: Literal["adam", "adamw"]) -> None:
+    """With betas of 0 a step is the gradient's sign, however small that is beside the last one."""
+    config = OptimConfig(name=name, betas=(0.0, 0.0), eps=1e-30)
+    weights, moments = [torch.zeros(3)], [[torch.zeros(3)], [torch.zeros(3)]]
+    for scale in (1.0, 1e-8):
+        before = weights[0].clone()
+        gradients = [scale * torch.tensor([1.0, -1.0, 0.5])]
+        adam_step(config, weights, gradients, moments, [torch.zeros(())], 0.0, 0.1, None)
+        moved = weights[0] - before
+        assert torch.allclose(moved, torch.tensor([-0.1, 0.1, -0.1]))
 
 
 # ------------------------------------------------------------------------------ how they are made

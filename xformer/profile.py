@@ -27,7 +27,7 @@ WORDS = {
     "attention": "attention|attn|softmax|bmm",
     "LayerNorm": "layer_?norm|batch_?norm|add_norm",
     "dropout": "dropout|bernoulli|random_|fill_mask|aten::ge$",
-    "optimizer": "^optimizer$|adam|vector_norm",
+    "optimizer": "^optimizer$|adam|vector_norm|squares",
     "matrix products": "mm|matmul|linear|gemm|cublas|cutlass|nvjet|mkldnn|conv(?!ert)",
     "embeddings and copies": "embedding|index|copy|memcpy|memset|aten::to$|cat$",
 }

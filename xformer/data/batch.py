@@ -199,8 +199,8 @@ class Assembler:
     def _masked(self, batch: Batch, epochs: np.ndarray, masks: Masks) -> Batch:
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
-        places, targets = masking.mask(batch.tokens, keys, sizes, self.special, mask_id,
-                                       self.ordinary, masks.probability)  # fmt: skip
+        places, targets = masking.mask(batch.tokens, batch.positions, keys, sizes, self.special,
+                                       mask_id, self.ordinary, masks.probability)  # fmt: skip
         return replace(batch, places=places, targets=targets)
 
     def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-
 import numpy as np
 
 from xformer.data.hashing import GOLDEN, key, mix
 
 MASK = 3  # what a key is for
-# of the chosen tokens 80 % become the mask, 10 % a random one; the remaining tenth stays as it is
-MASK_BELOW, RANDOM_BELOW = math.ceil(0.8 * 2**16), math.ceil(0.9 * 2**16)
 
 
-def mask(tokens: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray, special: np.ndarray,
-         mask_id: int, ordinary: np.ndarray, probability: float,
+def mask(tokens: np.ndarray, positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray,
+         special: np.ndarray, mask_id: int, ordinary: np.ndarray, probability: float,
          ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Choose and replace tokens of a packed batch, in place.
 
-    `tokens` (T,) int32, of N rows `lengths` (N,) long; `row_keys` (N,) uint64 from `row_keys()`;
-    `special` (V,) bool; `ordinary` (K,) the ids a random replacement is drawn from.
+    `tokens` and `positions` (T,) int32, the latter from 0 in each of N rows `lengths` (N,) long;
+    `row_keys` (N,) uint64 from `row_keys()`; `special` (V,) bool; `ordinary` (K,) the ids a random
+    replacement is drawn from. Of the chosen tokens 80 % become the mask and 10 % a random one; the
+    remaining tenth stays as it is.
     Returns (places (M,) of the chosen ones, their true ids (M,)), both int64.
     """
-    # the hash of a token is that of its row's key + its position * GOLDEN
-    starts = (np.cumsum(lengths) - lengths).astype(np.uint64)
-    hashes = np.repeat(row_keys - starts * GOLDEN, lengths)
-    hashes += _multiples(max(16, len(hashes).bit_length()))[: len(hashes)]
-    # bits 0-23 choose, 24-39 say what happens, 40-63 pick the replacement
-    chosen = (mix(hashes) & 0xFFFFFF) < round(probability * 2**24)
-    places = np.flatnonzero(chosen)
+    # the draw of a token says whether it is chosen, what becomes of it, and which random one
+    draws = _draws(positions, row_keys, lengths)
+    below = [round(share * probability * (2**32 - 1)) for share in (1, 0.9, 0.8)]
+    chosen, replaced, masked = (np.uint32(limit) for limit in below)
+    places = np.flatnonzero(draws < chosen)
     targets = tokens.take(places)
     wanted = ~special.take(targets)
     places, targets = places[wanted], targets[wanted]
-    hashes = hashes.take(places)
-    action = hashes >> 24 & 0xFFFF
-    tokens[places[action < MASK_BELOW]] = mask_id
-    random = np.flatnonzero((action >= MASK_BELOW) & (action < RANDOM_BELOW))
-    pick = (hashes.take(random) >> 40) * np.uint64(len(ordinary)) >> 24
-    tokens[places.take(random)] = ordinary.take(pick.view(np.int64))
+    draws = draws.take(places)
+    tokens[places] = np.where(draws < masked, np.int32(mask_id), targets)
+    random = np.flatnonzero((draws >= masked) & (draws < replaced))
+    which = (draws[random] - masked) * np.uint64(len(ordinary)) // np.uint64(replaced - masked)
+    tokens[places[random]] = ordinary.take(which.view(np.int64))
     return places, targets.astype(np.int64)
 
 
-@lru_cache(1)
-def _multiples(bits: int) -> np.ndarray:
-    return np.arange(2**bits, dtype=np.uint64) * GOLDEN
+def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """A number for each token, (T,) uint32: its position hashed by the two halves of its row's key.
+
+    In 32 bits, as processors multiply them by the vector: MurmurHash3's finaliser (Appleby 2011)
+    with the second half of the key in its middle, and without its last step, which changes the
+    lower bits alone.
+    """
+    low, high = row_keys.astype(np.uint32), (row_keys >> 32).astype(np.uint32)
+    x = np.repeat(low, lengths)
+    x ^= positions.view(np.uint32)
+    shifted = x >> 16
+    x ^= shifted
+    x *= np.uint32(0x85EBCA6B)
+    x ^= np.right_shift(x, 13, out=shifted)
+    x ^= np.repeat(high, lengths)
+    x *= np.uint32(0xC2B2AE35)
+    return x
 
 
 def row_keys(seed: int, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -20,7 +20,6 @@ from xformer.model.hilbert import FEATURES, HilbertCNN
 
 HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
 LOGITS = 2**24  # at a time on the CPU: enough rows for fast products, few enough for the cache
-PIECES = 2**11  # of the vocabulary in a product of fp32 on the CPU: with its bias in the cache
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class _VocabularyLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         half, count = dtype != word.dtype, len(targets)
         V, wide = len(word), -(-len(word) // 16) * 16  # products are faster into aligned rows
-        piece = V if half or h.is_cuda else PIECES
         rows = max(1, (2**26 if h.is_cuda else LOGITS) // wide)
         rows = -(-len(h) // max(1, -(-len(h) // rows)))  # as many in every block
         total, correct = bias.new_zeros(()), bias.new_zeros(())
@@ -86,12 +84,12 @@ class _VocabularyLoss(torch.autograd.Function):
         for i, (x, d_x, y) in enumerate(blocks):
             n = max(0, min(len(x), count - i * rows))  # rows that count
             logits = x.new_empty(len(x), wide)
-            logits[:, V:] = -torch.inf
-            for j in range(0, V, piece):
-                k = min(j + piece, V)
-                torch.addmm(b[j:k], x, w[j:k].T, out=logits[:, j:k])
-            ours = bias.dtype == torch.float32 and native.serves(logits, bias)
-            loss, hits, d = (_native_rows if ours else _plain_rows)(logits, y, n, d_bias)
+            if bias.dtype == torch.float32 and native.serves(logits, bias):
+                torch.mm(x, w.T, out=logits[:, :V])
+                loss, hits, d = _native_rows(logits, bias, y, n, d_bias)
+            else:
+                torch.addmm(b, x, w.T, out=logits[:, :V])
+                loss, hits, d = _plain_rows(logits, y, n, d_bias)
             total += loss
             correct += hits
             if half:
@@ -121,23 +119,24 @@ class _VocabularyLoss(torch.autograd.Function):
         return d_h, d_word, d_bias, None, None
 
 
-def _native_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
+def _native_rows(logits: Tensor, bias: Tensor, y: Tensor, n: int, d_bias: Tensor,
                  ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a block's logits (rows, at least V) and targets y (rows, 1): the loss of the first n, how
-    many are right, and the gradient (rows, V), which is added to that of the bias. Raises
-    IndexError where a target is none of the V."""
+    """Of a block's logits (rows, at least V), still without their bias (V,), and targets y (rows,
+    1): the loss of the first n, how many are right, and the gradient (rows, V), which is added to
+    that of the bias. Raises IndexError where a target is none of the V."""
     losses, hits = d_bias.new_zeros(2, len(y))
     y = y.long().contiguous()
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(d_bias):
         raise IndexError(f"a target is not in 0 to {len(d_bias) - 1}")
-    native.call("cross_entropy", logits.dtype, logits, y, losses, hits, d_bias, len(y), n,
-                len(d_bias), logits.size(1))  # fmt: skip
+    native.call("cross_entropy", logits.dtype, logits, bias, y, losses, hits, d_bias, len(y), n,
+                len(bias), logits.size(1))  # fmt: skip
     return losses.sum(), hits.sum(), logits[:, : len(d_bias)]
 
 
 def _plain_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_native_rows` by operations of torch."""
+    """`_native_rows` by operations of torch, of logits with their bias."""
+    logits[:, len(d_bias) :] = -torch.inf
     dtype, logits = logits.dtype, logits.to(d_bias.dtype)
     top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
     hits = (right == top)[:n]  # of which the first of equal logits is; argmax is slow on the CPU

@@ -1,5 +1,5 @@
 // What lies between the large matrix products of a training step on the CPU: attention, LayerNorm with
-// what comes before it, the loss over a vocabulary.
+// what comes before it, the loss over a vocabulary; and behind them Adam.
 //
 // native.py compiles this file and calls what is extern "C". A matrix is (rows, columns), row by row
 // without gaps. Its numbers are float, or bf16 which every kernel reads into float and rounds when it
@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -23,6 +24,7 @@ using std::uint32_t;
 using std::uint64_t;
 
 constexpr int64_t FEW = 1 << 14;  // numbers for which one thread is faster than two
+constexpr int64_t CHUNK = 1 << 14;  // of the optimizer's floats, that a thread takes at a time
 
 template <class To, class From>
 inline To bits(From x) {
@@ -468,13 +470,13 @@ void add_norm_backward(const float* d_out, const float* d_z, const float* z, con
 
 // -------------------------------------------------------------------------------- the vocabulary
 
-// Of each row of logits (`stride` apart) the cross-entropy with its target, whether the target is the
-// first of the largest, and in place the gradient: softmax less target, and 0 behind the columns, where
-// a product may read. Rows from `valid` on count for nothing. The gradient's sums over rows are added
-// to d_bias.
+// Of each row of logits (`stride` apart, and still without their bias) the cross-entropy with its target,
+// whether the target is the first of the largest, and in place the gradient: softmax less target, and 0
+// behind the columns, where a product may read. Rows from `valid` on count for nothing. The gradient's
+// sums over rows are added to d_bias.
 template <class T>
-void cross_entropy(T* logits, const int64_t* targets, float* losses, float* hits, float* d_bias,
-                   int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
+void cross_entropy(T* logits, const float* bias, const int64_t* targets, float* losses, float* hits,
+                   float* d_bias, int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
     int threads = omp_get_max_threads();
     std::vector<float> sums(columns * threads, 0.0f);
 #pragma omp parallel num_threads(threads)
@@ -490,13 +492,17 @@ void cross_entropy(T* logits, const int64_t* targets, float* losses, float* hits
                 continue;
             }
             int64_t target = targets[r];
-            float top = -INFINITY, sum = 0.0f, right = read(row[target]);
+            float top = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : top)
-            for (int64_t c = 0; c < columns; c++) top = std::max(top, read(row[c]));
+            for (int64_t c = 0; c < columns; c++) {
+                e[c] = read(row[c]) + bias[c];
+                top = e[c] > top ? e[c] : top;
+            }
+            float right = e[target];
             bool hit = right == top;
-            for (int64_t c = 0; hit && c < target; c++) hit = read(row[c]) != top;
+            for (int64_t c = 0; hit && c < target; c++) hit = e[c] != top;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t c = 0; c < columns; c++) sum += e[c] = exp_of(read(row[c]) - top);
+            for (int64_t c = 0; c < columns; c++) sum += e[c] = exp_of(e[c] - top);
             float factor = 1.0f / sum;
             e[target] -= sum;
 #pragma omp simd
@@ -511,6 +517,64 @@ void cross_entropy(T* logits, const int64_t* targets, float* losses, float* hits
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < columns; c++)
             for (int t = 0; t < threads; t++) d_bias[c] += sums[columns * t + c];
+    }
+}
+
+// --------------------------------------------------------------------------------- the optimizer
+
+// Pieces of memory come as rows of addresses, `width` numbers the last of which is how many floats each of
+// the row's arrays has. They are cut into chunks, of which every thread takes as many.
+struct Chunk {
+    const int64_t* piece;
+    int64_t start, end;
+
+    float* array(int i) const { return reinterpret_cast<float*>(piece[i]); }
+};
+
+std::vector<Chunk> chunks_of(const int64_t* pieces, int64_t count, int64_t width) {
+    std::vector<Chunk> chunks;
+    for (const int64_t* piece = pieces; piece < pieces + count * width; piece += width)
+        for (int64_t start = 0, size = piece[width - 1]; start < size; start += CHUNK)
+            chunks.push_back({piece, start, std::min(size, start + CHUNK)});
+    return chunks;
+}
+
+// The sum of the squares of all pieces.
+void squares(const int64_t* pieces, double* out, int64_t count) {
+    std::vector<Chunk> chunks = chunks_of(pieces, count, 2);
+    std::vector<float> sums(chunks.size());
+#pragma omp parallel for schedule(static)
+    for (std::size_t i = 0; i < chunks.size(); i++) {
+        const float* g = chunks[i].array(0);
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = chunks[i].start; j < chunks[i].end; j++) sum += g[j] * g[j];
+        sums[i] = sum;
+    }
+    *out = std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+// A step of Adam (Kingma & Ba 2015, algorithm 1) for pieces of weights, their gradients and both moments.
+// The gradient is divided first; `decay` shrinks the weights (Loshchilov & Hutter 2019), `penalty` times
+// the weights is added to the gradient.
+void adam(const int64_t* pieces, int64_t count, double divisor, double rate, double beta1, double beta2,
+          double eps, double decay, double penalty, int64_t step) {
+    std::vector<Chunk> chunks = chunks_of(pieces, count, 5);
+    float scale = float(1.0 / divisor), left = float(1.0 - rate * decay), l2 = float(penalty);
+    float b1 = float(beta1), b2 = float(beta2), new1 = float(1.0 - beta1), new2 = float(1.0 - beta2);
+    float size = float(rate / (1.0 - std::pow(beta1, step))), e = float(eps);
+    float root = float(1.0 / std::sqrt(1.0 - std::pow(beta2, step)));
+#pragma omp parallel for schedule(static)
+    for (std::size_t i = 0; i < chunks.size(); i++) {
+        float *w = chunks[i].array(0), *m = chunks[i].array(2), *v = chunks[i].array(3);
+        const float* g = chunks[i].array(1);
+#pragma omp simd
+        for (int64_t j = chunks[i].start; j < chunks[i].end; j++) {
+            float x = g[j] * scale + l2 * w[j];
+            m[j] = b1 * m[j] + new1 * x;
+            v[j] = b2 * v[j] + new2 * x * x;
+            w[j] = left * w[j] - size * m[j] / (std::sqrt(v[j]) * root + e);
+        }
     }
 }
 
@@ -530,4 +594,6 @@ EXPORT(attention_mask)
 EXPORT(add_norm)
 EXPORT(add_norm_backward)
 EXPORT(cross_entropy)
+void* squares_float = reinterpret_cast<void*>(squares);
+void* adam_float = reinterpret_cast<void*>(adam);
 }

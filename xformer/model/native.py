@@ -1,9 +1,9 @@
 """Our C++ kernels for the CPU (native.cpp): how they are compiled, at their first use, and called.
 
 They do what lies between a step's large matrix products: attention on packed sequences, a residual
-sum with dropout and LayerNorm, the loss over a vocabulary. Each has an equal form in plain PyTorch
-beside its call, which serves where there is no GCC, no Linux, or XFORMER_NATIVE=0: the dropout
-masks differ, the rounding (in here all is fp32) and the time.
+sum with dropout and LayerNorm, the loss over a vocabulary; and Adam. Each has an equal form in
+plain PyTorch beside its call, which serves where there is no GCC, no Linux, or XFORMER_NATIVE=0:
+the dropout masks differ, the rounding (in here all is fp32) and the time.
 
 The compiled library lies beside fetched data ($XFORMER_CACHE, or ~/.cache/xformer), under a name
 that depends on the source, the compiler and the processor.
@@ -48,8 +48,11 @@ KERNELS = {  # by name: pointers, numbers, seeds and doubles as native.cpp takes
     "attention_mask": "ppnnnsd",
     "add_norm": "pppppppnndsd",
     "add_norm_backward": "pppppppppnnsd",
-    "cross_entropy": "pppppnnnn",
+    "cross_entropy": "ppppppnnnn",
+    "squares": "ppn",
+    "adam": "pndddddddn",
 }
+ONLY_FLOAT = ("squares", "adam")
 Kernels = dict[tuple[str, torch.dtype], Callable[..., None]]
 
 
@@ -68,6 +71,7 @@ def _kernels() -> Kernels | str:
             )
             for name, passed in KERNELS.items()
             for dtype, kind in TYPES.items()
+            if dtype == torch.float32 or name not in ONLY_FLOAT
         }
     # of Path.home(), where nobody has a home, RuntimeError
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
