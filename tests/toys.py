@@ -108,7 +108,7 @@ def train_all(forks: Forks, toys: Toys, directory: Path) -> dict[str, Path]:
     mapped = ["mapping=symbols:3", f"init={runs['text']}", "batch.max_tokens=64"]
     lines = [
         training(SMOKE, toys.text, runs["text"], *lively, "batch.rows=32", "optim.lr=4e-3",
-                 "train.steps=150", "train.validate_every=50"),
+                 "train.steps=250", "train.validate_every=50"),
         training(CLASSIFY, toys.classes, runs["classes"], *lively, "train.epochs=6"),
         training(REGRESS, toys.scores, runs["scores"], *lively, "train.epochs=6"),
         training(CLASSIFY, toys.pairs, runs["pairs"], *lively, "train.epochs=10",
