@@ -560,7 +560,7 @@ def test_the_flat_optimizer_equals_torch(
     if ranks is None and isinstance(ours, Little):
         assert ours.word.weight.grad is not None
         assert ours.word.weight.grad.is_sparse
-    assert found == pytest.approx(norms, rel=3e-5)  # in 64 bit they are 1e-5 from torch's
+    assert found == pytest.approx(norms, rel=3e-5)  # torch's own are 1e-5 from 64 bit
     assert not clip or max(norms) > clip
     for (parameter, weight), expected in zip(
         ours.named_parameters(), theirs.parameters(), strict=True

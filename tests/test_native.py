@@ -370,7 +370,7 @@ def test_they_are_compiled_once(tmp_path: Path) -> None:
 
 
 def test_without_them_a_line_says_why(tmp_path: Path) -> None:
-    longer = "steps take up to a third longer"
+    longer = "steps take up to two fifths longer"
     why = "no C++ compiler '/nowhere/c++'"
     assert asked(tmp_path / "a", CXX="/nowhere/c++") == f"{why}|no native kernels ({why}): {longer}"
     broken = script(

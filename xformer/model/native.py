@@ -149,7 +149,7 @@ def note(device: torch.device) -> str:
     why = missing() if device.type == "cpu" else ""
     if why in ("", OFF, ELSEWHERE):
         return ""
-    return f"no native kernels ({why}): steps take up to a third longer"
+    return f"no native kernels ({why}): steps take up to two fifths longer"
 
 
 def identity() -> str:
