@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import refuse_existing
 
 
@@ -131,4 +131,4 @@ def summarise(
     rate = (
         f"{size / 1e6 / seconds:.1f} MB/s" if size else f"{tokens / 1e6 / seconds:.1f} M tokens/s"
     )
-    print(f"{output}: {'; '.join(parts)}; {seconds:.1f} s, {rate}")
+    say(f"{output}: {'; '.join(parts)}; {seconds:.1f} s, {rate}")

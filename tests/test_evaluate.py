@@ -347,6 +347,6 @@ def test_classes_that_training_has_not_are_wrong() -> None:
 
 
 def test_inspect_looks_into_a_run(learned: dict[str, Path]) -> None:
-    said = describe(learned["text"])
+    said = "\n".join(describe(learned["text"]))
     assert f"selected by the run {learned['text']}" in said
     assert "mlm, rows of up to 20 tokens" in said

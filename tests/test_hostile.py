@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import pickle
 import random
@@ -15,11 +16,11 @@ import pytest
 import torch
 from faults import fuzz
 from faults.readers import READERS, command, make_ground, zipped
-from helpers import ROOT, SMOKE, Forks, good, training
+from helpers import CLASSIFY, ROOT, SMOKE, Done, Forks, good, training
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xformer.data.errors import one_line
+from xformer.data.errors import escaped, one_line
 from xformer.data.store import open_store
 
 INPUTS = 3  # random ones a reader
@@ -121,6 +122,83 @@ def test_nothing_is_interpreted(path: Path) -> None:
             assert ast.unparse(node.func) not in DANGEROUS, ast.unparse(node)
             assert not any(k.arg == "shell" for k in node.keywords), ast.unparse(node)
 
+
+PRINTER = ROOT / "xformer/data/errors.py"
+STREAMS = {"sys.stdout.write", "sys.stderr.write"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p != PRINTER], ids=lambda p: p.stem)
+def test_one_place_prints(path: Path) -> None:
+    """Only `say` and `put` print, because they escape. A progress bar writes escaped lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name != "print", f"line {node.lineno}: use say of xformer.data.errors"
+            assert name not in STREAMS, f"line {node.lineno}: use put of xformer.data.errors"
+            if name.endswith("bar.write"):
+                assert ast.unparse(node.args[0]).startswith("escaped("), f"line {node.lineno}"
+
+
+EVIL = "\x1b[31m\x9b2J\rred\u202e\x07"  # colours, clears, overwrites, turns round, rings
+
+
+def harmless(done: Done, *lines: str) -> None:
+    """Assert that a command printed these texts and nothing that steers a terminal."""
+    assert "Traceback" not in done.err
+    for text in (done.out, done.err):
+        assert all(line.isprintable() for line in text.split("\n")), text
+    for line in lines:
+        assert line in done.out + done.err, (line, done)
+
+
+def test_hostile_labels_and_titles_are_escaped(
+    ground: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In labels of a csv, in file names, in a checkpoint's classes, in a recipe and in a study."""
+    monkeypatch.chdir(tmp_path)
+    shown, folder = escaped(EVIL), tmp_path / f"store{EVIL}"
+    rows = [f'bam{i},"{EVIL}{"ab"[i % 2]}"' for i in range(40)]
+    (tmp_path / f"{EVIL}.csv").write_text("text,label\n" + "\n".join(rows) + "\n", newline="")
+    made = ["--text", "text", "--label", "label", "--tokenizer", ground / "tok", "--output", folder]
+    table = tmp_path / f"{EVIL}.csv"
+    harmless(good(forks.run("preprocess.py", "task", "tsv", "--input", table, *made)), shown)
+    harmless(good(forks.run("preprocess.py", "stats", folder)), f"labels: {shown}a ", f"{shown}b ")
+    harmless(good(forks.run("preprocess.py", "verify", folder)))
+    wrong = forks.run("preprocess.py", "stats", tmp_path / f"none{EVIL}")
+    assert wrong.status == 2
+    harmless(wrong, f"none{shown}")
+    run = tmp_path / f"run{EVIL}"
+    done = good(forks.run(*training(CLASSIFY, folder, run, "train.steps=1")))
+    harmless(done)
+    harmless(good(forks.run(*training(CLASSIFY, folder, run, "train.steps=1"))), f"run{shown}")
+    inspected = forks.run("-m", "xformer.convert", "inspect", run)
+    harmless(good(inspected), f"2 classes: {shown}a, {shown}b", f"run{shown}")
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(f"{json.dumps(EVIL)} = 1\n")
+    harmless(forks.run(*training(str(recipe), folder, run, "head=mlm")), f"unknown key {shown}")
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY.format(evil=json.dumps(EVIL)[1:-1]))
+    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'studies'}"]
+    harmless(good(forks.run(*line, "--dry-run")), f"stop word={shown}")
+    done = forks.run(*line, "jobs=1")
+    assert done.status == 1
+    harmless(
+        done,
+        f"# title {shown}",
+        f"stop word={shown}: failed",
+        f"cannot stop {escaped(EVIL.split(chr(13))[0])}",
+    )
+
+
+STUDY = """
+title = "title {evil}"
+question = "?"
+paper = "paper {evil}"
+[stages.stop]
+command = ["-c", "import sys; sys.exit('cannot stop ' + sys.argv[1])", "{{word}}"]
+vary.word = {{ "{evil}" = {{}} }}
+[scales.mini]
+"""
 
 NAMES = ["a b", "it's \"so\"", "$(touch owned)", "`touch owned`; touch owned", "line\nbreak",
          "-rf", "%s {0} {text}", "\x1b[31mred", "[ab]", "é\u202eback"]  # fmt: skip

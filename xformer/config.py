@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args,
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 WIDTH = 100  # columns of help
 
@@ -44,7 +44,7 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
     nearest valid key.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(help_text(schema))
+        say(*help_text(schema).split("\n"))
         sys.exit(0)
     values: dict[str, Any] = {}
     if recipe:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from xformer.data.errors import Failure
+from xformer.data.errors import Failure, escaped, say
 from xformer.data.files import sync
 
 SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields that are no curve
@@ -77,9 +77,9 @@ class Monitor:
         if not self.active:
             return
         if self.terminal:
-            self.bar.write(line, file=sys.stderr)
+            self.bar.write(escaped(line), file=sys.stderr)
         else:
-            print(line, file=sys.stderr, flush=True)
+            say(line, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Log one event; numbers become TensorBoard curves under their event's name."""

@@ -14,13 +14,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, TextIO
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import read_json, write_json
 
 # keys that may be others where a run goes on
@@ -54,7 +53,7 @@ class Run:
                 aside = path.with_name(f"damaged_{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
                 path.rename(aside)
-                print(f"{error}; {path.name} is set aside as {aside.name}", file=sys.stderr)
+                say(f"{error}; {path.name} is set aside as {aside.name}", error=True)
                 continue
             return path
         return None

@@ -25,7 +25,7 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput, Failure, Interrupted
+from xformer.data.errors import BadInput, Failure, Interrupted, say
 from xformer.data.files import read_json, sync, write_json
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
@@ -409,7 +409,7 @@ def _leave(job: Job, run: Run) -> None:
     if not job.recipe.train.keep_state:
         job.ranks.on_rank_zero(run.forget_state)
     if job.ranks.rank == 0:
-        print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
+        say(f"{run.path} is finished: see {run.path / 'result.json'}", error=True)
 
 
 def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
