@@ -22,6 +22,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in sys.argv if args is None else args:
+            if "\0" in word:
+                raise BadInput(f"{word!r} holds a NUL character, which no path or option may")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             valid = re.sub(r"'", "", wrong[2])

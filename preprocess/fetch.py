@@ -33,6 +33,7 @@ from xformer.data.files import (
     atomic_directory,
     cache_folder,
     file_checksum,
+    make_directory,
     read_json,
     refuse_existing,
     write_json,
@@ -138,7 +139,7 @@ def fetch(data: DataSet, cache: Path) -> Path:
     refuse_existing(cache, overwrite=True)
     target, downloads = cache / data.directory, cache / ".fetch" / data.directory
     if not target.exists():
-        downloads.mkdir(parents=True, exist_ok=True)
+        make_directory(downloads)
         with _locked(downloads / "lock", data.name):
             if not target.exists():  # another process may have brought it meanwhile
                 _bring(data, target, downloads)

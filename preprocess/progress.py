@@ -24,7 +24,12 @@ class Progress:
         if sys.stderr.isatty():
             scale = 1024 if unit == "B" else 1000
             self.bar = tqdm(
-                desc=escaped(what), total=total, unit=unit, unit_scale=True, unit_divisor=scale, leave=False
+                desc=escaped(what),
+                total=total,
+                unit=unit,
+                unit_scale=True,
+                unit_divisor=scale,
+                leave=False,
             )
 
     def add(self, amount: int) -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ import pytest
 import torch
 from faults import fuzz
 from faults.readers import READERS, command, make_ground, zipped
-from helpers import CLASSIFY, ROOT, SMOKE, Done, Forks, good, training
+from helpers import CLASSIFY, ROOT, SMOKE, Done, Forks, good, refused, training
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xformer.data.errors import escaped, one_line
-from xformer.data.store import open_store
+from xformer.data.errors import BadInput, escaped, one_line
+from xformer.data.store import create_store, open_store
 
 INPUTS = 3  # random ones a reader
 DEEP = 10_000
@@ -257,3 +258,148 @@ def test_a_message_is_one_line_of_letters_and_signs(text: str) -> None:
     assert line.isprintable()
     assert len(line) <= 10 * 510
     assert one_line("plain words, 5 %: é北") == "plain words, 5 %: é北"
+
+
+# --------------------------------------------------------------------- paths, devices and names
+
+
+@pytest.mark.parametrize("key", ["run", "init", "data", "data.store", "mapping"])
+def test_a_nul_in_a_setting_is_refused(
+    key: str, ground: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """A TOML string can hold one, which no path can."""
+    line = training(SMOKE, ground / "store", tmp_path / "run")
+    setting, recipe = f'{key}="a\\u0000b"', tmp_path / "r.toml"
+    name = {"data": "data.store"}.get(key, key)
+    refused(forks.run(*line, setting), f"{name}='a\\x00b' holds a NUL character")
+    recipe.write_text(f"{setting}\n")
+    rest = [word for word in line[2:] if not word.startswith(f"{key.split('.')[0]}=")]
+    refused(forks.run("train.py", recipe, *rest), f"{name}='a\\x00b' holds a NUL character")
+    recipe.write_text(setting.replace(key, "base", 1))
+    refused(forks.run("train.py", recipe), "base='a\\x00b' is not the path of a recipe")
+    if key in ("data", "mapping"):
+        refused(forks.run("evaluate.py", ground / "run", setting), f"{key}='a\\x00b' holds a NUL")
+
+
+def test_a_nul_in_an_argument_is_refused(ground: Path, tmp_path: Path, forks: Forks) -> None:
+    """Of a command of ours that another program calls: a shell cannot type one."""
+    words = {"--input": f"{ground / 'raw/t.txt'}", "--output": f"{tmp_path / 's'}",
+             "--tokenizer": f"{ground / 'tok'}"}  # fmt: skip
+    for option in words:
+        given = {**words, option: "a\0b"}
+        done = forks.run("preprocess.py", "text", *(x for pair in given.items() for x in pair))
+        refused(done, "'a\\x00b' holds a NUL character")
+
+
+def test_places_where_nothing_can_be_made(ground: Path, tmp_path: Path, forks: Forks) -> None:
+    line = training(SMOKE, ground / "store", "/proc/x", "train.steps=1")
+    refused(forks.run(*line), "run=/proc/x cannot be made", "give another directory")
+    done = forks.run("preprocess.py", "text", "--input", ground / "raw/t.txt", "--tokenizer",
+                     ground / "tok", "--output", "/proc/x")  # fmt: skip
+    refused(done, "/proc", "cannot be made", "give another directory")
+
+
+def test_a_recipe_that_never_ends_is_refused(tmp_path: Path, forks: Forks) -> None:
+    """A device, a pipe that nobody writes to, and a file too large for a recipe."""
+    pipe, large, recipe = (tmp_path / name for name in ("pipe", "large", "r.toml"))
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(2**40)
+    for path, words in (
+        ("/dev/zero", "is a device or a pipe; give a file"),
+        (pipe, "is a device or a pipe; give a file"),
+        (large, "it is something else than a recipe"),
+    ):
+        recipe.write_text(f'base = "{path}"\n')
+        for first in (path, recipe):
+            refused(forks.run("train.py", first, "data=x", "run=y"), f"the recipe {path}", words)
+        if path != "/dev/zero":
+            continue
+        study = ("-m", "xformer.study", recipe, "scale=mini")
+        refused(forks.run(*study), "the recipe /dev/zero", words)
+
+
+def test_a_table_of_very_many_columns_is_read(ground: Path, tmp_path: Path, forks: Forks) -> None:
+    """Names are counted in one pass. (With a pass for each this took a minute.)"""
+    wide = ",c".join(map(str, range(200_000)))
+    cells = ",0" * 200_000
+    rows = [f"text,label,c{wide}", *(f"bam{i},{'ab'[i % 2]}{cells}" for i in range(25))]
+    (tmp_path / "wide.csv").write_text("\n".join(rows) + "\n")
+    line = ["task", "tsv", "--input", tmp_path / "wide.csv", "--tokenizer", ground / "tok",
+            "--output", tmp_path / "s", "--text", "text", "--label"]  # fmt: skip
+    refused(forks.run("preprocess.py", *line, "lable"), "has no column 'lable'", "'label'?")
+    good(forks.run("preprocess.py", *line, "label"))
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_split_without_a_row_is_refused(
+    split: str, ground: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """preprocess.py makes none; another program may."""
+    old = open_store(ground / "store")
+    path = tmp_path / "store"
+    with create_store(path, old.tokenizer(), {"tokens": "uint16"}, ["tokens"]) as writer:
+        for name in ("train", "valid", "test"):
+            with suppress(BadInput), writer.split(name) as made:
+                rows = 20 if name != split else 0
+                made.append_ragged("tokens", np.full(3 * rows, 7), np.full(rows, 3))
+        writer.finish("text", [], None, {})
+    what = f"has no row in its split '{split}'"
+    refused(forks.run(*training(SMOKE, path, tmp_path / "run")), str(path), what)
+    line = ["evaluate.py", ground / "run", f"data={path}", f"split={split}"]
+    refused(forks.run(*line), str(path), what)
+    refused(forks.run("preprocess.py", "stats", path), str(path), what)
+    assert not (tmp_path / "run").exists()
+
+
+OUTSIDE = """
+title = "t"
+question = "?"
+paper = "p"
+[scales.mini]
+{part}
+"""
+STAGE = '[stages.{name}]\ncommand = ["-c", "pass"]\nresult = "{result}"\nvary.seed = ["0"]\n'
+PLAIN = STAGE.format(name="a", result="r.json")
+SHOWS = {
+    "curves": f'{PLAIN}[[curves]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\npanels = "seed"\n'
+              'lines = "seed"\n',
+    "pictures": f'{PLAIN}[[pictures]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\n'
+                'file = "f.svg"\n',
+    "tables": f'{PLAIN}[[tables]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\nrows = "seed"\n'
+              'columns = "metric"\nmetric.loss = "loss"\n',
+    "stages": STAGE.format(name='"{name}"', result="r.json"),
+    "made": f'{PLAIN}[made."{{name}}"]\ncommand = ["-c", "{{{{out}}}}"]\n',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHOWS)
+def test_a_study_names_no_file_outside(what: str, tmp_path: Path, forks: Forks) -> None:
+    study = tmp_path / "study.toml"
+    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}"]
+    for name in (
+        "../../owned",
+        "/owned",
+        "a/b",
+        "..",
+        ".hidden",
+        "a\\\\b",
+        "x" * 300,
+        "\\u001b[2J",
+    ):
+        study.write_text(OUTSIDE.format(part=SHOWS[what].format(name=name)))
+        refused(forks.run(*line), f"{what}: the name ", "is no plain file name")
+    study.write_text(OUTSIDE.format(part=SHOWS[what].format(name="good-name")))
+    good(forks.run(*line, "--dry-run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
+
+
+def test_a_study_reads_no_file_outside(tmp_path: Path, forks: Forks) -> None:
+    study = tmp_path / "study.toml"
+    for part in (
+        STAGE.format(name="a", result="../r.json"),
+        SHOWS["pictures"].format(name="n").replace("f.svg", "../../f.svg"),
+    ):
+        study.write_text(OUTSIDE.format(part=part))
+        line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}"]
+        refused(forks.run(*line), "does not lie below {out}")

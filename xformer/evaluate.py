@@ -20,6 +20,7 @@ from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.errors import BadInput, put, say
+from xformer.data.files import write_text
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model import native
@@ -298,19 +299,18 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "rows": assembler.split.rows,
             "metrics": scores.metrics,
         }
-        Path(config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(Path(config.out), json.dumps(result, indent=1) + "\n")
     if config.predictions and head.kind == "span" and scores.outputs is not None:
         answers = spans.predictions(scores.outputs, assembler.split, config.threshold)
-        Path(config.predictions).write_text(json.dumps(answers, ensure_ascii=False) + "\n",
-                                            encoding="utf-8")  # fmt: skip
+        write_text(Path(config.predictions), json.dumps(answers, ensure_ascii=False) + "\n")
     elif config.predictions and head.kind == "tag" and scores.outputs is not None:
         lines = tags.lines(scores.outputs, assembler.split, head.labels)
-        Path(config.predictions).write_text(lines, encoding="utf-8")
+        write_text(Path(config.predictions), lines)
     elif config.predictions and scores.outputs is not None:
         outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
         rows = [[str(row)] for row in range(len(outputs))]
         lines = predict.as_lines(head, outputs, rows, "row")
-        Path(config.predictions).write_text(lines, encoding="utf-8")
+        write_text(Path(config.predictions), lines)
 
 
 def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
@@ -325,6 +325,6 @@ def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) 
         outputs = predict.predict_rows(checkpoint, rows, ranks, precision)
         lines = predict.as_lines(head, outputs, rows)
     if config.out:
-        Path(config.out).write_text(lines, encoding="utf-8")
+        write_text(Path(config.out), lines)
     else:
         put(lines)

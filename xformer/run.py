@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import BadInput, say
-from xformer.data.files import read_json, write_json
+from xformer.data.files import make_directory, read_json, write_json
 
 # keys that may be others where a run goes on
 FREE = {
@@ -145,7 +145,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     earlier = read_json(known) if known.exists() and not overwrite else None
     if earlier is not None:
         _refuse_other_settings(path, earlier, config)
-    path.mkdir(parents=True, exist_ok=True)
+    make_directory(path, "run=")
     lock = (path / ".lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data.errors import BadInput, say
-from xformer.data.files import write_json
+from xformer.data.files import make_directory, write_json
 
 
 def _split(names: Any) -> Any:
@@ -133,7 +133,7 @@ def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
     print the one line that sums it up. `found["analysis"]` names the files. `metrics` {of what:
     {name: number}} are the few numbers that a table of a study or TensorBoard shows."""
     name, out = found["analysis"], Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, "out=")
     found = {**found, "metrics": metrics, "made": made()}
     pictures = figure.save(found, draw, out, name)
     write_json(out / f"{name}.json", found)

@@ -38,7 +38,7 @@ from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import validate
 from xformer.data.errors import BadInput, say
-from xformer.data.files import read_json
+from xformer.data.files import make_directory, read_json
 from xformer.distributed import Ranks, SystemConfig, slow_precision
 from xformer.model.attention import layout
 from xformer.model.encoder import Packed
@@ -83,7 +83,7 @@ def run(paths: list[str], config: CostConfig) -> None:
     if warning := slow_precision(ranks.device, config.precision):
         say(warning.replace("system.", ""), error=True)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, "out=")
     heads = [_with_head(checkpoint, config) for checkpoint in loaded]
     counts = [count(head, config) for head in heads]
     taken = measure(heads, config, ranks)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from xformer.config import Settings, load, toml_text
 from xformer.data.errors import BadInput, Failure, Interrupted, escaped, run, say
-from xformer.data.files import read_json, write_json
+from xformer.data.files import make_directory, read_json, write_json
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
@@ -81,7 +81,7 @@ def main() -> None:
         executor: pool.Executor = pool.Slurm(root, settings.slurm)
     else:
         executor = pool.local(settings.jobs, settings.per_device)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory, "output=")
     plan.digests.save()
     write_json(root / "version.json", {"results": RESULTS})
     for line in _lacking(plan).splitlines():
