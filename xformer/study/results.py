@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_run_json
 from xformer.study.plan import Plan, Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
@@ -80,7 +80,7 @@ class Results:
                    for metric in _metrics(table))  # fmt: skip
         for work in plan.works.values():
             if work.stage and work.done:
-                content = read_json(work.proof)
+                content = read_run_json(work.proof)
                 found = content.get("metrics") if isinstance(content, dict) else None
                 if found is not None and "split" in content:  # evaluate.py scores one split
                     found = {content["split"]: found}
@@ -302,7 +302,8 @@ def rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, A
                   "state": outcome.state if outcome else "", **work.levels}  # fmt: skip
         metrics = results.metrics.get(work.key, {})
         if metrics:
-            common["seconds"] = read_json(work.proof).get("seconds", "")  # a dict: it has scores
+            result = read_run_json(work.proof)  # a dict, since it has scores
+            common["seconds"] = result.get("seconds", "")
         scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:
