@@ -394,6 +394,20 @@ def test_a_study_names_no_file_outside(what: str, tmp_path: Path, forks: Forks) 
     assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
 
 
+def test_a_picture_needs_no_dark_one(tmp_path: Path, forks: Forks) -> None:
+    draws = (
+        "import sys, json, pathlib as p; o = p.Path(sys.argv[1]); "
+        "(o / 'f.svg').write_text('<svg/>'); "
+        "(o / 'r.json').write_text(json.dumps({'metrics': {'test': {'loss': 1.0}}}))"
+    )
+    part = SHOWS["pictures"].format(name="shown").replace('"pass"', f'"{draws}", "{{out}}"')
+    (tmp_path / "study.toml").write_text(OUTSIDE.format(part=part))
+    line = ["-m", "xformer.study", tmp_path / "study.toml", "scale=mini", "jobs=1"]
+    good(forks.run(*line, f"output={tmp_path / 'out'}"))
+    assert (tmp_path / "out/study-mini/shown.svg").read_text() == "<svg/>"
+    assert "<img" in (tmp_path / "out/study-mini/report.html").read_text()
+
+
 def test_a_study_reads_no_file_outside(tmp_path: Path, forks: Forks) -> None:
     study = tmp_path / "study.toml"
     for part in (

@@ -188,10 +188,10 @@ from xformer import train
 from xformer.evaluate import Scores
 accuracies = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.5, 10: 0.6, 12: 0.5}
 original = train._validate
-def validate(job, run, model, state, monitor):
+def validate(job, run, model, state, *rest):
     scores = {"loss": 1.0, "accuracy": accuracies[state.step], "perplexity": 1.0}
     train.score = lambda *_: Scores(scores, None)
-    return original(job, run, model, state, monitor)
+    return original(job, run, model, state, *rest)
 train._validate = validate
 """
     patient = ["train.metric=accuracy", "train.patience=3", "train.steps=50",

@@ -64,7 +64,7 @@ COMPARED = {
     "python": "Python",
     "xformer": "xformer",
     "git": "code",
-    "kernels": "kernels",
+    "kernels": "",  # their name says what they are
     "processor": "processor",
     "threads": "threads",
     "world_size": "processes",
@@ -82,7 +82,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     old, new = ({**flat(start["config"]), **start["environment"]} for start in (before, now))
     return [
-        f"{called} {_short(name, old[name])} -> {_short(name, new[name])}"
+        f"{called} {_short(name, old[name])} -> {_short(name, new[name])}".lstrip()
         for name, called in COMPARED.items()
         if name in old and name in new and old[name] != new[name]
     ]

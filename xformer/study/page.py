@@ -102,11 +102,10 @@ def html(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str
 def _picture(path: Path, title: str) -> str:
     """An SVG as an image within the page, which nothing of the page can touch, nor it the page."""
     dark = path.with_name(f"{path.stem}-dark.svg")
-    other = f'<source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
-    return (
-        f"<picture>{other if dark.is_file() else ''}"
-        f'<img src="{_data(path)}" alt="{escape(title)}"></picture>'
-    )
+    other = ""
+    if dark.is_file():
+        other = f'<source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+    return f'<picture>{other}<img src="{_data(path)}" alt="{escape(title)}"></picture>'
 
 
 def _data(path: Path) -> str:
