@@ -633,7 +633,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
-    for note in job.notes:
+    for note in (*job.notes, *job.recipe.optim.notes()):
         monitor.say(note)
     cut = job.train.share_truncated()
     if cut > 0:
