@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
-from toys import Toys
+from test_spans import squad
+from test_tags import toy
+from toys import WORDS, Toys
 
+from xformer import checkpoint as checkpoints
+from xformer import metrics
+from xformer.analysis.command import publish
 from xformer.config import load
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
+from xformer.data.store import open_store
 from xformer.optim import MOMENTS, OptimConfig
 from xformer.study.plan import content_key, identity
+from xformer.study.statistics import compare, summarise
 from xformer.train import Recipe
 
 TWO_STEPS = ["train.steps=2", "train.select=last"]
@@ -54,8 +64,8 @@ def test_a_typed_weight_decay_is_an_l2_term(forks: Forks, data: Toys, tmp_path: 
 def test_help_shows_both_defaults(forks: Forks) -> None:
     lines = good(forks.run("train.py", "--help")).out.splitlines()
     assert "  optim.weight_decay: float = 0.01 for adamw, 0.0 for all others" in lines
-    assert "  optim.betas: [float, float] = [0.95, 0.98] for novograd, [0.9, 0.999] for all others" \
-        in lines  # fmt: skip
+    betas = "[0.95, 0.98] for novograd, [0.9, 0.999] for all others"
+    assert f"  optim.betas: [float, float] = {betas}" in lines
 
 
 def test_runs_from_before_continue(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -93,3 +103,179 @@ def test_settings_survive_json() -> None:
     for name in MOMENTS:
         config = OptimConfig.model_validate({"name": name})
         assert OptimConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+# --------------------------------------------------------------------- numbers that are not finite
+
+Runs = dict[str, Path]
+Breaker = Callable[[Path, str], Path]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Breaker:
+    """A copy of a checkpoint that cannot read one word, whose embedding is NaN."""
+
+    def copy(run: Path, piece: str) -> Path:
+        checkpoint = checkpoints.load(run)
+        weights = {name: weight.clone() for name, weight in checkpoint.weights.items()}
+        weights["encoder.embeddings.word.weight"][checkpoint.tokenizer.pieces.index(piece)] = np.nan
+        made = tmp_path / f"broken-{run.name}"
+        checkpoints.save(checkpoints.replace(checkpoint, weights=weights), made)
+        return made
+
+    return copy
+
+
+def rows_with(store: Path, split: str, piece: str, most: int = 10**6) -> list[int]:
+    """The rows of a split among whose first `most` tokens a piece is."""
+    opened = open_store(store)
+    number = opened.tokenizer().pieces.index(piece)
+    columns = opened.split(split).columns
+    texts = [columns[name] for name in ("tokens", "tokens_b") if name in columns]
+    return [row for row in range(opened.split(split).rows)
+            if any(number in text[row][:most] for text in texts)]  # fmt: skip
+
+
+def said(split: str, bad: list[int], rows: int) -> str:
+    assert 8 < len(bad) < rows
+    some = ", ".join(map(str, bad[:8]))
+    return (f"error: the split '{split}': outputs are not finite in {len(bad)} of {rows} rows: "
+            f"{some} and {len(bad) - 8} more\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["classes", "scores", "pairs"])
+def test_outputs_that_are_not_finite_name_their_rows(
+    name: str, forks: Forks, data: Toys, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    word = "dan" if name == "scores" else WORDS[0]
+    store: Path = getattr(data, name)
+    expected = said("test", rows_with(store, "test", word), 60)
+    path, out = broken(learned[name], word), tmp_path / "out.json"
+    for ranks in (1, 2):
+        done = forks.run("evaluate.py", path, f"data={store}", f"out={out}", ranks=ranks)
+        assert (done.status, done.out, out.exists()) == (1, "", False)
+        assert done.err == expected
+
+
+def test_a_masked_loss_that_is_not_finite_names_its_rows(
+    forks: Forks, data: Toys, learned: Runs, broken: Breaker
+) -> None:
+    done = forks.run("evaluate.py", broken(learned["text"], WORDS[0]), f"data={data.text}")
+    refused(done, "the split 'test': outputs are not finite in ", " of 60 rows: ", status=1)
+    assert done.out == ""
+
+
+def test_labels_of_words_that_are_not_finite_name_their_rows(
+    forks: Forks, data: Toys, broken: Breaker, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(0)
+    for split, rows in (("train", 8), ("valid", 30)):
+        blocks = ["\n".join("\t".join(pair) for pair in row) for row in toy(draw, rows)]
+        (tmp_path / f"{split}.conll").write_text("\n\n".join(blocks) + "\n")
+    store = tmp_path / "store"
+    good(forks.run("preprocess.py", "task", "conll", "--input", tmp_path, "--tokenizer",
+                   data.tokenizer, "--output", store))  # fmt: skip
+    run = tmp_path / "run"
+    good(forks.run(*training("recipes/finetune/tag.toml", store, run, *TWO_STEPS)))
+    path = broken(run, WORDS[0])
+    expected = said("valid", rows_with(store, "valid", WORDS[0], 18), 30)
+    done = forks.run("evaluate.py", path, f"data={store}", "split=valid")
+    assert (done.status, done.err) == (1, expected)
+    (tmp_path / "raw.txt").write_text(f"{WORDS[1]} {WORDS[2]}\n{WORDS[3]} {WORDS[0]}\n")
+    done = forks.run("evaluate.py", path, f"input={tmp_path / 'raw.txt'}")
+    refused(done, "the input: outputs are not finite in 1 of 2 rows: 1", status=1)
+
+
+def test_answers_that_are_not_finite_name_their_windows(
+    forks: Forks, data: Toys, broken: Breaker, tmp_path: Path
+) -> None:
+    raw, store, run = tmp_path / "raw.json", tmp_path / "store", tmp_path / "run"
+    raw.write_text(json.dumps(squad(np.random.default_rng(1), 4, 5)))
+    good(forks.run("preprocess.py", "task", "squad", "--train", raw, "--valid", raw, "--tokenizer",
+                   data.tokenizer, "--max-tokens", "20", "--stride", "5", "--max-question", "2",
+                   "--output", store))  # fmt: skip
+    good(forks.run(*training("recipes/finetune/squad.toml", store, run, *TWO_STEPS)))
+    expected = said(
+        "valid", rows_with(store, "valid", WORDS[0]), open_store(store).split("valid").rows
+    )
+    done = forks.run("evaluate.py", broken(run, WORDS[0]), f"data={store}", "split=valid")
+    assert (done.status, done.err) == (1, expected)
+
+
+def test_predictions_that_are_not_finite_name_their_rows(
+    forks: Forks, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    raw, out = tmp_path / "raw.tsv", tmp_path / "out.tsv"
+    raw.write_text(f"text\n{WORDS[1]}\n{WORDS[0]}\n{WORDS[2]}\n")
+    path = broken(learned["classes"], WORDS[0])
+    done = forks.run("evaluate.py", path, f"input={raw}", f"out={out}")
+    refused(done, "the input: outputs are not finite in 1 of 3 rows: 1", status=1)
+    assert not out.exists()
+    done = forks.run("evaluate.py", broken(learned["text"], WORDS[0]), f"text={WORDS[0]} [MASK]")
+    refused(done, "the text: ", "not finite in 1 of 1 rows: 0", status=1)
+
+
+def test_validation_that_is_not_finite_ends_a_run(
+    forks: Forks, data: Toys, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    """It was never the best, without a word: here it is only the validation set that has the
+    unknown sign, so that training itself is finite."""
+    raw, store, run = tmp_path / "raw", tmp_path / "store", tmp_path / "run"
+    raw.mkdir()
+    lines = (data.raw / "classes/train.tsv").read_text().splitlines()
+    (raw / "train.tsv").write_text("\n".join(lines) + "\n")
+    lines[2] = lines[2].replace("\t", " \u4e2d\t")
+    (raw / "valid.tsv").write_text("\n".join(lines[:6]) + "\n")
+    make = ("preprocess.py", "task", "tsv", "--text", "text", "--label", "label", "--input", raw)
+    good(forks.run(*make, "--tokenizer", data.tokenizer, "--output", store))
+    init = broken(learned["classes"], "[UNK]")
+    done = forks.run(*training(CLASSIFY, store, run, f"init={init}", "train.steps=2"))
+    assert done.status == 1
+    assert done.err.endswith("error: the split 'valid': outputs are not finite in 1 of 5 rows: 1\n")
+    assert not (run / "result.json").exists()
+
+
+def test_an_infinite_label_is_named(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """preprocess.py refuses it; a store of another program's may hold it."""
+    store = tmp_path / "store"
+    good(forks.run("preprocess.py", "task", "tsv", "--input", data.raw / "scores", "--text", "text",
+                   "--label", "score", "--kind", "score", "--tokenizer", data.tokenizer,
+                   "--output", store))  # fmt: skip
+    path = next(store.glob("test/label*.npy"))
+    labels = np.load(path)
+    labels[[3, 5]] = np.inf
+    np.save(path, labels)
+    (store / "sums.json").unlink(missing_ok=True)
+    done = forks.run("evaluate.py", learned["scores"], f"data={store}")
+    refused(done, "the split 'test': 2 labels are not finite, those of the rows 3, 5")
+
+
+def test_correlations_refuse_what_is_not_finite() -> None:
+    rising = np.arange(5.0)
+    nan = np.where(rising == 3, np.nan, rising)
+    with pytest.raises(Failure, match=r"the predictions are not finite in 1 of 5 rows: 3"):
+        metrics.regression(nan, rising)
+    with pytest.raises(Failure, match=r"the labels are not finite in 1 of 5 rows: 3"):
+        metrics.regression(rising, nan)
+    constant = metrics.regression(np.ones(5), rising)
+    assert constant == {"pearson": 0.0, "spearman": 0.0}  # undefined, and not NaN
+    assert metrics.regression(rising, 2 * rising)["pearson"] == pytest.approx(1.0)
+
+
+def test_statistics_refuse_what_is_not_finite() -> None:
+    for bad in (np.nan, np.inf):
+        for pair in (([1.0, bad], [1.0, 2.0]), ([1.0, 2.0], [0.0, bad]), ([1.0, bad], [1.0, bad])):
+            with pytest.raises(BadInput, match=r"score 2 of 2 is (nan|inf)"):
+                compare(*pair)
+        with pytest.raises(BadInput, match=r"score 1 of 3 is (nan|inf)"):
+            summarise([bad, 1.0, 2.0])
+
+
+def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
+    from xformer.analysis.command import Output
+
+    with pytest.raises(Failure, match=r"toy: last\.cka is nan"):
+        publish(Output(out=str(tmp_path)), {"analysis": "toy"}, None, "", {"last": {"cka": np.nan}})
+    assert list(tmp_path.iterdir()) == []

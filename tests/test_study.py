@@ -761,6 +761,15 @@ def test_damaged_files_of_a_study(
     assert (place / name).read_text() == content  # a dry run writes nothing
 
 
+def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: Path) -> None:
+    """A table would show it, or die of it."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, **_: float("nan") if seed == "1" else 0.5)
+    words = r"result\.json: test\.accuracy of finetune seed=1 start=pretrained rate=low is nan"
+    with pytest.raises(BadInput, match=words):
+        Results(plan.study, plan)
+
+
 def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
     changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "mcc"'))
     plan = plan_of(file, tmp_path, data=str(data))

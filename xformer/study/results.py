@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,10 @@ class Results:
                 if not _are_scores(found):
                     raise BadInput(f"{work.proof} is no result: it has no metrics")
                 assert found is not None
+                _check_finite(work, found)
                 if logs and work.recipe is not None:
                     found = {**found, "train": _last(work.path)}
+                    _check_finite(work, {"train": found["train"]})
                 self.metrics[work.key] = found
 
     def score(self, work: Work, table: Table, column: str) -> float | None:
@@ -287,6 +290,17 @@ def _are_scores(value: Any) -> bool:
         isinstance(scores, dict) and all(type(score) in (int, float) for score in scores.values())
         for scores in splits
     )
+
+
+def _check_finite(work: Work, metrics: dict[str, dict[str, float]]) -> None:
+    """Raise BadInput that names the first score which is not finite."""
+    for split, scores in metrics.items():
+        for metric, value in scores.items():
+            if not math.isfinite(value):
+                raise BadInput(
+                    f"{work.proof}: {split}.{metric} of {work.name} is {value}, which no table "
+                    "can hold; find out why, then delete its directory to run it again"
+                )
 
 
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
