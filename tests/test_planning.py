@@ -43,6 +43,7 @@ def notes_of(plan: Plan) -> Notes:
         ("{finetune: model.hidden} {finetune: model.layers}", "16 1"),
         ("{finetune: model.vocab_size}", "?"),  # the tokenizer's, which is not made yet
         ("{pretrain: batch.rows * train.steps}", "128"),
+        ("{made.task: model.layers}", "?"),  # no checkpoint
         ("{finetune(start=scratch, rate=low): runs}", "2"),
         ("{finetune: count.seed} {finetune: levels.start}", "2 pretrained and scratch"),
         ("{made.letters: --valid}", None),  # a path that is not filled in
@@ -78,6 +79,7 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{fintune: runs}", "there is no stage 'fintune'; did you mean finetune?"),
         ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
         ("{finetune: optim}", "there is no key 'optim'"),
+        ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
         ("{finetune: mapping * seed}", "is no number"),
         ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
@@ -167,7 +169,7 @@ NAMES = re.compile(
     r"\b(tables?|figures?|sections?|appendi(x|ces)) [A-Z]?[\d.]*\d(( to|,| and) [\d.]*\d)*"
     r"|\b[A-Z][a-z]+ (et al\. )?(19|20)\d\d\b"  # Devlin et al. 2019, Chiang & Lee 2020
     r"|\b[a-z]+20\d\d(-\w+)+"  # studies: kao2021-figure2
-    r"|\bSST-2\b|\bMAESTRO v1\b|\bSQuAD 2\.0\b|\blayer-1\b"
+    r"|\bSST-2\b|\bMAESTRO v1\b"
 )
 WORDS = "two three four five six seven eight nine ten eleven twelve twenty hundred thousand million"
 NUMBER = re.compile(rf"\d|\b({WORDS.replace(' ', '|')})\b", re.IGNORECASE)

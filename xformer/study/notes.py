@@ -7,6 +7,7 @@
     {finetune: count.seed} {finetune: levels.seed}    how many levels a factor has; their names
     {look: examples}                                  of a stage that is a command: its examples=...
     {made.nesting: --tokens}                          an option of a command that makes something
+    {made.minilm: model.layers}                       the shape of a checkpoint that one makes
     {paper: 200,000 steps of 150 rows}                what the paper prints, as it is written here
 
 Where the runs differ, the values are listed: "16, 32 or 128". A value that is not known yet, such
@@ -32,6 +33,7 @@ PLACE = re.compile(r"\{([^{}:]*):([^{}]*)\}")
 MADE = re.compile(r"made\.([\w-]+)")
 STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
 UNKNOWN = "?"
+UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
 MOST = 4  # values that are listed; more numbers become a range
 
 
@@ -45,7 +47,9 @@ class Notes:
         self.plan, self.shapes, self.study = plan, shapes, plan.study
         self._recipes: dict[str, Recipe] = {}
         self.notes = tuple(self._filled(text, "notes") for text in self.study.notes)
-        self.deviations = tuple(self._deviation(one) for one in self.study.deviations)
+        shows = (*self.study.tables, *self.study.curves, *self.study.pictures)
+        self.deviations = tuple(self._deviation(one) for one in self.study.deviations
+                                if any(map(one.concerns, shows)))  # fmt: skip
 
     def _deviation(self, one: Deviation) -> Deviation:
         place = f"deviation {one.what!r}"
@@ -71,6 +75,8 @@ class Notes:
         if of == "paper":
             return key
         if match := MADE.fullmatch(of):
+            if key.startswith("model."):
+                return self._made(match[1], key.removeprefix("model."))
             return shown(self._option(match[1], key))
         match = STAGE.fullmatch(of)
         if match is None or match[1] not in self.study.stages:
@@ -114,6 +120,16 @@ class Notes:
                 return value
         raise BadInput(f"the command of made.{name} has no value of {option!r}")
 
+    def _made(self, name: str, key: str) -> str:
+        """A part of the shape of the checkpoint {made.NAME}."""
+        works = [work for work in self.plan.works.values() if work.name == f"made.{name}"]
+        if not works:
+            near = nearest(name, list(self.study.made))
+            raise BadInput(f"no run of the study needs made.{name}{near}")
+        _known(f"model.{key}")
+        shapes = [self.shapes.of(work) for work in works]
+        return listed(None if shape is None else getattr(shape, key) for shape in shapes)
+
     def _product(self, run: Work, key: str) -> Any:
         values = [self._of(run, part.strip()) for part in key.split("*")]
         if len(values) == 1 or None in values:
@@ -126,19 +142,24 @@ class Notes:
         """A setting of a run; None where it is not known yet."""
         if run.recipe is None:
             return self._argument(run, key)
-        if key not in all_keys(Recipe):
-            raise BadInput(f"there is no key {key!r}{nearest(key, list(all_keys(Recipe)))}")
+        _known(key)
         group, _, name = key.partition(".")
         if group == "model":
             start = self.shapes.start(run)
             if start is None or (name == "vocab_size" and start.vocab_size == 0):
                 return None
             return start.before_head if name == "head_dropout" else getattr(start, name)
+        if (other := UNUSED.get(key)) and self._setting(run, other):
+            raise BadInput(f"{run.name} does not use {key}, as it has {other}")
+        value = self._setting(run, key)
+        if value is None:
+            raise BadInput(f"{run.name} gives {key} no value")
+        return value
+
+    def _setting(self, run: Work, key: str) -> Any:
         value: Any = self._recipe(run)
         for part in key.split("."):
             value = getattr(value, part)
-        if value is None:
-            raise BadInput(f"{run.name} gives {key} no value")
         return value
 
     def _recipe(self, run: Work) -> Recipe:
@@ -153,6 +174,12 @@ class Notes:
             if equals and name == key:
                 return value
         raise BadInput(f"the command of {run.name} has no {key}=...")
+
+
+def _known(key: str) -> None:
+    keys = list(all_keys(Recipe))
+    if key not in keys:
+        raise BadInput(f"there is no key {key!r}{nearest(key, keys)}")
 
 
 def listed(values: Iterable[Any]) -> str:
