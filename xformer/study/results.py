@@ -15,9 +15,11 @@ import numpy as np
 
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
+from xformer.study.notes import Notes
 from xformer.study.plan import Plan, Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
+from xformer.study.shapes import Shapes
 from xformer.study.spec import METRIC, SEED, STATISTICS, Claim, Levels, Picture, Study, Table
 from xformer.study.spec import Summary as SummaryTable
 from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
@@ -76,6 +78,8 @@ class Results:
 
     def __init__(self, study: Study, plan: Plan):
         self.study, self.plan = study, plan
+        words = Notes(plan, Shapes(plan))
+        self.notes, self.deviations = words.notes, words.deviations
         self.metrics: dict[str, dict[str, dict[str, float]]] = {}
         logs = any(metric.startswith("train.") for table in study.tables
                    for metric in _metrics(table))  # fmt: skip
