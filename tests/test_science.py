@@ -16,12 +16,15 @@ from toys import WORDS, Toys
 from xformer import checkpoint as checkpoints
 from xformer import metrics
 from xformer.analysis.command import publish
-from xformer.config import load
+from xformer.config import load, validate
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.optim import MOMENTS, OptimConfig
-from xformer.study.plan import content_key, identity
+from xformer.study.notes import Notes
+from xformer.study.plan import Plan, Work, content_key, identity
+from xformer.study.shapes import Shapes
+from xformer.study.spec import read_study
 from xformer.study.statistics import compare, summarise
 from xformer.train import Recipe
 
@@ -92,6 +95,92 @@ def test_finished_results_of_studies_stay_valid() -> None:
     assert key("optim.name=adam", "optim.weight_decay=0") == "37a08a82bf4319ad"
     assert key("optim.name=adam") == "37a08a82bf4319ad"
     assert key("optim.name=adam", "optim.weight_decay=0.01") == "c67d5d4eaffcebf8"
+
+
+STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
+SCALES = [(path, scale) for path in STUDIES for scale in ("mini", "paper")]
+
+
+def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Work, Recipe]]:
+    """The training runs of a study and what they resolve to."""
+    works = Plan(read_study(path, scale), directory, {}).works.values()
+    return [(work, validate(Recipe, work.recipe)) for work in works if work.recipe is not None]
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_study_inherits_another_optimizers_settings(
+    path: Path, scale: str, tmp_path: Path
+) -> None:
+    for work, recipe in runs_of(path, scale, tmp_path):
+        config = recipe.optim
+        assert config.weight_decay == 0 or config.name == "adamw", work.name
+        assert (config.betas == (0.95, 0.98)) == (config.name == "novograd"), work.name
+
+
+def test_no_recipe_inherits_another_optimizers_settings() -> None:
+    """Hilbert-CNN's authors have an L2 term with Adam."""
+    for path in (ROOT / "recipes").glob("[fp]*/*.toml"):
+        config = load(Recipe, [str(path), "data=x", "run=-"]).optim
+        assert config.name == "adamw" or path.stem == "hilbert-cnn", path
+        decays = {"hilbert-cnn": 7.5e-4, "roberta-base-chiang2020": 0.0, "words-only": 0.0}
+        assert config.weight_decay == decays.get(path.stem, 0.01), path
+
+
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
+    """What once differed from the papers without a word."""
+
+    def runs(name: str) -> list[tuple[Work, Recipe]]:
+        return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
+
+    # Kao & Lee, figures 4, 8 and 9: the last checkpoint of training on 1 %
+    selected = {recipe.train.select for work, recipe in runs("kao2021-one-percent")
+                if work.levels["fraction"] == "one"}  # fmt: skip
+    assert selected == {"last"}
+    # neither Chiang & Lee nor Huang et al. fine-tune with weight decay
+    for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6",
+                 "huang2021-layers", "huang2021-heads", "huang2021-intermediate"):  # fmt: skip
+        found = {recipe.optim.weight_decay for work, recipe in runs(name)
+                 if work.stage != "pretrain"}  # fmt: skip
+        assert found == {0.0}, name
+    if scale == "paper":  # Chiang & Lee, table 2
+        words = next(recipe for work, recipe in runs("chiang2020-table6") if work.stage == "words")
+        table = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
+        assert table == (150, 5e-5, 200_000, 10_000)
+    for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):
+        for table in read_study(ROOT / f"recipes/studies/{name}.toml", scale).tables:
+            if table.columns == "task":  # the mean of both sets
+                assert isinstance(table.metric, dict)
+                assert table.metric["mnli"] == "valid+valid_mismatched.accuracy"
+    for name in ("zhang2021-operations", "zhang2021-foreign"):
+        study = read_study(ROOT / f"recipes/studies/{name}.toml", scale)
+        assert {table.best for table in study.tables} == {"epoch"}
+        assert ("mnli" in {table.name for table in study.tables}) == (scale == "paper")
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path) -> None:
+    """The reports of these name each deviation, with the value that runs."""
+    expected = {
+        "chiang2020-table1": ["pieces of the vocabulary", "weight decay of fine-tuning",
+                              "score of CoLA"],
+        "chiang2020-substitute": ["pieces of the vocabulary", "weight decay of fine-tuning"],
+        "chiang2020-table6": ["pieces of the vocabulary", "learning the words"],
+        "huang2021-layers": ["the pooler", "weight decay"],
+        "kao2021-optimizers": ["betas of NovoGrad", "weight decay"],
+        "kao2021-figure2": ["weight decay"],
+        "zhang2021-operations": ["what is printed", "rate, rows, epochs and weight decay"],
+        "zhang2021-foreign": ["what is printed", "rate, rows, epochs and weight decay"],
+    }  # fmt: skip
+    plan = Plan(read_study(path, scale), tmp_path, {})
+    said = {one.what: one.ours for one in Notes(plan, Shapes(plan)).deviations}
+    assert set(expected.get(path.stem, [])) <= set(said)
+    if path.stem.startswith("chiang"):
+        pieces = {"mini": "8,000", "paper": "30,000"}[scale]
+        assert said["pieces of the vocabulary"] == f"{pieces} for all"
+        assert said["weight decay of fine-tuning"] == "0"
+    if path.stem == "kao2021-optimizers":
+        assert said["betas of NovoGrad"] == "0.95 and 0.98; of the others 0.9 and 0.999"
 
 
 def test_an_unknown_optimizer_is_named_first(forks: Forks, data: Toys, tmp_path: Path) -> None:

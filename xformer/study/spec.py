@@ -103,7 +103,8 @@ class Table(Settings):
     """A factor; or "metric": then there is a column for each name in `metric`."""
     metric: str | dict[str, str] = "accuracy"
     """Name of the metric, or one for each column; "train.loss" names the split too, where train
-    stands for the last line of the log."""
+    stands for the last line of the log. "valid+valid_mismatched.accuracy" is the mean over two
+    splits."""
     split: str = "test"
     """The split that is scored."""
     percent: bool = True
@@ -114,6 +115,9 @@ class Table(Settings):
     """A stage whose scores are subtracted, each at the same levels of the factors it has."""
     show: Literal["mean", "deviation"] = "mean"
     """What a cell is: the mean over runs, or their standard deviation."""
+    best: Literal["none", "run", "epoch"] = "none"
+    """Show the highest number too, as papers do that print no mean: of the runs as they are scored,
+    or of every validation of every run."""
     means: dict[str, tuple[str, ...]] = Field({})
     """Further columns, each the mean of some columns of a run's mapping or seed."""
     published: Published | None = None
@@ -397,6 +401,8 @@ def _check_table(study: Study, table: Table) -> None:
         for column in study.columns(table):
             if column not in table.metric:
                 raise BadInput(f"{study.path}: {place}: metric.{column} must be given")
+    if table.minus and table.best != "none":
+        raise BadInput(f"{study.path}: {place}: a table of differences (minus) has no best")
     if table.minus:
         _known(study, place, table.minus, set(study.stages))
         _check_factors(study, place, table.stage, study.stages[table.minus].vary, {})
