@@ -24,7 +24,7 @@ from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model import native
 from xformer.model.encoder import to_device
-from xformer.model.heads import Model, padded
+from xformer.model.heads import HeadKind, Model, padded
 from xformer.shard import is_divided
 
 PAIRS = Head("classify", ("0", "1"))  # what the pair head beside an MLM head is scored as
@@ -222,15 +222,18 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
 
 
-def check_task(store: Store, head: Head) -> None:
-    """Raise BadInput unless the store holds what the head predicts."""
+def check_kind(kind: str, head: HeadKind, store: object) -> None:
+    """Raise BadInput unless a store of a kind holds what a head predicts; `store` names it."""
     kinds = {"mlm": ("text", "class", "score", "span", "tag"), "classify": ("class",),
              "regress": ("score",), "span": ("span",), "tag": ("tag",)}  # fmt: skip
-    if store.kind not in kinds[head.kind]:
-        wants = " or ".join(kinds[head.kind])
-        raise BadInput(
-            f"head={head.kind} needs a store of kind {wants}; {store.path} is {store.kind}"
-        )
+    if kind not in kinds[head]:
+        wants = " or ".join(kinds[head])
+        raise BadInput(f"head={head} needs a store of kind {wants}; {store} is {kind}")
+
+
+def check_task(store: Store, head: Head) -> None:
+    """Raise BadInput unless the store holds what the head predicts."""
+    check_kind(store.kind, head.kind, store.path)
     if (head.kind in ("classify", "tag") or head.pair_scale) and tuple(store.labels) != head.labels:
         unknown = sorted(set(store.labels) - set(head.labels))
         what = f"labels outside the checkpoint's classes: {', '.join(unknown)}" if unknown else (

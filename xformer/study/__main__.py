@@ -28,6 +28,7 @@ from xformer.data.files import read_json, write_json
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
+from xformer.study.fit import check_plan
 from xformer.study.notes import Notes
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
@@ -72,6 +73,7 @@ def main() -> None:
     check_version(root)
     plan = Plan(study, root, settings.needs)
     costs = Costs(plan)
+    check_plan(plan, costs.shapes)
     Notes(plan, costs.shapes)  # refuses a wrong placeholder now, not when the runs are done
     if settings.dry_run:
         print(listing(plan, costs))
