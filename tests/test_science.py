@@ -16,7 +16,7 @@ from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
 from xformer import metrics
-from xformer.analysis.command import publish
+from xformer.analysis.command import Output, publish
 from xformer.config import load, validate
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
@@ -146,8 +146,8 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         assert found == {0.0}, name
     if scale == "paper":  # Chiang & Lee, table 2
         words = next(recipe for work, recipe in runs("chiang2020-table6") if work.stage == "words")
-        table = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
-        assert table == (150, 5e-5, 200_000, 10_000)
+        found_words = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
+        assert found_words == (150, 5e-5, 200_000, 10_000)
     for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):
         for table in read_study(ROOT / f"recipes/studies/{name}.toml", scale).tables:
             if table.columns == "task":  # the mean of both sets
@@ -364,10 +364,14 @@ def test_statistics_refuse_what_is_not_finite() -> None:
 
 
 def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
-    from xformer.analysis.command import Output
-
     with pytest.raises(Failure, match=r"toy: last\.cka is nan"):
-        publish(Output(out=str(tmp_path)), {"analysis": "toy"}, None, "", {"last": {"cka": np.nan}})
+        publish(
+            Output(out=str(tmp_path)),
+            {"analysis": "toy"},
+            lambda *_: None,
+            "",
+            {"last": {"cka": np.nan}},
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -411,6 +415,5 @@ def test_studies_of_minilm_say_it_below_every_table(path: Path, tmp_path: Path) 
     plan = Plan(study, tmp_path, {})
     said = [one for one in Notes(plan, Shapes(plan)).deviations if LABEL in one.ours]
     assert len(said) == 1
-    for shown in (*study.tables, *study.curves, *study.pictures):
-        assert said[0].concerns(shown)
+    assert not (said[0].tables or said[0].curves or said[0].pictures)  # it concerns everything
     assert all(LABEL in note for note in study.notes if "MiniLM (" in note)
