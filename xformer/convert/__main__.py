@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from xformer.data.errors import BadInput, run
+from xformer.data.errors import BadInput
 from xformer.data.files import refuse_existing
+from xformer.start import run
 
 # what an output must hold to be one that may be overwritten
 CHECKPOINT = ("manifest.json", "model.safetensors")

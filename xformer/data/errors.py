@@ -1,12 +1,8 @@
-"""One clear line for the user: the errors a command may end with, and what prints them."""
+"""One clear line for the user: the errors a command may end with."""
 
 from __future__ import annotations
 
 import errno
-import os
-import signal
-import sys
-from collections.abc import Callable
 
 # what a disk, a path or the rights to it may be at fault for, and no bug
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG,
@@ -31,33 +27,6 @@ class Interrupted(Exception):
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.status = 128 + signal_number
-
-
-def run(main: Callable[[], None]) -> None:
-    """Call `main` and exit: status 0, or one line on standard error and the error's own status.
-
-    Under torchrun only rank 0 prints. Errors that are neither of the two above are bugs and keep
-    their traceback.
-    """
-    rank_zero = os.environ.get("RANK", "0") == "0"
-    status, line = 0, ""
-    try:
-        main()
-    except (BadInput, Failure, Interrupted) as error:
-        status, line = error.status, str(error)
-    except KeyboardInterrupt:
-        status, line = 128 + signal.SIGINT, "interrupted"
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        if error.errno not in OF_THE_DISK:
-            raise
-        where = f": {error.filename}" if error.filename else ""
-        status, line = 1, f"{os.strerror(error.errno)}{where}"
-    if line and rank_zero:
-        line = one_line(line)
-        print(f"error: {line}" if status < 128 else line, file=sys.stderr, flush=True)
-    sys.exit(status)
 
 
 def one_line(text: str, most: int = 2000) -> str:

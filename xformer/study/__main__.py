@@ -23,8 +23,9 @@ from pydantic import Field
 from tqdm import tqdm
 
 from xformer.config import Settings, load, toml_text
-from xformer.data.errors import BadInput, Failure, Interrupted, run
+from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import read_json, write_json
+from xformer.start import run
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
