@@ -14,7 +14,7 @@ from typing import Any
 
 from preprocess.bad import BadRows
 from preprocess.binarize import PACKED, read_lines
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
@@ -212,7 +212,7 @@ class Table:
             from pyarrow import lib
             from pyarrow.parquet import ParquetFile
         except ImportError:
-            raise BadInput(f"{self.path}: parquet needs pip install 'xformer[formats]'") from None
+            raise lacks(f"{self.path}: parquet", "pyarrow", "formats") from None
         try:
             return ParquetFile(self.path)
         except (lib.ArrowException, OSError, UnicodeError) as error:

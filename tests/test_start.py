@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from helpers import PATIENCE, ROOT, SMOKE, training
 from toys import Toys
 
 from xformer import start
+from xformer.data.errors import DISTRIBUTION
 
 LIMIT = 30  # seconds that a busy machine has for what takes ten
 
@@ -103,3 +106,15 @@ def test_doors_prepare_the_process_before_torch(door: str) -> None:
     """Importing a door loads no torch: `run` has its say first."""
     code = f"import sys, {door}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_nobody_is_sent_to_another_projects_package() -> None:
+    """`xformer` on the package index is not this project."""
+    wrong = re.compile(r"pip install [^\n]*\bxformer\b(?!-)|\bxformer\[\w+\]")
+    patterns = ("*.md", "*.toml", "*.py", "docs/*.md", "recipes/**/*.toml")
+    patterns += ("xformer/**/*.py", "preprocess/**/*.py")
+    for file in (file for pattern in patterns for file in ROOT.glob(pattern)):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert "Do not `pip install xformer`" in line or not wrong.search(line), (file, line)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION

@@ -9,6 +9,10 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO,
                errno.ENAMETOOLONG)  # fmt: skip
 
 
+# what `pip` calls this project; the name `xformer` on the package index is another project's
+DISTRIBUTION = "xformer-transfer"
+
+
 class BadInput(Exception):
     """The user's input is wrong: the message names it and what would be right. Exit status 2."""
 
@@ -27,6 +31,14 @@ class Interrupted(Exception):
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.status = 128 + signal_number
+
+
+def lacks(what: str, package: str, extra: str) -> BadInput:
+    """The error for `what` that cannot be done without an optional package."""
+    return BadInput(
+        f"{what} needs the package {package}, which is in {DISTRIBUTION}[{extra}]: "
+        f"pip install {package}"
+    )
 
 
 def one_line(text: str, most: int = 2000) -> str:
