@@ -111,8 +111,8 @@ def test_doors_prepare_the_process_before_torch(door: str) -> None:
 def test_nobody_is_sent_to_another_projects_package() -> None:
     """`xformer` on the package index is not this project."""
     wrong = re.compile(r"pip install [^\n]*\bxformer\b(?!-)|\bxformer\[\w+\]")
-    patterns = ("*.md", "*.toml", "*.py", "docs/*.md", "recipes/**/*.toml")
-    patterns += ("xformer/**/*.py", "preprocess/**/*.py")
+    patterns = ["*.md", "*.toml", "*.py", "docs/*.md", "recipes/**/*.toml"]
+    patterns += ["xformer/**/*.py", "preprocess/**/*.py"]
     for file in (file for pattern in patterns for file in ROOT.glob(pattern)):
         for line in file.read_text(encoding="utf-8").splitlines():
             assert "Do not `pip install xformer`" in line or not wrong.search(line), (file, line)
