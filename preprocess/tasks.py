@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import time
 from array import array
 from collections import Counter
@@ -30,7 +29,7 @@ from preprocess.progress import progress
 from preprocess.tables import ending, stem
 from preprocess.words import Encoder
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
@@ -252,7 +251,7 @@ def _twice(survey: Survey) -> dict[str, dict[str, int]]:
              for name, others in found.items() for other, number in others.items()]  # fmt: skip
     if parts:
         text = "; ".join(parts)
-        print(f"note: {text} too, word for word; they stay, as published", file=sys.stderr)
+        say(f"note: {text} too, word for word; they stay, as published", error=True)
     return found
 
 
@@ -292,10 +291,10 @@ def _unseen(survey: Survey, labels: list[str], what: str) -> dict[str, dict[str,
             found[split] = unseen
             named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
             more = ", ..." if len(unseen) > 5 else ""
-            print(
+            say(
                 f"warning: {split}: {what} of classes that training has not count as wrong: "
                 f"{named}{more}",
-                file=sys.stderr,
+                error=True,
             )
     return found
 

@@ -526,7 +526,7 @@ def test_inspect_says_what_no_family_has(
 ) -> None:
     made = scratch(learned, "bert", norm="pre")
     checkpoints.save(made, tmp_path / "ours")
-    said = describe(tmp_path / "ours")
+    said = "\n".join(describe(tmp_path / "ours"))
     assert "none of Hugging Face's: no family has LayerNorm before its parts" in said
     assert "fresh seed=1" in said
     with pytest.raises(BadInput, match="does not exist"):

@@ -14,7 +14,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from xformer.data.errors import OF_THE_DISK, BadInput, Failure, Interrupted, one_line
+from xformer.data.errors import (
+    OF_THE_DISK,
+    BadInput,
+    Failure,
+    Interrupted,
+    one_line,
+    reason,
+    say,
+)
 
 # by any of these a user decides how OpenMP's threads wait
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -44,11 +52,9 @@ def run(main: Callable[[], None]) -> None:
     except OSError as error:
         if error.errno not in OF_THE_DISK:
             raise
-        where = f": {error.filename}" if error.filename else ""
-        status, line = 1, f"{os.strerror(error.errno)}{where}"
+        status, line = 1, reason(error)
     if line and rank_zero:
-        line = one_line(line)
-        print(f"error: {line}" if status < 128 else line, file=sys.stderr, flush=True)
+        say(one_line(f"error: {line}" if status < 128 else line), error=True)
     sys.exit(status)
 
 
@@ -79,7 +85,7 @@ def _watch(parent: int) -> None:
         time.sleep(POLL)
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):  # torchrun may have read what its ranks print
-            print("error: torchrun is gone: its ranks stop", file=sys.stderr, flush=True)
+            say("error: torchrun is gone: its ranks stop", error=True)
     # a rank that trains writes a checkpoint first; one that still starts ends at once
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
