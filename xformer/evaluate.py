@@ -83,7 +83,8 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
     """Metrics of a model on a split. Every rank takes its share and gets the whole result.
 
     Rows are cut into the same chunks on any number of ranks, and the sums run over chunks in
-    order. Labels of -1 or NaN are not scored. Raises BadInput where no row has a label.
+    order. Labels of -1 or NaN are not scored. Raises BadInput where no row has a label, and Failure
+    that names split and rows where the model's outputs or its loss are not finite.
     """
     was_training = model.training
     model.eval()
@@ -122,31 +123,51 @@ def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precisio
             b = torch.from_numpy(assembler.lengths(batch.rows)[1]).to(ranks.device)
             second = packed.layout.cu_seqlens.diff() - 1 - b
             outputs[places] = spans.best_spans(padded(logits, packed), second, b)
-    sums, over = torch.stack(parts), len(parts) % ranks.world_size
+    over = len(parts) % ranks.world_size
     if is_divided(model) and over and ranks.rank >= over:  # all ranks pass equally often
         with ranks.autocast(precision):
             model.logits(to_device(build(np.zeros(1, np.int64)), ranks.device))
     model.train(was_training)
+    sums = ranks.sum(torch.stack(parts))  # (chunks, 3)
+    every = ranks.sum(outputs).cpu().numpy()
+    _check_finite(sums.cpu().numpy(), every, assembler, head)
     if head.kind == "mlm":
-        total, count, correct = ranks.sum(sums).sum(0).tolist()
+        total, count, correct = sums.sum(0).tolist()
         if count == 0:
             raise BadInput(f"the split {assembler.split.name!r} has no token to mask")
         loss_value = total / count
         perplexity = math.exp(min(loss_value, 700))
         found = {"loss": loss_value, "accuracy": correct / count, "perplexity": perplexity}
         if head.pair_scale:
-            pairs = _task_scores(ranks.sum(outputs).cpu().numpy(), assembler.split, PAIRS)
+            pairs = _task_scores(every, assembler.split, PAIRS)
             found |= {f"pair_{name}": pairs.metrics[name] for name in ("loss", "accuracy")}
         return Scores(found, None)
     if head.kind == "span":
-        total, count, _ = ranks.sum(sums).sum(0).tolist()
-        every = ranks.sum(outputs).cpu().numpy()
+        total, count, _ = sums.sum(0).tolist()
         found = spans.score(every, assembler.split, threshold)
         return Scores({"loss": total / count, **found}, every)
     if head.kind == "tag":
-        every = ranks.sum(outputs).cpu().numpy()
         return Scores(tags.score(every, assembler.split, head.labels), every)
-    return _task_scores(ranks.sum(outputs).cpu().numpy(), assembler.split, head)
+    return _task_scores(every, assembler.split, head)
+
+
+def _check_finite(sums: np.ndarray, outputs: np.ndarray, assembler: Assembler, head: Head) -> None:
+    """Raise Failure that names the split and the rows whose loss or outputs are not finite.
+
+    `sums` (chunks, 3) are those of each chunk's loss, `outputs` those of each row, of a tag head of
+    each token. The loss of masked tokens is known by chunk alone: all rows of the chunk are named.
+    """
+    split = assembler.split
+    if head.kind == "tag":
+        bad = tags.broken(outputs, np.asarray(split.columns["tokens"].offsets))
+    elif head.kind == "span":  # a window without any text has no span: its score is -inf
+        bad = ~np.isfinite(outputs[:, 0]) | np.isnan(outputs[:, 1]) | np.isposinf(outputs[:, 1])
+    else:
+        bad = ~np.isfinite(outputs).all(1)
+    for part, its in zip(chunks(assembler, split.rows), sums, strict=True):
+        if not bad[part].any() and not np.isfinite(its).all():
+            bad[part] = True
+    metrics.check_finite(np.where(bad, np.nan, 0.0), f"the split {split.name!r}: outputs")
 
 
 def _task_scores(outputs: np.ndarray, split: Split, head: Head) -> Scores:
@@ -156,6 +177,9 @@ def _task_scores(outputs: np.ndarray, split: Split, head: Head) -> Scores:
     known = ~np.isnan(labels) if head.kind == "regress" else labels != UNLABELLED
     if not known.any():
         raise BadInput(f"the split {split.name!r} has no labels to score against")
+    if head.kind == "regress" and len(bad := np.flatnonzero(np.isinf(labels))):
+        raise BadInput(f"the split {split.name!r}: {len(bad):,} labels are not finite, those of "
+                       f"the rows {metrics.some_rows(bad)}")  # fmt: skip
     some, labels = outputs[known].astype(np.float64), labels[known]
     groups = np.asarray(split.columns["group"])[known] if "group" in split.columns else None
     if head.kind == "regress":

@@ -304,16 +304,21 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
 
 
 def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
-    """The checkpoint with the recipe's dropout. Raises BadInput if the recipe asks for a shape
-    that the checkpoint has not."""
+    """The checkpoint with the recipe's dropout; see `with_settings`."""
+    return replace(start, config=with_settings(start.config, wanted))
+
+
+def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
+    """A checkpoint's shape with the recipe's dropout. Raises BadInput if the recipe asks for a
+    shape that the checkpoint does not have."""
     free = {}
     for name in wanted.model_fields_set:
-        value, has = getattr(wanted, name), getattr(start.config, name)
+        value, has = getattr(wanted, name), getattr(config, name)
         if name in ("dropout", "attention_dropout", "head_dropout", "dropout_form"):
             free[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
-    return replace(start, config=start.config.model_copy(update=free))
+    return config.model_copy(update=free)
 
 
 def _pair_scale(recipe: Recipe, store: Store) -> float:
@@ -636,7 +641,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
-    for note in job.notes:
+    for note in (*job.notes, *job.recipe.optim.notes()):
         monitor.say(note)
     cut = job.train.share_truncated()
     if cut > 0:
