@@ -94,19 +94,22 @@ class Table:
         names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
         return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
-    def rows(self, names: Sequence[str], bad: BadRows) -> Iterator[tuple[int, list[str | None]]]:
-        """(line, the values of these columns as strings) of every row; None for a JSON null.
+    def rows(
+        self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        """(line, the values of these columns as strings) of every row; None for a JSON null, and
+        for an `optional` column that an object of JSON lacks.
 
-        A row that lacks a column, or is of another width than the header, is a bad one.
+        A row that lacks another column, or is of another width than the header, is a bad one.
         """
         if self.kind == ".parquet":
             yield from self._parquet_rows(names, bad)
         elif self.kind in (".jsonl", ".json"):
             for line, found in self._objects(bad):
-                if lacking := [name for name in names if name not in found]:
+                if lacking := [n for n in names if n not in found and n not in optional]:
                     bad(self.path, line, f"there is no {lacking[0]!r}")
                     continue
-                values = self._values(line, [found[name] for name in names], bad)
+                values = self._values(line, [found.get(name) for name in names], bad)
                 if values is not None:
                     yield line, values
         else:
