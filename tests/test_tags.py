@@ -192,7 +192,12 @@ def test_flip(make: Make, tmp_path: Path) -> None:
         ("mask", "1101", "11", "a-A has 4 amino acids, 4 labels and 2 marks"),
         ("sequences", ">d-D", ">e", "d-D is not in sequences.fasta"),
         ("sequences", "MKV", "MK1", "a-A: letters other than .*: '1'"),
-        ("sampled", "SET=test", "SET=best", r"sampled\.fasta:7: c-C: SET is 'best', which is none of"),
+        (
+            "sampled",
+            "SET=test",
+            "SET=best",
+            r"sampled\.fasta:7: c-C: SET is 'best', which is none of",
+        ),
         ("sampled", "SET=test", "", "c-C: its header says neither SET=train nor SET=test"),
         ("sampled", ">a-A", "a-A", "sampled.fasta:1: text before the first header"),
         ("mask", "1101", "0000", "the label is empty"),

@@ -135,7 +135,10 @@ def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
     {name: number}} are the few numbers that a table of a study or TensorBoard shows. Raises Failure
     where one of them is not finite."""
     name, out = found["analysis"], Path(config.out)
-from xformer.data.errors import BadInput, Failure, say
+    for of_what, numbers in metrics.items():
+        for key, value in numbers.items():
+            if not math.isfinite(value):
+                raise Failure(f"{name}: {of_what}.{key} is {value}: no result is written")
     make_directory(out, "out=")
     found = {**found, "metrics": metrics, "made": made()}
     pictures = figure.save(found, draw, out, name)
