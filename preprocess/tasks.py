@@ -279,9 +279,9 @@ def _say_splits(task: Task, survey: Survey) -> None:
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
     rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
-    print(f"note: {columns} of {task.files[0]} name the splits: {rows} rows", file=sys.stderr)
+    say(f"note: {columns} of {task.files[0]} name the splits: {rows} rows", error=True)
     if "valid" not in survey.rows:
-        print("warning: no row is for validation: train with train.select=last", file=sys.stderr)
+        say("warning: no row is for validation: train with train.select=last", error=True)
 
 
 def _say_lacking(survey: Survey, labels: list[str], what: str) -> None:
@@ -289,10 +289,10 @@ def _say_lacking(survey: Survey, labels: list[str], what: str) -> None:
     for split, counts in survey.labels.items():
         if lacking := [label for label in labels if label not in counts]:
             named = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-            print(
+            say(
                 f"warning: {split} has no {what} of {len(lacking):,} of the {len(labels):,} "
                 f"classes: {named}",
-                file=sys.stderr,
+                error=True,
             )
 
 
