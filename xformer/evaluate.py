@@ -19,7 +19,8 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch, chunks
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, put, say
+from xformer.data.files import write_text
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model import native
@@ -249,7 +250,7 @@ def main() -> None:
     """`python evaluate.py CHECKPOINT key=value ...`"""
     arguments = sys.argv[1:]
     if any(a in ("-h", "--help") for a in arguments):
-        print(help_text(EvaluateConfig))
+        say(*help_text(EvaluateConfig).split("\n"))
         return
     with distributed.group():
         config = _config(arguments)
@@ -258,7 +259,7 @@ def main() -> None:
         slow = distributed.slow_precision(ranks.device, config.system.precision)
         for note in filter(None, (slow, native.note(ranks.device))):
             if ranks.rank == 0:
-                print(note, file=sys.stderr)
+                say(note, error=True)
         if config.data is not None:
             _score_split(checkpoint, config, arguments[0], ranks)
         elif ranks.rank == 0:
@@ -291,7 +292,7 @@ def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) ->
     precision = config.system.precision
     found = predict.fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
     for i, filling in enumerate(found, 1):
-        print(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
+        say(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
 
 
 def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:
@@ -310,10 +311,13 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         return
     labels = np.asarray(assembler.split.columns.get("label", ()))
     if head.kind == "classify" and (unseen := int((labels == UNSEEN).sum())):
-        print(f"{unseen:,} of {len(labels):,} rows are of classes that training has not: they "
-              "count as wrong", file=sys.stderr)  # fmt: skip
+        say(
+            f"{unseen:,} of {len(labels):,} rows are of classes that training has not: they "
+            "count as wrong",
+            error=True,
+        )
     for metric, value in scores.metrics.items():
-        print(f"{config.split} {metric} {value:.4f}")
+        say(f"{config.split} {metric} {value:.4f}")
     if config.out:
         result = {
             "checkpoint": name,
@@ -322,19 +326,18 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "rows": assembler.split.rows,
             "metrics": scores.metrics,
         }
-        Path(config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(Path(config.out), json.dumps(result, indent=1) + "\n")
     if config.predictions and head.kind == "span" and scores.outputs is not None:
         answers = spans.predictions(scores.outputs, assembler.split, config.threshold)
-        Path(config.predictions).write_text(json.dumps(answers, ensure_ascii=False) + "\n",
-                                            encoding="utf-8")  # fmt: skip
+        write_text(Path(config.predictions), json.dumps(answers, ensure_ascii=False) + "\n")
     elif config.predictions and head.kind == "tag" and scores.outputs is not None:
         lines = tags.lines(scores.outputs, assembler.split, head.labels)
-        Path(config.predictions).write_text(lines, encoding="utf-8")
+        write_text(Path(config.predictions), lines)
     elif config.predictions and scores.outputs is not None:
         outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
         rows = [[str(row)] for row in range(len(outputs))]
         lines = predict.as_lines(head, outputs, rows, "row")
-        Path(config.predictions).write_text(lines, encoding="utf-8")
+        write_text(Path(config.predictions), lines)
 
 
 def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
@@ -349,6 +352,6 @@ def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) 
         outputs = predict.predict_rows(checkpoint, rows, ranks, precision)
         lines = predict.as_lines(head, outputs, rows)
     if config.out:
-        Path(config.out).write_text(lines, encoding="utf-8")
+        write_text(Path(config.out), lines)
     else:
-        print(lines, end="")
+        put(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from xformer import metrics
 from xformer.checkpoint import Checkpoint, Head
 from xformer.data.batch import Assembler, Batch, chunks
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.store import Ragged, Split
 from xformer.distributed import ALONE, Ranks
 from xformer.model.encoder import to_device
@@ -140,7 +139,7 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
             f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
         )
     if not named and not names[0].isdigit() and not letters:
-        print(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", file=sys.stderr)
+        say(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", error=True)
     where = [header.index(name) for name in names] if named else list(range(wanted))
     texts = []
     for number, row in rows[1:] if named else rows:

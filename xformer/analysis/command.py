@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data.errors import BadInput, Failure
-from xformer.data.files import write_json
+from xformer.data.errors import BadInput, Failure, say
+from xformer.data.files import make_directory, write_json
 
 
 def _split(names: Any) -> Any:
@@ -63,7 +63,7 @@ class Command:
 def parse(command: Command, arguments: list[str]) -> tuple[list[str], Any]:
     """The leading paths and the settings. Raises BadInput; a bare `--help` prints and exits."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(help_text(command.schema, command.text))
+        say(*help_text(command.schema, command.text).split("\n"))
         sys.exit(0)
     keys = next((i for i, argument in enumerate(arguments) if "=" in argument), len(arguments))
     paths = arguments[:keys]
@@ -116,8 +116,7 @@ def progress(items: Iterable[Item], total: float, unit: str,
             now = time.monotonic()
             if not terminal and now - said > QUIET and done < total:
                 left = (total - done) * (now - begun) / done
-                print(f"{done:,.0f} of {total:,.0f} {unit}, {left:,.0f} s to go", file=sys.stderr,
-                      flush=True)  # fmt: skip
+                say(f"{done:,.0f} of {total:,.0f} {unit}, {left:,.0f} s to go", error=True)
                 said = now
 
 
@@ -140,15 +139,15 @@ def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
         for key, value in numbers.items():
             if not math.isfinite(value):
                 raise Failure(f"{name}: {of_what}.{key} is {value}: no result is written")
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, "out=")
     found = {**found, "metrics": metrics, "made": made()}
     pictures = figure.save(found, draw, out, name)
     write_json(out / f"{name}.json", found)
     if config.run is not None:
         _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, metrics)
-    print(line)
+    say(line)
     files = ", ".join(picture.name for picture in pictures)
-    print(f"{out / name}.json, {files}", file=sys.stderr)
+    say(f"{out / name}.json, {files}", error=True)
 
 
 def _to_tensorboard(run: Path, name: str, picture: Path, line: str,

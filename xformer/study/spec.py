@@ -27,6 +27,7 @@ from pydantic import Field
 
 from xformer.config import Settings, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
+from xformer.data.files import plain_name
 
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # what a table's columns are where they are no factor
@@ -275,7 +276,7 @@ def read_study(path: Path, scale: str) -> Study:
     """The study in a file at a scale. Raises BadInput naming what is wrong in it."""
     values = read_recipe(path)
     scales = values.pop("scales", {})
-    if not isinstance(scales, dict) or scale not in scales:
+    if not isinstance(scales, dict) or scale not in scales or not plain_name(scale):
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
     merged = {**merge(values, scales[scale]), "path": path}
     lists = [part.get("deviations", []) for part in (values, scales[scale])]
@@ -332,6 +333,7 @@ def _check_levels(study: Study) -> None:
 
 def _check(study: Study) -> None:
     """Refuse a study whose parts do not fit together."""
+    _check_file_names(study)
     for name, stage in study.stages.items():
         if bool(stage.recipe) == bool(stage.command):
             raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
@@ -371,6 +373,24 @@ def _check(study: Study) -> None:
         place = f"claim {claim.text!r}"
         _known(study, place, claim.table, set(tables))
         _check_claim(study, place, claim, tables[claim.table])
+
+
+def _check_file_names(study: Study) -> None:
+    """Refuse names that would lead a file of the study out of the study's directories."""
+    shown = {"tables": study.tables, "curves": study.curves, "pictures": study.pictures}
+    names = {what: [show.name for show in shows] for what, shows in shown.items()}
+    for what, found in {**names, "stages": study.stages, "made": study.made}.items():
+        for name in found:
+            if not plain_name(name):
+                raise BadInput(
+                    f"{study.path}: {what}: the name {name!r} is no plain file name; give letters, "
+                    "digits, - and _"
+                )
+    places = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
+    places |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
+    for place, file in places.items():
+        if not all(map(plain_name, file.split("/"))):
+            raise BadInput(f"{study.path}: {place}={file!r} does not lie below {{out}}")
 
 
 def _check_claim(study: Study, place: str, claim: Claim, table: Table) -> None:
