@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, metrics, predict, spans, tags
+from xformer import distributed, metrics, predict, provenance, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
@@ -256,6 +256,7 @@ def main() -> None:
         config = _config(arguments)
         checkpoint = checkpoints.load(arguments[0])
         ranks = distributed.start(config.system)
+        provenance.refuse_unlike_ranks(ranks)
         slow = distributed.slow_precision(ranks.device, config.system.precision)
         for note in filter(None, (slow, native.note(ranks.device))):
             if ranks.rank == 0:
