@@ -14,6 +14,7 @@ from xformer.distributed import ALONE, Ranks
 from xformer.model.encoder import to_device
 from xformer.model.heads import padded
 
+TEXTS = ("input", "input_b", "id")  # columns of texts that stand beside predictions
 Table = dict[str, list[str]]  # columns of a table by name
 
 
@@ -107,9 +108,10 @@ def predictions(head: Head, found: np.ndarray, split: Split, threshold: float | 
         table = {"score": [f"{score:.4f}" for score in found[:, 0]]}
     else:
         table = {"labels": tags.words(found, split, head.labels)}
-    texts = {name: _texts(columns[name]) for name in ("input", "input_b") if name in columns}
-    table |= texts or {"row": [str(row) for row in range(split.rows)]}
-    return as_table(table | ({"id": _texts(columns["id"])} if "id" in columns else {}))
+    if "input" not in columns:
+        table["row"] = [str(row) for row in range(split.rows)]
+    table |= {name: _texts(columns[name]) for name in TEXTS if name in columns}
+    return as_table(table)
 
 
 def _labels(head: Head, chances: np.ndarray, best: np.ndarray | None = None) -> Table:
