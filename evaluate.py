@@ -8,11 +8,11 @@
 CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
 """
 
-from xformer.data.errors import run
+from xformer.start import run
 
 
 def main() -> None:
-    # imported here, so that Ctrl-C is answered in one line from the first moment on
+    # imported here: torch may be imported only after `run` has prepared this process
     from preprocess.predict import write_rows
     from xformer.evaluate import main
 

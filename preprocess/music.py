@@ -21,7 +21,7 @@ from preprocess.binarize import check_files
 from preprocess.tables import Table, ending
 from preprocess.tasks import Row, Task
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")
@@ -140,7 +140,7 @@ def pitches(path: Path) -> list[int]:
     try:
         from symusic import Score
     except ImportError:
-        raise BadInput("MIDI files need pip install 'xformer[formats]'") from None
+        raise lacks("MIDI", "symusic", "formats") from None
     if not path.is_file():
         raise ValueError("there is no such file")
     try:

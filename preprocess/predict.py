@@ -6,7 +6,6 @@ the columns. A checkpoint that was written before tasks were recorded is read by
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from preprocess.sequences import FASTA, SEQUENCE, Sequences
 from preprocess.tables import Form, Table, ending
 from preprocess.tasks import Row
 from preprocess.words import Encoder
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import read_json
 from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer
@@ -151,7 +150,7 @@ def _table(
             yield line, row, None
         if loud:
             wanted = " and ".join(repr(them[0]) for them in names if them) or "line"
-            print(f"note: {path} has no header {wanted}: line 1 is a row too", file=sys.stderr)
+            say(f"note: {path} has no header {wanted}: line 1 is a row too", error=True)
         return
     name = "id" if "id" in table.columns and "id" not in columns else None
     for line, values in table.rows([*columns, *([name] if name else [])], BAD, ["id"]):

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +24,7 @@ from preprocess.fasta import read_fasta
 from preprocess.tables import ENDINGS, Table, ending, stem
 from preprocess.tasks import Row, Task, check_metric, find_splits, input_files
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 SEQUENCE = ("sequence", "seq", "seqs", "primary")
@@ -140,8 +139,11 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
         used = [path for paths in splits.values() for path in paths]
         if others := [path.name for path in fasta if path not in used]:
             names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            print(f"note: {source} holds {splits['train'][0].name}, so its files are splits, not "
-                  f"classes; not read: {names}", file=sys.stderr)  # fmt: skip
+            say(
+                f"note: {source} holds {splits['train'][0].name}, so its files are splits, not "
+                f"classes; not read: {names}",
+                error=True,
+            )
         return {}
     if fasta and (arguments.valid or arguments.test):
         raise BadInput(f"{source} holds a FASTA file a class, which takes no --valid or --test")

@@ -3,14 +3,13 @@ or the same words in FASTA headers (FLIP: `SET=train VALIDATION=True`)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from preprocess.bad import BadRows
 from preprocess.tables import Table
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 SPLIT, MARK = ("split", "set"), "validation"
 NONE = "none"  # the value of --split-column that reads no column
@@ -146,8 +145,8 @@ def find(
 
 def note_unread(path: Path, what: str, split: str) -> None:
     """Say that a file's own marks are not read, because the file is given as one split."""
-    print(f"note: all rows of {path} are of the split {split}, as the file is given: its {what} is "
-          "not read", file=sys.stderr)  # fmt: skip
+    line = f"all rows of {path} are of the split {split}, as the file is given"
+    say(f"note: {line}: its {what} is not read", error=True)
 
 
 def refuse_columns(given: str | None, path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import time
 from array import array
 from collections import Counter
@@ -30,7 +29,7 @@ from preprocess.progress import progress
 from preprocess.tables import ending, stem
 from preprocess.words import Encoder
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
@@ -270,7 +269,7 @@ def _twice(survey: Survey) -> dict[str, dict[str, int]]:
              for name, others in found.items() for other, number in others.items()]  # fmt: skip
     if parts:
         text = "; ".join(parts)
-        print(f"note: {text} too, word for word; they stay, as published", file=sys.stderr)
+        say(f"note: {text} too, word for word; they stay, as published", error=True)
     return found
 
 
@@ -280,9 +279,9 @@ def _say_splits(task: Task, survey: Survey) -> None:
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
     rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
-    print(f"note: {columns} of {task.files[0]} name the splits: {rows} rows", file=sys.stderr)
+    say(f"note: {columns} of {task.files[0]} name the splits: {rows} rows", error=True)
     if "valid" not in survey.rows:
-        print("warning: no row is for validation: train with train.select=last", file=sys.stderr)
+        say("warning: no row is for validation: train with train.select=last", error=True)
 
 
 def _say_lacking(survey: Survey, labels: list[str], what: str) -> None:
@@ -290,10 +289,10 @@ def _say_lacking(survey: Survey, labels: list[str], what: str) -> None:
     for split, counts in survey.labels.items():
         if lacking := [label for label in labels if label not in counts]:
             named = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-            print(
+            say(
                 f"warning: {split} has no {what} of {len(lacking):,} of the {len(labels):,} "
                 f"classes: {named}",
-                file=sys.stderr,
+                error=True,
             )
 
 
@@ -358,10 +357,10 @@ def _unseen(survey: Survey, labels: list[str], what: str) -> dict[str, dict[str,
             found[split] = unseen
             named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
             more = ", ..." if len(unseen) > 5 else ""
-            print(
+            say(
                 f"warning: {split}: {what} of classes that training has not count as wrong: "
                 f"{named}{more}",
-                file=sys.stderr,
+                error=True,
             )
     return found
 

@@ -22,7 +22,8 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
               precision: str = "fp32") -> list[list[tuple[float, str]]]:  # fmt: skip
     """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
 
-    Raises BadInput without an MLM head or a mask token, or if the text is too long.
+    Raises BadInput without an MLM head or a mask token, or if the text is too long, and Failure
+    where the model's outputs are not finite.
     """
     head, tokenizer = checkpoint.head, checkpoint.tokenizer
     if head is None or head.kind != "mlm":
@@ -49,6 +50,7 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
     model = checkpoint.model().to(ranks.device)
     with torch.no_grad(), ranks.autocast(precision):
         logits = model.logits(to_device(batch, ranks.device)).float().cpu()
+    metrics.check_finite(logits.numpy(), "the text: the model's outputs at the masks")
     likely = torch.softmax(logits, 1)[:, : len(tokenizer)]  # rows beyond have no piece
     best = likely.topk(min(top, likely.size(1)))
     return [
@@ -60,7 +62,10 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
 def outputs(checkpoint: Checkpoint, assembler: Assembler, ranks: Ranks = ALONE,
             precision: str = "fp32") -> np.ndarray:  # fmt: skip
     """What the model says of a split without labels: (N, K) logits or (N, 1) scores by row, (N, 4)
-    of spans as `spans.best_spans` has them, (S, 2) of tokens as `tags.outcome` has them."""
+    of spans as `spans.best_spans` has them, (S, 2) of tokens as `tags.outcome` has them.
+
+    Raises Failure that names the rows whose outputs are not finite.
+    """
     head, split = checkpoint.head, assembler.split
     assert head is not None
     width = {"span": 4, "tag": tags.WIDTH}.get(head.kind, head.outputs)
@@ -80,7 +85,18 @@ def outputs(checkpoint: Checkpoint, assembler: Assembler, ranks: Ranks = ALONE,
                 second = packed.layout.cu_seqlens.diff() - 1 - b
                 values = spans.best_spans(padded(values, packed), second, b)
             found[batch.rows] = values.cpu().numpy()
+    bad = not_finite(head, found, split)
+    metrics.check_finite(np.where(bad, np.nan, 0.0), "the input: outputs")
     return found
+
+
+def not_finite(head: Head, found: np.ndarray, split: Split) -> np.ndarray:
+    """Which rows have outputs that are not finite numbers, (rows,)."""
+    if head.kind == "tag":
+        return tags.broken(found, np.asarray(split.columns["tokens"].offsets))
+    if head.kind == "span":  # a window without any text has no span: its score is -inf
+        return ~np.isfinite(found[:, 0]) | np.isnan(found[:, 1]) | np.isposinf(found[:, 1])
+    return ~np.isfinite(found).all(1)
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from xformer.data.files import read_json
 from xformer.model.encoder import ModelConfig
 from xformer.study.plan import Plan, Work
 from xformer.surgery.operations import Operation, parse, shape_after
-from xformer.train import Recipe
+from xformer.train import Recipe, with_settings
 
 
 class Shapes:
@@ -38,13 +38,20 @@ class Shapes:
                 raise BadInput(f"{self.plan.study.path}: {work.name}: {error}") from None
         return self.known[work.key]
 
+    def start(self, work: Work) -> ModelConfig | None:
+        """The shape that a run starts from, with its own dropout; None where it is not known."""
+        recipe = validate(Recipe, work.recipe)
+        if recipe.init is None:
+            return recipe.model
+        found = self._at(recipe.init)
+        return None if found is None else with_settings(found, recipe.model)
+
     def _of(self, work: Work) -> ModelConfig | None:
         start: ModelConfig | None = None
         operations: tuple[Operation, ...] = ()
         if work.recipe is not None:
-            recipe = validate(Recipe, work.recipe)
-            start = recipe.model if recipe.init is None else self._at(recipe.init)
-            operations = recipe.surgery
+            start = self.start(work)
+            operations = validate(Recipe, work.recipe).surgery
         match work.command:
             case ("-m", "xformer.convert", "from-hf", source, _):
                 start = _read(Path(source), of_hf=True)

@@ -1,0 +1,197 @@
+"""What a study says before it runs: notes with numbers from the settings, deviations, checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import test_study
+from helpers import ROOT, Forks, refused
+from test_study import changed, finish, plan_of
+
+from xformer.config import read_recipe
+from xformer.data.errors import BadInput
+from xformer.study import page
+from xformer.study.cost import Costs
+from xformer.study.notes import PLACE, Notes, listed, shown
+from xformer.study.plan import Plan
+from xformer.study.results import Results
+from xformer.study.spec import read_study
+from xformer.study.write import markdown
+
+file, data = test_study.file, test_study.data  # fixtures: the study "Letters"
+STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
+SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]
+
+
+# --------------------------------------------------------------------- numbers in sentences
+
+
+def notes_of(plan: Plan) -> Notes:
+    return Notes(plan, Costs(plan).shapes)
+
+
+@pytest.mark.parametrize(
+    ("note", "wanted"),
+    [
+        ("{finetune: batch.rows} rows", "32 rows"),
+        ("{finetune: optim.lr}; {finetune(rate=high): optim.lr}", "1e-5 or 0.001; 0.001"),
+        ("{finetune: train.epochs}", "1"),  # a whole number has no decimals
+        ("{finetune: optim.betas}", "0.9 and 0.999"),
+        # of the model that the runs start from, which another stage makes
+        ("{finetune: model.hidden} {finetune: model.layers}", "16 1"),
+        ("{finetune: model.vocab_size}", "?"),  # the tokenizer's, which is not made yet
+        ("{pretrain: batch.rows * train.steps}", "128"),
+        ("{made.task: model.layers}", "?"),  # no checkpoint
+        ("{finetune(start=scratch, rate=low): runs}", "2"),
+        ("{finetune: count.seed} {finetune: levels.start}", "2 pretrained and scratch"),
+        ("{made.letters: --valid}", None),  # a path that is not filled in
+        ("{made.task: --output}", None),
+        ("{paper: 200,000 steps}", "200,000 steps"),
+    ],
+)
+def test_a_note_has_the_numbers_of_what_runs(
+    file: Path, tmp_path: Path, note: str, wanted: str | None
+) -> None:
+    changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
+    plan = plan_of(file, tmp_path)
+    if wanted is None:
+        with pytest.raises(BadInput, match="has no value of"):
+            notes_of(plan)
+    else:
+        assert notes_of(plan).notes == (wanted,)
+
+
+def test_values_are_listed_as_sentences_have_them() -> None:
+    assert listed([32, 16, 128, 16]) == "16, 32 or 128"
+    assert listed([5, 1, 2, 3, 4]) == "1 to 5"
+    assert listed([0.0, 5e-5]) == "0 or 5e-5"
+    assert listed(["adamw", "adam"]) == "adamw or adam"
+    assert listed([2, None]) == "?"
+    assert [shown(v) for v in (200_000, 2.5e-5, 0.01, True, "23500000", "90:120", 1e-12)] == [
+        "200,000", "2.5e-5", "0.01", "true", "23,500,000", "90:120", "1e-12"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        ("{fintune: runs}", "there is no stage 'fintune'; did you mean finetune?"),
+        ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
+        ("{finetune: optim}", "there is no key 'optim'"),
+        ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
+        ("{finetune: mapping * seed}", "is no number"),
+        ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
+        ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
+        ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),
+        ("{made.lettres: --lines}", "there is no made.lettres; did you mean letters?"),
+        ("{need.data}", "a brace that belongs to no placeholder"),
+        ("{paper: a", "a brace that belongs to no placeholder"),
+    ],
+)
+def test_a_wrong_placeholder_is_refused_at_planning(
+    forks: Forks, file: Path, tmp_path: Path, note: str, words: str
+) -> None:
+    changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
+    found = forks.run("-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}",
+                      "--dry-run")  # fmt: skip
+    refused(found, f"{file}: notes: ", words)
+
+
+DEVIATIONS = """
+[[deviations]]
+what = "seeds"
+paper = "5"
+ours = "{finetune: count.seed}"
+why = "time | <money>"
+[[deviations]]
+what = "the curve's"
+paper = "p"
+ours = "o"
+why = "w"
+curves = ["loss"]
+[[curves]]
+name = "loss"
+title = "Loss"
+stage = "finetune"
+panels = "rate"
+lines = "start"
+[[scales.mini.deviations]]
+what = "{finetune: optim.lr}"
+paper = "{paper: 10} of them"
+ours = "these"
+why = "mini"
+tables = ["main"]
+[[scales.paper.deviations]]
+what = "of another scale"
+paper = ""
+ours = ""
+why = ""
+[needs.data]"""
+
+
+def test_deviations_stand_below_what_they_concern(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(file, ("[needs.data]", DEVIATIONS))
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda **_: 0.5)
+    for run in plan.runs("finetune"):
+        lines = [f'{{"event": "train", "step": {i}, "loss": 1}}' for i in (1, 2)]
+        (run.path / "log.jsonl").write_text("\n".join(lines))
+    results = Results(plan.study, plan)
+    text = markdown(results, {})
+    table, _, curves = text.partition("## Accuracy")[2].partition("## Loss")
+    assert "| where we differ | the paper | here | why |" in table
+    assert "| seeds | 5 | 2 | time \\| <money> |" in table
+    assert "| 1e-5 or 0.001 | 10 of them | these | mini |" in table
+    assert table.index("| scratch |") < table.index("| seeds |") < table.index("Every score")
+    assert "the curve's" not in table
+    assert "| the curve's | p | o | w |" in curves
+    assert "| seeds |" in curves
+    assert "1e-5 or 0.001" not in curves
+    assert "of another scale" not in text
+    html = page.html(results, {}, tmp_path)
+    assert "<td class=words>seeds<td class=words>5<td class=words>2" in html
+    assert "time | &lt;money&gt;" in html
+
+
+def test_a_deviation_of_no_table_is_refused(file: Path, tmp_path: Path) -> None:
+    changed(file, ("[needs.data]", DEVIATIONS.replace('["main"]', '["mian"]')))
+    with pytest.raises(BadInput, match="there is no 'mian' among its names; did you mean main"):
+        plan_of(file, tmp_path)
+    # a study laid over another shows other tables, and inherits the deviations
+    other = file.with_name("other.toml")
+    other.write_text(f'base = "{file.name}"\ntitle = "Other"\n')
+    assert len(read_study(other, "mini").deviations) == 3
+
+
+# names and citations that have a number in them
+NAMES = re.compile(
+    r"\b(tables?|figures?|sections?|appendi(x|ces)) [A-Z]?[\d.]*\d(( to|,| and) [\d.]*\d)*"
+    r"|\b[A-Z][a-z]+ (et al\. )?(19|20)\d\d\b"  # Devlin et al. 2019, Chiang & Lee 2020
+    r"|\b[a-z]+20\d\d(-\w+)+"  # studies: kao2021-figure2
+    r"|\bSST-2\b|\bMAESTRO v1\b"
+)
+WORDS = "two three four five six seven eight nine ten eleven twelve twenty hundred thousand million"
+NUMBER = re.compile(rf"\d|\b({WORDS.replace(' ', '|')})\b", re.IGNORECASE)
+
+
+def typed(text: str) -> str:
+    """The first number that is typed by hand in a sentence; empty where there is none."""
+    found = NUMBER.search(NAMES.sub("", PLACE.sub("", text)))
+    return found[0] if found else ""
+
+
+def test_typed_numbers_are_seen() -> None:
+    assert typed("{finetune: runs} runs of {paper: 3 tasks} of SST-2, table 5, appendix A.3") == ""
+    assert typed("weights of Devlin et al. 2019, figures 2 and 3, kao2021-figure2") == ""
+    assert typed("{finetune: runs} runs, 3 seeds") == "3"
+    assert typed("Six mappings") == "Six"
+    assert typed("a rate of 1e-4") == "1"
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_number_is_typed_by_hand(path: Path, scale: str, tmp_path: Path) -> None:
+    study = read_study(path, scale)
+    for text in (*study.notes, *(one.ours for one in study.deviations)):
+        assert not typed(text), f"{typed(text)} in {text!r}"
+    notes_of(Plan(study, tmp_path, {}))
