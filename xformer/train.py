@@ -656,10 +656,9 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
     for note in (*job.notes, *job.recipe.optim.notes()):
         monitor.say(note)
-    cut = job.train.share_truncated()
-    if cut > 0:
-        longest = job.recipe.batch.max_tokens
-        monitor.say(f"{cut:.1%} of the rows are cut to batch.max_tokens={longest}")
+    limit = f"batch.max_tokens={job.recipe.batch.max_tokens}"
+    if note := job.train.truncation(limit, job.start.config.max_positions):
+        monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     split = job.train.split
     monitor.event("start", 0, parameters=parameters, rows=job.samples.per_epoch,
