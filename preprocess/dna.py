@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from preprocess import splits
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files, read_lines
 from preprocess.sequences import Sequences
@@ -51,9 +52,10 @@ def read(arguments: argparse.Namespace) -> Task:
             raise BadInput(f"{path} holds neither {' nor '.join(SPLICE_FILES)}")
         path = there[0]
     check_files([path])
+    splits.refuse_columns(arguments.split_column, path)
     bad = BadRows(arguments.skip_bad)
     return Task(
-        rows=lambda: _splice_rows(path, bad),
+        rows=lambda: splice_rows(path, bad),
         files=[path],
         kind="class",
         metric="accuracy",
@@ -64,7 +66,8 @@ def read(arguments: argparse.Namespace) -> Task:
     )
 
 
-def _splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+def splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+    """The rows of UCI's file: class, name, sequence."""
     for number, line in read_lines(path, bad):
         if not line.strip():
             continue

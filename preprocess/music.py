@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from preprocess import splits
 from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files
 from preprocess.tables import Table, ending
-from preprocess.tasks import SPLITS, Row, Task
+from preprocess.tasks import Row, Task
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")
 TABLES = (".csv", ".json")
-COLUMNS = ["canonical_composer", "split", "midi_filename"]
+COLUMNS = ["canonical_composer", "midi_filename"]
 
 
 class Piece(NamedTuple):
@@ -54,30 +55,36 @@ def read(arguments: argparse.Namespace) -> Task:
     if source is None or arguments.train or arguments.valid or arguments.test:
         raise BadInput("the table of pieces names the splits; give --input FILE|DIR alone")
     bad = BadRows(arguments.skip_bad)
-    table = _table(source) if source.is_dir() else source
+    table = table_of(source) if source.is_dir() else source
     if table is not None and ending(table) not in TABLES:
         raise BadInput(f"{table} is no table of pieces; give maestro*.csv or .json, or a directory")
-    pieces = _by_directory(source) if table is None else _maestro(table, bad)
+    used = set[str]()
+    if table is None:
+        splits.refuse_columns(arguments.split_column, source)
+        pieces = _by_directory(source)
+    else:
+        pieces = _maestro(table, arguments.split_column, bad, used)
     if not pieces:
         raise BadInput(f"{source} names no piece")
     return Task(
-        rows=lambda: _rows(pieces, arguments.segment, bad),
+        rows=lambda: rows(pieces, arguments.segment, bad),
         files=[*([table] if table else []), *(p.path for p in pieces if p.path.is_file())],
         kind="class",
         metric="accuracy",
         columns={"text": "pitches", "text_b": None, "label": "composer"},
         bad=bad,
         tokenizer=tokenizers.symbols(map(str, range(128)), separated=True),
+        split_columns=used,
     )
 
 
-def _table(directory: Path) -> Path | None:
+def table_of(directory: Path) -> Path | None:
     """MAESTRO's table of pieces in its directory."""
     files = [path for path in sorted(directory.glob("maestro*")) if ending(path) in TABLES]
     return min(files, key=ending, default=None)  # csv before json
 
 
-def _maestro(path: Path, bad: BadRows) -> list[Piece]:
+def _maestro(path: Path, given: str | None, bad: BadRows, used: set[str]) -> list[Piece]:
     """The pieces of MAESTRO's csv, or json (a list of pieces in v1, an object of columns later)."""
     check_files([path])
     table = Table(path)
@@ -85,15 +92,13 @@ def _maestro(path: Path, bad: BadRows) -> list[Piece]:
         if name not in table.columns:
             raise table.missing(name)
     pieces = []
-    for line, values in table.rows(COLUMNS, bad):
-        composer, split, name = (value or "" for value in values)
-        if split not in SPLITS:
-            bad(path, line, f"the split {split!r} is none of {', '.join(SPLITS)}")
-        elif not composer or not name:
+    marks = splits.find(table, given, COLUMNS, "", used)
+    for split, line, values in marks.rows(table, COLUMNS, bad):
+        composer, name = (value or "" for value in values)
+        if not composer or not name:
             bad(path, line, "the composer or the MIDI file is not named")
         else:
-            place = path.parent / name
-            pieces.append(Piece(place, name, composer, SPLITS[split], path, line))
+            pieces.append(Piece(path.parent / name, name, composer, split, path, line))
     return pieces
 
 
@@ -110,7 +115,8 @@ def _by_directory(directory: Path) -> list[Piece]:
             for path, name in zip(files, names, strict=True)]  # fmt: skip
 
 
-def _rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
+def rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
+    """The segments of every piece, each a row."""
     for piece in pieces:
         try:
             notes = pitches(piece.path)
@@ -134,7 +140,7 @@ def pitches(path: Path) -> list[int]:
     try:
         from symusic import Score
     except ImportError:
-        raise BadInput("MIDI files need pip install 'xformer[formats]'") from None
+        raise lacks("MIDI", "symusic", "formats") from None
     if not path.is_file():
         raise ValueError("there is no such file")
     try:

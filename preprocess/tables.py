@@ -15,7 +15,7 @@ from typing import Any
 
 from preprocess.bad import BadRows
 from preprocess.binarize import PACKED, read_lines
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
@@ -66,7 +66,7 @@ class Table:
         elif self.kind in (".jsonl", ".json"):
             self.columns = list(next(self._objects(bad), (0, {}))[1])
         else:
-            row = next(self._delimited(bad), (0, []))[1]
+            row = next(self.delimited(bad), (0, []))[1]
             numbers = [str(i) for i in range(1, len(row) + 1)]
             self.columns = [name.strip() for name in row] if self.form.header else numbers
         if not self.columns:
@@ -94,19 +94,22 @@ class Table:
         names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
         return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
-    def rows(self, names: Sequence[str], bad: BadRows) -> Iterator[tuple[int, list[str | None]]]:
-        """(line, the values of these columns as strings) of every row; None for a JSON null.
+    def rows(
+        self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        """(line, the values of these columns as strings) of every row; None for a JSON null, and
+        for an `optional` column that an object of JSON lacks.
 
-        A row that lacks a column, or is of another width than the header, is a bad one.
+        A row that lacks another column, or is of another width than the header, is a bad one.
         """
         if self.kind == ".parquet":
             yield from self._parquet_rows(names, bad)
         elif self.kind in (".jsonl", ".json"):
             for line, found in self._objects(bad):
-                if lacking := [name for name in names if name not in found]:
+                if lacking := [n for n in names if n not in found and n not in optional]:
                     bad(self.path, line, f"there is no {lacking[0]!r}")
                     continue
-                values = self._values(line, [found[name] for name in names], bad)
+                values = self._values(line, [found.get(name) for name in names], bad)
                 if values is not None:
                     yield line, values
         else:
@@ -118,7 +121,7 @@ class Table:
         self, places: list[int], bad: BadRows
     ) -> Iterator[tuple[int, list[str | None]]]:
         width = len(self.columns) if self.form.header else max(places) + 1
-        rows = self._delimited(bad)
+        rows = self.delimited(bad)
         if self.form.header:
             next(rows, None)
         for line, row in rows:
@@ -128,7 +131,7 @@ class Table:
             else:
                 yield line, [row[place] for place in places]
 
-    def _delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    def delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
         """(number of the row's last line, its columns); lines without a character are left out."""
         if self.form.quote is None:
             for number, line in read_lines(self.path, bad):
@@ -213,7 +216,7 @@ class Table:
             from pyarrow import lib
             from pyarrow.parquet import ParquetFile
         except ImportError:
-            raise BadInput(f"{self.path}: parquet needs pip install 'xformer[formats]'") from None
+            raise lacks(f"{self.path}: parquet", "pyarrow", "formats") from None
         try:
             return ParquetFile(self.path)
         except (lib.ArrowException, OSError, UnicodeError) as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from xformer.data.errors import BadInput, say
@@ -36,6 +36,18 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
+    """A field whose default depends on a key above it in its group: it is `values` of that key's
+    value, or `other`. `limits` are those of Field. --help shows all of them."""
+    choices = [f"{show(value)} for {name}" for name, value in values.items()]
+    shown = f"{', '.join(choices)}, {show(other)} for all others"
+    return Field(
+        default_factory=lambda before: values.get(before.get(key), other),
+        json_schema_extra={"shown": shown},
+        **limits,
     )
 
 
@@ -228,7 +240,9 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
             groups += _help_lines(field.annotation, f"{prefix}{name}.")
             continue
         default = " (required)"
-        if not field.is_required():
+        if isinstance(field.json_schema_extra, dict):
+            default = f" = {field.json_schema_extra['shown']}"
+        elif not field.is_required():
             value = field.get_default(call_default_factory=True)
             default = " (optional)" if value is None else f" = {show(value)}"
         lines.append(f"  {prefix}{name}: {type_name(field.annotation)}{default}")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from xformer.config import flat
-from xformer.data.errors import BadInput
+from xformer.data.errors import DISTRIBUTION, BadInput
 from xformer.distributed import Ranks
 from xformer.model import native
 
@@ -115,7 +115,7 @@ def refuse_unlike_ranks(ranks: Ranks) -> None:
 def versions() -> dict[str, str]:
     """Of Python, torch, numpy and this package."""
     try:
-        own = version("xformer")
+        own = version(DISTRIBUTION)
     except PackageNotFoundError:
         own = "not installed"
     return {"python": platform.python_version(), "torch": torch.__version__,

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
 from xformer.distributed import Ranks, TrainingSystem
-from xformer.evaluate import check_task, score
+from xformer.evaluate import check_kind, check_task, score
 from xformer.feed import Feed, Step
 from xformer.freeze import account, chosen, freeze
 from xformer.model import native
@@ -250,14 +250,10 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
     else:
         start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed)
-    if recipe.batch.max_tokens > start.config.max_positions:
-        longest = start.config.max_positions
-        raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
-    if recipe.system.shard == "model" and start.config.architecture == "hilbert_cnn":
-        raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
-    if recipe.system.shard != "none" and recipe.optim.name not in ("adam", "adamw"):
-        name = recipe.optim.name
-        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
+    check_model(recipe, start.config)
+    check_data(recipe, store.kind, store.splits, store.path)
+    # before the mapping: an operation may bring another tokenizer
+    start = apply(start, recipe.surgery, recipe.seed)
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     pairs = recipe.masking.pair_weight > 0
@@ -278,11 +274,6 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
             raise BadInput(f"{store.path}: the split 'train' has rows without a label")
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
-    if recipe.batch.tokens and recipe.batch.tokens < recipe.batch.max_tokens:
-        raise BadInput(f"batch.tokens={recipe.batch.tokens} is below one row's batch.max_tokens")
-    if recipe.train.select == "best" and "valid" not in store.splits:
-        raise BadInput(f"{store.path} has no split 'valid' to select by; give train.select=last")
-    start = apply(start, recipe.surgery, recipe.seed)
     start, fresh, dropped = start.with_head(head, recipe.seed)
     if array is not None or recipe.mapping == "ids":
         identity = np.arange(store.vocab_size)
@@ -303,17 +294,44 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     )
 
 
+def check_model(recipe: Recipe, config: ModelConfig) -> None:
+    """Raise BadInput unless the model that a recipe starts from can do what the recipe asks."""
+    batch, name = recipe.batch, recipe.optim.name
+    if batch.max_tokens > config.max_positions:
+        longest = config.max_positions
+        raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
+    if batch.tokens and batch.tokens < batch.max_tokens:
+        raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
+    checkpoints.check_head(config, recipe.head)
+    if recipe.system.shard == "model" and config.architecture == "hilbert_cnn":
+        raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
+    if recipe.system.shard != "none" and name not in ("adam", "adamw"):
+        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
+
+
+def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
+    """Raise BadInput unless a store of a kind and with these splits serves a recipe."""
+    check_kind(kind, recipe.head, store)
+    if recipe.train.select == "best" and "valid" not in splits:
+        raise BadInput(f"{store} has no split 'valid' to select by; give train.select=last")
+
+
 def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
-    """The checkpoint with the recipe's dropout. Raises BadInput if the recipe asks for a shape
-    that the checkpoint has not."""
+    """The checkpoint with the recipe's dropout; see `with_settings`."""
+    return replace(start, config=with_settings(start.config, wanted))
+
+
+def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
+    """A checkpoint's shape with the recipe's dropout. Raises BadInput if the recipe asks for a
+    shape that the checkpoint does not have."""
     free = {}
     for name in wanted.model_fields_set:
-        value, has = getattr(wanted, name), getattr(start.config, name)
+        value, has = getattr(wanted, name), getattr(config, name)
         if name in ("dropout", "attention_dropout", "head_dropout", "dropout_form"):
             free[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
-    return replace(start, config=start.config.model_copy(update=free))
+    return config.model_copy(update=free)
 
 
 def _pair_scale(recipe: Recipe, store: Store) -> float:
@@ -636,12 +654,11 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
-    for note in job.notes:
+    for note in (*job.notes, *job.recipe.optim.notes()):
         monitor.say(note)
-    cut = job.train.share_truncated()
-    if cut > 0:
-        longest = job.recipe.batch.max_tokens
-        monitor.say(f"{cut:.1%} of the rows are cut to batch.max_tokens={longest}")
+    limit = f"batch.max_tokens={job.recipe.batch.max_tokens}"
+    if note := job.train.truncation(limit, job.start.config.max_positions):
+        monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     split = job.train.split
     monitor.event("start", 0, parameters=parameters, rows=job.samples.per_epoch,

@@ -29,6 +29,7 @@ from helpers import CLASSIFY, ROOT, SMOKE, TINY
 from safetensors.torch import load_file
 
 from preprocess import cli, fetch, unpack
+from preprocess.predict import write_rows
 from xformer import checkpoint as checkpoints
 from xformer import evaluate, monitor, run, train
 from xformer.analysis import capture, curves, hdf5
@@ -360,7 +361,7 @@ def fill_masks(path: Path) -> None:
 def predict_rows(path: Path) -> None:
     sys.argv = ["evaluate.py", str(path.parent / "ground/finetuned"), f"input={path / 'c.tsv'}"]
     with silent():
-        evaluate.main()
+        evaluate.main(write_rows)
 
 
 def resume(path: Path) -> None:

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from xformer.config import nearest
-from xformer.data.errors import BadInput, run, say
+from xformer.data.errors import BadInput, say
+from xformer.start import run
 
 # by name: the module, and what it shows
 MODULES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data.errors import BadInput, say
+from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import make_directory, write_json
 
 
@@ -131,8 +132,13 @@ def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
             metrics: dict[str, dict[str, float]]) -> None:  # fmt: skip
     """Write `found` as JSON and draw it from there, into TensorBoard too where a run is given;
     print the one line that sums it up. `found["analysis"]` names the files. `metrics` {of what:
-    {name: number}} are the few numbers that a table of a study or TensorBoard shows."""
+    {name: number}} are the few numbers that a table of a study or TensorBoard shows. Raises Failure
+    where one of them is not finite."""
     name, out = found["analysis"], Path(config.out)
+    for of_what, numbers in metrics.items():
+        for key, value in numbers.items():
+            if not math.isfinite(value):
+                raise Failure(f"{name}: {of_what}.{key} is {value}: no result is written")
     make_directory(out, "out=")
     found = {**found, "metrics": metrics, "made": made()}
     pictures = figure.save(found, draw, out, name)

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from xformer.data.errors import BadInput, run, say
+from xformer.data.errors import BadInput, lacks, say
 from xformer.data.files import refuse_existing
+from xformer.start import run
 
 # what an output must hold to be one that may be overwritten
 CHECKPOINT = ("manifest.json", "model.safetensors")
@@ -156,10 +157,8 @@ def _directory(source: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
-        raise BadInput(
-            f"{source} is not a directory; to fetch it from the Hugging Face hub, install "
-            "xformer[hub]"
-        ) from None
+        what = f"{source} is not a directory; fetching it from the Hugging Face hub"
+        raise lacks(what, "huggingface_hub", "hub") from None
     wanted = ["*.json", "*.txt", "*.safetensors", "*.model", "pytorch_model*.bin"]
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))

@@ -23,11 +23,14 @@ from pydantic import Field
 from tqdm import tqdm
 
 from xformer.config import Settings, load, toml_text
-from xformer.data.errors import BadInput, Failure, Interrupted, escaped, run, say
+from xformer.data.errors import BadInput, Failure, Interrupted, escaped, say
 from xformer.data.files import make_directory, read_json, write_json
+from xformer.start import run
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
+from xformer.study.fit import check_plan
+from xformer.study.notes import Notes
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
 from xformer.study.results import Results, drawn, write_csv
@@ -71,6 +74,8 @@ def main() -> None:
     check_version(root)
     plan = Plan(study, root, settings.needs)
     costs = Costs(plan)
+    check_plan(plan, costs.shapes)
+    Notes(plan, costs.shapes)  # refuses a wrong placeholder now, not when the runs are done
     if settings.dry_run:
         say(*listing(plan, costs).split("\n"))
         return

@@ -18,8 +18,17 @@ from xformer.study.plan import Work
 from xformer.study.pool import Outcome
 from xformer.study.report import events
 from xformer.study.results import Cell, Results, Verdict, drawn
-from xformer.study.spec import STATISTICS, Summary, Table
-from xformer.study.write import ground, head, legend, spread, statistic, summary_legend
+from xformer.study.spec import STATISTICS, Curves, Picture, Summary, Table
+from xformer.study.write import (
+    DEVIATION,
+    ground,
+    head,
+    legend,
+    spread,
+    statistic,
+    summary_legend,
+    table_of,
+)
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --good: #00805f; --bad: #c0491c; }
@@ -64,7 +73,7 @@ def html(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str
     """The whole page; links to runs are relative to `directory`, where it is written."""
     study = results.study
     body = [f"<h1>{escape(study.title)}</h1>", f"<p>{escape(study.question)}</p>"]
-    body += [f"<p class=note>{escape(text)}</p>" for text in (study.paper, *study.notes)]
+    body += [f"<p class=note>{escape(text)}</p>" for text in (study.paper, *results.notes)]
     verdicts = results.verdicts()
     if verdicts:
         body += ["<h2>What the paper claims, and what holds here</h2>", _claims(verdicts)]
@@ -74,21 +83,24 @@ def html(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str
             f"<h2>{escape(table.title)}</h2>",
             f"<p class=note>{escape(legend(results, table).replace('`', ''))}</p>",
         ]
-        body += [_table(table, cells)]
+        body += [_table(table, cells), _deviations(results, table)]
         if table.show == "mean" and any(cell.summary for row in cells for cell in row):
             body += [table_figure(table, cells)]
     for summary in study.summaries:
         body += [f"<h2>{escape(summary.title)}</h2>", _summary(results, summary)]
+        body += [_deviations(results, table_of(results, summary))]
     for curves in study.curves:
         panels = averaged(results, curves)
         if panels:
             body += [f"<h2>{escape(curves.title)}</h2>", curves_figure(panels)]
             body += ["<p class=note>Mean over runs; bands are one standard deviation.</p>"]
+            body += [_deviations(results, curves)]
     for picture in study.pictures:
         if found := drawn(results, picture):
             work, path = found
             body += [f"<h2>{escape(picture.title)}</h2>", _picture(path, picture.title)]
             body += [f'<p class=note>Of <a href="#run-{work.key}">{escape(work.name)}</a>.</p>']
+            body += [_deviations(results, picture)]
     body += _not_done(outcomes)
     body += ["<h2>Runs</h2>"]
     body += [_run(work, results, outcomes, directory) for work in results.plan.works.values()]
@@ -131,6 +143,13 @@ def _table(table: Table, cells: list[list[Cell]]) -> str:
     heads = [table.rows, *(head(table, cell.column) for cell in cells[0])]
     rows = [f"<td>{escape(row[0].row)}{_cells(row, table.digits)}" for row in cells]
     return _rows(heads, rows)
+
+
+def _deviations(results: Results, shown: Table | Curves | Picture) -> str:
+    rows = ["".join(f"<td class=words>{escape(text)}" for text in
+                    (one.what, one.paper, one.ours, one.why))
+            for one in results.deviations if one.concerns(shown)]  # fmt: skip
+    return _rows(list(DEVIATION), rows) if rows else ""
 
 
 def _summary(results: Results, summary: Summary) -> str:

@@ -11,8 +11,8 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
 from xformer.model.encoder import ModelConfig
 from xformer.study.plan import Plan, Work
-from xformer.surgery.operations import Operation, parse, shape_after
-from xformer.train import Recipe
+from xformer.surgery.operations import Operation, Transplant, parse, shape_after
+from xformer.train import Recipe, with_settings
 
 
 class Shapes:
@@ -38,23 +38,39 @@ class Shapes:
                 raise BadInput(f"{self.plan.study.path}: {work.name}: {error}") from None
         return self.known[work.key]
 
+    def start(self, work: Work) -> ModelConfig | None:
+        """The shape that a run starts from, with its own dropout; None where it is not known."""
+        assert work.recipe is not None
+        recipe = validate(Recipe, work.recipe)
+        if recipe.init is None:
+            return recipe.model
+        found = self.at(recipe.init)
+        return None if found is None else with_settings(found, recipe.model)
+
     def _of(self, work: Work) -> ModelConfig | None:
         start: ModelConfig | None = None
         operations: tuple[Operation, ...] = ()
         if work.recipe is not None:
-            recipe = validate(Recipe, work.recipe)
-            start = recipe.model if recipe.init is None else self._at(recipe.init)
-            operations = recipe.surgery
+            start = self.start(work)
+            operations = validate(Recipe, work.recipe).surgery
         match work.command:
             case ("-m", "xformer.convert", "from-hf", source, _):
                 start = _read(Path(source), of_hf=True)
             case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
-                start = self._at(before)
+                start = self.at(before)
                 operations = tuple(parse(text) for option, text in pairwise(("", *given))
                                    if not text.startswith("--") and option != "--seed")  # fmt: skip
-        return None if start is None else shape_after(start, operations)
+        if start is None:
+            return None
+        start = shape_after(start, operations)
+        for operation in operations:
+            if isinstance(operation, Transplant):  # the words of another, and their number
+                other = self.at(operation.source)
+                size = 0 if other is None else other.vocab_size
+                start = start.model_copy(update={"vocab_size": size})
+        return start
 
-    def _at(self, path: str) -> ModelConfig | None:
+    def at(self, path: str) -> ModelConfig | None:
         """The shape of a checkpoint: as it lies there, or as the work that will make it says."""
         found = _read(Path(path))
         if found is None and path in self._by_path:

@@ -5,6 +5,7 @@
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
     [[tables]] [[summaries]] [[curves]] [[pictures]] [[claims]]
                              what to show, and the paper's statements, checked
+    notes, [[deviations]]    what a reader must know, and where the study leaves the paper
     [scales.NAME]            laid over all of the above: scale=mini, scale=paper
     base = "other.toml"      laid over another study, whose runs it shares where they are the same
 
@@ -16,6 +17,7 @@ also in what is made: {made.{model}} is made for each model that some run needs.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -102,7 +104,8 @@ class Table(Settings):
     """A factor; or "metric": then there is a column for each name in `metric`."""
     metric: str | dict[str, str] = "accuracy"
     """Name of the metric, or one for each column; "train.loss" names the split too, where train
-    stands for the last line of the log."""
+    stands for the last line of the log. "valid+valid_mismatched.accuracy" is the mean over two
+    splits."""
     split: str = "test"
     """The split that is scored."""
     percent: bool = True
@@ -113,6 +116,9 @@ class Table(Settings):
     """A stage whose scores are subtracted, each at the same levels of the factors it has."""
     show: Literal["mean", "deviation"] = "mean"
     """What a cell is: the mean over runs, or their standard deviation."""
+    best: Literal["none", "run", "epoch"] = "none"
+    """Show the highest number too, as papers do that print no mean: of the runs as they are scored,
+    or of every validation of every run."""
     means: dict[str, tuple[str, ...]] = Field({})
     """Further columns, each the mean of some columns of a run's mapping or seed."""
     published: Published | None = None
@@ -180,6 +186,30 @@ class Claim(Settings):
     """How much more, in the units of the metric; negative allows so much less."""
 
 
+class Deviation(Settings):
+    """Where a study does not do what the paper did. Reports say so below what it concerns."""
+
+    what: str
+    """What differs, such as "weight decay of fine-tuning"."""
+    paper: str
+    """What the paper did; "not said" where it leaves it open."""
+    ours: str
+    """What the study does; its numbers are placeholders (see xformer.study.notes)."""
+    why: str
+    """The reason."""
+    tables: tuple[str, ...] = ()
+    """Names of the tables that it concerns."""
+    curves: tuple[str, ...] = ()
+    """Names of the curves that it concerns."""
+    pictures: tuple[str, ...] = ()
+    """Names of the pictures that it concerns. Without any name it concerns everything."""
+
+    def concerns(self, shown: Table | Curves | Picture) -> bool:
+        """Whether it belongs below a table or figure."""
+        kinds = {Table: self.tables, Curves: self.curves, Picture: self.pictures}
+        return shown.name in kinds[type(shown)] or not any(kinds.values())
+
+
 class Study(Settings):
     """A question, the runs that answer it, and what the paper found."""
 
@@ -199,7 +229,9 @@ class Study(Settings):
     like: dict[str, str] = Field({})
     """Our level, or FACTOR=LEVEL, -> the published row or column it stands beside."""
     notes: tuple[str, ...] = ()
-    """What a reader of the results must know."""
+    """What a reader of the results must know; numbers are placeholders (xformer.study.notes)."""
+    deviations: tuple[Deviation, ...] = ()
+    """Where the study does not do what the paper did; those of a scale are added to these."""
     path: Path = Field(exclude=True)
 
     def factors(self, stage: str) -> dict[str, dict[str, dict[str, Any]]]:
@@ -246,8 +278,13 @@ def read_study(path: Path, scale: str) -> Study:
     scales = values.pop("scales", {})
     if not isinstance(scales, dict) or scale not in scales or not plain_name(scale):
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
-    study = validate(Study, {**merge(values, scales[scale]), "path": path})
+    merged = {**merge(values, scales[scale]), "path": path}
+    lists = [part.get("deviations", []) for part in (values, scales[scale])]
+    if all(isinstance(found, list) for found in lists):
+        merged["deviations"] = [*lists[0], *lists[1]]
+    study = validate(Study, merged)
     _check_levels(study)
+    _check_deviations(study)
     study = _at_scale(study)
     _check(study)
     return study
@@ -269,6 +306,18 @@ def _at_scale(study: Study) -> Study:
     pictures = tuple(filter(there, study.pictures))
     return study.model_copy(update={"tables": tables, "summaries": summaries, "curves": curves,
                                     "pictures": pictures})  # fmt: skip
+
+
+def _check_deviations(study: Study) -> None:
+    """Refuse a deviation of a table or figure that there is not. One that the study has from its
+    base may be of a table that only the base shows."""
+    if "base" in tomllib.loads(study.path.read_text(encoding="utf-8")):
+        return
+    for one in study.deviations:
+        for kind in ("tables", "curves", "pictures"):
+            names = {shown.name for shown in getattr(study, kind)}
+            for name in getattr(one, kind):
+                _known(study, f"deviation {one.what!r}: {kind}", name, names)
 
 
 def _check_levels(study: Study) -> None:
@@ -372,6 +421,8 @@ def _check_table(study: Study, table: Table) -> None:
         for column in study.columns(table):
             if column not in table.metric:
                 raise BadInput(f"{study.path}: {place}: metric.{column} must be given")
+    if table.minus and table.best != "none":
+        raise BadInput(f"{study.path}: {place}: a table of differences (minus) has no best")
     if table.minus:
         _known(study, place, table.minus, set(study.stages))
         _check_factors(study, place, table.stage, study.stages[table.minus].vary, {})

@@ -15,9 +15,8 @@ from typing import Any
 
 from pydantic import Field
 
-from xformer import distributed, provenance, train
+from xformer import distributed, provenance, start, train
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data import errors
 from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import read_json, read_run_json
 from xformer.monitor import records
@@ -123,4 +122,4 @@ def _place(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    errors.run(again)
+    start.run(again)

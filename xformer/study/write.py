@@ -9,32 +9,36 @@ from xformer.analysis import figure
 from xformer.study.curves import Panel, averaged
 from xformer.study.pool import Outcome
 from xformer.study.results import Cell, Described, Results, Verdict, drawn
-from xformer.study.spec import METRIC, SEED, STATISTICS, Summary, Table
+from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, Summary, Table
 from xformer.study.statistics import LEVEL
+
+DEVIATION = ("where we differ", "the paper", "here", "why")  # heads of the table below a table
 
 
 def markdown(results: Results, outcomes: dict[str, Outcome]) -> str:
     """The whole report."""
     study = results.study
-    parts = [f"# {study.title}", study.question, f"*{study.paper}*", *study.notes]
+    parts = [f"# {study.title}", study.question, f"*{study.paper}*", *results.notes]
     verdicts = results.verdicts()
     if verdicts:
         parts += ["## What the paper claims, and what holds here", _claims(verdicts)]
     for table in study.tables:
         cells = results.cells(table)
         parts += [f"## {table.title}", legend(results, table), _table(table, cells)]
+        parts += [_deviations(results, table)]
         parts += ["Every score:", _scores(table, cells)]
     for summary in study.summaries:
         parts += [f"## {summary.title}", summary_legend(results, summary)]
-        parts += [_summary(results, summary)]
+        parts += [_summary(results, summary), _deviations(results, table_of(results, summary))]
     for curves in study.curves:
         found = averaged(results, curves)
         if found:
             parts += [f"## {curves.title}", f"![{curves.title}]({curves.name}.svg)", _ends(found)]
+            parts += [_deviations(results, curves)]
     for picture in study.pictures:
         if found_picture := drawn(results, picture):
             parts += [f"## {picture.title}", f"![{picture.title}]({picture.name}.svg)"]
-            parts += [f"Of the run {found_picture[0].name}."]
+            parts += [f"Of the run {found_picture[0].name}.", _deviations(results, picture)]
     parts += _not_done(outcomes)
     parts += ["## How it was made", _commands(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -82,6 +86,8 @@ def legend(results: Results, table: Table) -> str:
         text += f", less that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
     text += " (seeds)" if SEED in results.study.factors(table.stage) else " (runs)"
+    if table.best != "none":
+        text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
         text += f"; then what {table.published.source} prints, and ours less theirs"
     for name, parts in results.means(table).items():
@@ -89,9 +95,26 @@ def legend(results: Results, table: Table) -> str:
     return f"{text}."
 
 
+def _deviations(results: Results, shown: Table | Curves | Picture) -> str:
+    """Where the runs of a table or figure leave the paper; empty where they do not."""
+    found = [one for one in results.deviations if one.concerns(shown)]
+    if not found:
+        return ""
+    lines = [f"| {' | '.join(DEVIATION)} |", "|---" * len(DEVIATION) + "|"]
+    for one in found:
+        cells = (one.what, one.paper, one.ours, one.why)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines)
+
+
+def table_of(results: Results, summary: Summary) -> Table:
+    """The table that a summary describes."""
+    return next(table for table in results.study.tables if table.name == summary.table)
+
+
 def summary_legend(results: Results, summary: Summary) -> str:
     """What the numbers of a summary are, in words."""
-    table = next(t for t in results.study.tables if t.name == summary.table)
+    table = table_of(results, summary)
     text = f"Of the cells of the table above, {table.title!r}, by {summary.by}"
     if summary.published is not None:
         text += f"; then what {summary.published.source} prints"
@@ -133,7 +156,8 @@ def spread(cell: Cell, digits: int) -> str:
     text = f"{summary.mean:.{digits}f}"
     if summary.deviation is not None:
         text += f" ± {summary.deviation:.{digits}f}"
-    return f"{text} ({len(summary.scores)})"
+    best = "" if cell.best is None else f", best {cell.best:.{digits}f}"
+    return f"{text} ({len(summary.scores)}){best}"
 
 
 def _scores(table: Table, cells: list[list[Cell]]) -> str:

@@ -1,0 +1,309 @@
+"""What a study says before it runs: notes with numbers from the settings, deviations, checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import test_study
+from helpers import ROOT, Forks, good, refused
+from test_study import changed, finish, plan_of
+
+from xformer.config import read_recipe
+from xformer.data.errors import BadInput
+from xformer.study import page
+from xformer.study.cost import Costs
+from xformer.study.notes import PLACE, Notes, listed, shown
+from xformer.study.plan import Plan
+from xformer.study.results import Results
+from xformer.study.spec import read_study
+from xformer.study.write import markdown
+
+file, data = test_study.file, test_study.data  # fixtures: the study "Letters"
+STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
+SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]
+
+
+# --------------------------------------------------------------------- numbers in sentences
+
+
+def notes_of(plan: Plan) -> Notes:
+    return Notes(plan, Costs(plan).shapes)
+
+
+@pytest.mark.parametrize(
+    ("note", "wanted"),
+    [
+        ("{finetune: batch.rows} rows", "32 rows"),
+        ("{finetune: optim.lr}; {finetune(rate=high): optim.lr}", "1e-5 or 0.001; 0.001"),
+        ("{finetune: train.epochs}", "1"),  # a whole number has no decimals
+        ("{finetune: optim.betas}", "0.9 and 0.999"),
+        # of the model that the runs start from, which another stage makes
+        ("{finetune: model.hidden} {finetune: model.layers}", "16 1"),
+        ("{finetune: model.vocab_size}", "?"),  # the tokenizer's, which is not made yet
+        ("{pretrain: batch.rows * train.steps}", "128"),
+        ("{made.task: model.layers}", "?"),  # no checkpoint
+        ("{finetune(start=scratch, rate=low): runs}", "2"),
+        ("{finetune: count.seed} {finetune: levels.start}", "2 pretrained and scratch"),
+        ("{made.letters: --valid}", None),  # a path that is not filled in
+        ("{made.task: --output}", None),
+        ("{paper: 200,000 steps}", "200,000 steps"),
+    ],
+)
+def test_a_note_has_the_numbers_of_what_runs(
+    file: Path, tmp_path: Path, note: str, wanted: str | None
+) -> None:
+    changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
+    plan = plan_of(file, tmp_path)
+    if wanted is None:
+        with pytest.raises(BadInput, match="has no value of"):
+            notes_of(plan)
+    else:
+        assert notes_of(plan).notes == (wanted,)
+
+
+def test_values_are_listed_as_sentences_have_them() -> None:
+    assert listed([32, 16, 128, 16]) == "16, 32 or 128"
+    assert listed([5, 1, 2, 3, 4]) == "1 to 5"
+    assert listed([0.0, 5e-5]) == "0 or 5e-5"
+    assert listed(["adamw", "adam"]) == "adamw or adam"
+    assert listed([2, None]) == "?"
+    assert [shown(v) for v in (200_000, 2.5e-5, 0.01, True, "23500000", "90:120", 1e-12)] == [
+        "200,000", "2.5e-5", "0.01", "true", "23,500,000", "90:120", "1e-12"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        ("{fintune: runs}", "there is no stage 'fintune'; did you mean finetune?"),
+        ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
+        ("{finetune: optim}", "there is no key 'optim'"),
+        ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
+        ("{finetune: mapping * seed}", "is no number"),
+        ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
+        ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
+        ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),
+        ("{made.lettres: --lines}", "there is no made.lettres; did you mean letters?"),
+        ("{need.data}", "a brace that belongs to no placeholder"),
+        ("{paper: a", "a brace that belongs to no placeholder"),
+    ],
+)
+def test_a_wrong_placeholder_is_refused_at_planning(
+    forks: Forks, file: Path, tmp_path: Path, note: str, words: str
+) -> None:
+    changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
+    found = forks.run("-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}",
+                      "--dry-run")  # fmt: skip
+    refused(found, f"{file}: notes: ", words)
+
+
+DEVIATIONS = """
+[[deviations]]
+what = "seeds"
+paper = "5"
+ours = "{finetune: count.seed}"
+why = "time | <money>"
+[[deviations]]
+what = "the curve's"
+paper = "p"
+ours = "o"
+why = "w"
+curves = ["loss"]
+[[curves]]
+name = "loss"
+title = "Loss"
+stage = "finetune"
+panels = "rate"
+lines = "start"
+[[scales.mini.deviations]]
+what = "{finetune: optim.lr}"
+paper = "{paper: 10} of them"
+ours = "these"
+why = "mini"
+tables = ["main"]
+[[scales.paper.deviations]]
+what = "of another scale"
+paper = ""
+ours = ""
+why = ""
+[needs.data]"""
+
+
+def test_deviations_stand_below_what_they_concern(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(file, ("[needs.data]", DEVIATIONS))
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda **_: 0.5)
+    for run in plan.runs("finetune"):
+        lines = [f'{{"event": "train", "step": {i}, "loss": 1}}' for i in (1, 2)]
+        (run.path / "log.jsonl").write_text("\n".join(lines))
+    results = Results(plan.study, plan)
+    text = markdown(results, {})
+    table, _, curves = text.partition("## Accuracy")[2].partition("## Loss")
+    assert "| where we differ | the paper | here | why |" in table
+    assert "| seeds | 5 | 2 | time \\| <money> |" in table
+    assert "| 1e-5 or 0.001 | 10 of them | these | mini |" in table
+    assert table.index("| scratch |") < table.index("| seeds |") < table.index("Every score")
+    assert "the curve's" not in table
+    assert "| the curve's | p | o | w |" in curves
+    assert "| seeds |" in curves
+    assert "1e-5 or 0.001" not in curves
+    assert "of another scale" not in text
+    html = page.html(results, {}, tmp_path)
+    assert "<td class=words>seeds<td class=words>5<td class=words>2" in html
+    assert "time | &lt;money&gt;" in html
+
+
+def test_a_deviation_of_no_table_is_refused(file: Path, tmp_path: Path) -> None:
+    changed(file, ("[needs.data]", DEVIATIONS.replace('["main"]', '["mian"]')))
+    with pytest.raises(BadInput, match="there is no 'mian' among its names; did you mean main"):
+        plan_of(file, tmp_path)
+    # a study laid over another shows other tables, and inherits the deviations
+    other = file.with_name("other.toml")
+    other.write_text(f'base = "{file.name}"\ntitle = "Other"\n')
+    assert len(read_study(other, "mini").deviations) == 3
+
+
+# names and citations that have a number in them
+NAMES = re.compile(
+    r"\b(tables?|figures?|sections?|appendi(x|ces)) [A-Z]?[\d.]*\d(( to|,| and) [\d.]*\d)*"
+    r"|\b[A-Z][a-z]+ (et al\. )?(19|20)\d\d\b"  # Devlin et al. 2019, Chiang & Lee 2020
+    r"|\b[a-z]+20\d\d(-\w+)+"  # studies: kao2021-figure2
+    r"|\bSST-2\b|\bMAESTRO v1\b"
+)
+WORDS = "two three four five six seven eight nine ten eleven twelve twenty hundred thousand million"
+NUMBER = re.compile(rf"\d|\b({WORDS.replace(' ', '|')})\b", re.IGNORECASE)
+
+
+def typed(text: str) -> str:
+    """The first number that is typed by hand in a sentence; empty where there is none."""
+    found = NUMBER.search(NAMES.sub("", PLACE.sub("", text)))
+    return found[0] if found else ""
+
+
+def test_typed_numbers_are_seen() -> None:
+    assert typed("{finetune: runs} runs of {paper: 3 tasks} of SST-2, table 5, appendix A.3") == ""
+    assert typed("weights of Devlin et al. 2019, figures 2 and 3, kao2021-figure2") == ""
+    assert typed("{finetune: runs} runs, 3 seeds") == "3"
+    assert typed("Six mappings") == "Six"
+    assert typed("a rate of 1e-4") == "1"
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_number_is_typed_by_hand(path: Path, scale: str, tmp_path: Path) -> None:
+    study = read_study(path, scale)
+    for text in (*study.notes, *(one.ours for one in study.deviations)):
+        assert not typed(text), f"{typed(text)} in {text!r}"
+    notes_of(Plan(study, tmp_path, {}))
+
+
+# ------------------------------------------------------------- runs and the models they start from
+
+
+FITS = f"""
+[made.words]
+command = ["preprocess.py", "tokenizer", "--kind", "wordpiece", "--vocab-size", "90", "--input",
+           "{{need.data}}/train.txt", "--output", "{{out}}"]
+[made.wordy]
+command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
+           "{{made.words}}", "--output", "{{out}}"]
+[made.alphabet]
+command = ["preprocess.py", "tokenizer", "--kind", "symbols", "--alphabet", "ACGT", "--output",
+           "{{out}}"]
+[made.short]
+command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
+           "{{made.alphabet}}", "--output", "{{out}}"]
+[stages.wide]
+recipe = "{ROOT}/recipes/pretrain/smoke.toml"
+settings.data = "{{made.short}}"
+settings.model = {{ hidden = 32, intermediate = 16, layers = 1 }}
+[stages.look]
+command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64", "out={{out}}"]
+[[curves]]
+name = "look"
+title = "look"
+stage = "look"
+panels = "seed"
+lines = "seed"
+[stages.look.vary]
+seed = [0]
+[stages.score]
+command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}", "out={{out}}/result.json"]
+[stages.score.vary]
+seed = [0]
+start.pretrained = {{}}
+rate.low = {{}}
+[[curves]]
+name = "score"
+title = "score"
+stage = "score"
+panels = "seed"
+lines = "seed"
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([], []),  # as it is, all fits
+        # of the model that another stage makes
+        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.batch.max_tokens = 129")],
+         ["finetune seed=0", "batch.max_tokens=129: the model takes 128 at most"]),
+        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.layers = 2")],
+         ["finetune seed=0", "model.layers=2: the checkpoint given as init has 1"]),
+        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.hidden = 32")],
+         ["finetune seed=0", "model.hidden=32 is no multiple of model.heads=12"]),
+        ([("classify.toml", "regress.toml"),
+          ('columns = "rate"\n', 'columns = "rate"\nmetric = "spearman"\n')],
+         ["finetune seed=0", "head=regress needs a store of kind score; made.task is class"]),
+        ([("classify.toml", "squad.toml"),
+          ('columns = "rate"\n', 'columns = "rate"\nmetric = "f1"\n')],
+         ["batch.max_tokens=384: the model takes 128 at most"]),
+        ([('settings.data = "{made.task}"', 'settings.data = "{made.letters}"')],
+         ["head=classify needs a store of kind class; made.letters is text"]),
+        # words of its own, letters of the task
+        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"')],
+         ["finetune seed=0", "made.task was made with another tokenizer than the checkpoint's",
+          "mapping=: ids, shift:K"]),
+        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"'),
+          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'shift:5'")],
+         ["mapping=shift:5 needs a store made with the checkpoint's own tokenizer"]),
+        # 9 ids of four letters for the pre-trained model, 90 of words for the task
+        ([('settings.data = "{made.letters}"', 'settings.data = "{made.short}"'),
+          ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"'),
+          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'ids'")],
+         ["finetune seed=0", "mapping=ids: made.task has 90 ids, the model 9 embeddings"]),
+        ([('settings.data = "{made.letters}"',
+           'settings.data = "{made.short}"\nsettings.model.vocab_size = 8'),
+          ("settings.model = {", "settings.optim = {"), ("hidden = 16, intermediate = 16, layers = 1",
+                                                        "lr = 1e-3")],
+         ["pretrain: ", "model.vocab_size=8 is below the tokenizer's 9"]),
+        ([("settings.train = { steps = 4 }", "settings.train = { steps = 4 }\nsettings.batch.tokens = 32")],
+         ["pretrain: ", "batch.tokens=32 is below one row's batch.max_tokens"]),
+        ([('surgery = [{ op = "clean" }]',
+           'surgery = [{ op = "transplant", source = "{stage.wide}" }]')],
+         ["finetune seed=0 start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
+        ([('surgery = [{ op = "clean" }]',
+           'surgery = [{ op = "substitute_unused", store = "{made.wordy}" }]')],
+         ["store=made.wordy was made with another tokenizer than the checkpoint's"]),
+        # commands
+        ([('"max_tokens=64"', '"max_tokens=200"')],
+         ["look seed=0", "max_tokens=200: pretrain takes rows of 128 at most"]),
+        ([('"data={made.task}", "out', '"data={made.letters}", "out')],
+         ["score seed=0", "head=classify needs a store of kind class; made.letters is text"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_made(
+    forks: Forks, file: Path, data: Path, tmp_path: Path, changes: list[tuple[str, str]],
+    words: list[str],
+) -> None:  # fmt: skip
+    file.write_text(file.read_text().replace("[scales.mini]", f"{FITS}\n[scales.mini]"))
+    changed(file, *changes)
+    for needs in ([], [f"needs.data={data}"]):
+        found = forks.run("-m", "xformer.study", file, "scale=mini", "--dry-run", *needs,
+                          f"output={tmp_path / 's'}")  # fmt: skip
+        if words:
+            refused(found, f"{file}: ", *words)
+        else:
+            assert "works" in good(found).out
+    assert not (tmp_path / "s").exists()
