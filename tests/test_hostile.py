@@ -160,7 +160,16 @@ def test_hostile_labels_and_titles_are_escaped(
     shown, folder = escaped(EVIL), tmp_path / f"store{EVIL}"
     rows = [f'bam{i},"{EVIL}{"ab"[i % 2]}"' for i in range(40)]
     (tmp_path / f"{EVIL}.csv").write_text("text,label\n" + "\n".join(rows) + "\n", newline="")
-    made = ["--text", "text", "--label", "label", "--tokenizer", ground / "tok", "--output", folder]
+    made: list[str | Path] = [
+        "--text",
+        "text",
+        "--label",
+        "label",
+        "--tokenizer",
+        ground / "tok",
+        "--output",
+        folder,
+    ]
     table = tmp_path / f"{EVIL}.csv"
     harmless(good(forks.run("preprocess.py", "task", "tsv", "--input", table, *made)), shown)
     harmless(good(forks.run("preprocess.py", "stats", folder)), f"labels: {shown}a ", f"{shown}b ")
@@ -179,7 +188,13 @@ def test_hostile_labels_and_titles_are_escaped(
     harmless(forks.run(*training(str(recipe), folder, run, "head=mlm")), f"unknown key {shown}")
     study = tmp_path / "study.toml"
     study.write_text(STUDY.format(evil=json.dumps(EVIL)[1:-1]))
-    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'studies'}"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        study,
+        "scale=mini",
+        f"output={tmp_path / 'studies'}",
+    ]
     harmless(good(forks.run(*line, "--dry-run")), f"stop word={shown}")
     done = forks.run(*line, "jobs=1")
     assert done.status == 1
@@ -292,7 +307,7 @@ def test_a_nul_in_an_argument_is_refused(ground: Path, tmp_path: Path, forks: Fo
 
 
 def test_places_where_nothing_can_be_made(ground: Path, tmp_path: Path, forks: Forks) -> None:
-    line = training(SMOKE, ground / "store", "/proc/x", "train.steps=1")
+    line = training(SMOKE, ground / "store", Path("/proc/x"), "train.steps=1")
     refused(forks.run(*line), "run=/proc/x cannot be made", "give another directory")
     done = forks.run("preprocess.py", "text", "--input", ground / "raw/t.txt", "--tokenizer",
                      ground / "tok", "--output", "/proc/x")  # fmt: skip
@@ -325,8 +340,8 @@ def test_a_table_of_very_many_columns_is_read(ground: Path, tmp_path: Path, fork
     cells = ",0" * 200_000
     rows = [f"text,label,c{wide}", *(f"bam{i},{'ab'[i % 2]}{cells}" for i in range(25))]
     (tmp_path / "wide.csv").write_text("\n".join(rows) + "\n")
-    line = ["task", "tsv", "--input", tmp_path / "wide.csv", "--tokenizer", ground / "tok",
-            "--output", tmp_path / "s", "--text", "text", "--label"]  # fmt: skip
+    line: list[str | Path] = ["task", "tsv", "--input", tmp_path / "wide.csv"]
+    line += ["--tokenizer", ground / "tok", "--output", tmp_path / "s", "--text", "text", "--label"]
     refused(forks.run("preprocess.py", *line, "lable"), "has no column 'lable'", "'label'?")
     good(forks.run("preprocess.py", *line, "label"))
 
@@ -346,7 +361,7 @@ def test_a_split_without_a_row_is_refused(
         writer.finish("text", [], None, {})
     what = f"has no row in its split '{split}'"
     refused(forks.run(*training(SMOKE, path, tmp_path / "run")), str(path), what)
-    line = ["evaluate.py", ground / "run", f"data={path}", f"split={split}"]
+    line: list[str | Path] = ["evaluate.py", ground / "run", f"data={path}", f"split={split}"]
     refused(forks.run(*line), str(path), what)
     refused(forks.run("preprocess.py", "stats", path), str(path), what)
     assert not (tmp_path / "run").exists()
@@ -376,7 +391,13 @@ SHOWS = {
 @pytest.mark.parametrize("what", SHOWS)
 def test_a_study_names_no_file_outside(what: str, tmp_path: Path, forks: Forks) -> None:
     study = tmp_path / "study.toml"
-    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        study,
+        "scale=mini",
+        f"output={tmp_path / 'out'}",
+    ]
     for name in (
         "../../owned",
         "/owned",
@@ -402,7 +423,13 @@ def test_a_picture_needs_no_dark_one(tmp_path: Path, forks: Forks) -> None:
     )
     part = SHOWS["pictures"].format(name="shown").replace('"pass"', f'"{draws}", "{{out}}"')
     (tmp_path / "study.toml").write_text(OUTSIDE.format(part=part))
-    line = ["-m", "xformer.study", tmp_path / "study.toml", "scale=mini", "jobs=1"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        tmp_path / "study.toml",
+        "scale=mini",
+        "jobs=1",
+    ]
     good(forks.run(*line, f"output={tmp_path / 'out'}"))
     assert (tmp_path / "out/study-mini/shown.svg").read_text() == "<svg/>"
     assert "<img" in (tmp_path / "out/study-mini/report.html").read_text()
@@ -415,5 +442,11 @@ def test_a_study_reads_no_file_outside(tmp_path: Path, forks: Forks) -> None:
         SHOWS["pictures"].format(name="n").replace("f.svg", "../../f.svg"),
     ):
         study.write_text(OUTSIDE.format(part=part))
-        line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}"]
+        line: list[str | Path] = [
+            "-m",
+            "xformer.study",
+            study,
+            "scale=mini",
+            f"output={tmp_path / 'out'}",
+        ]
         refused(forks.run(*line), "does not lie below {out}")

@@ -377,7 +377,7 @@ def test_ranks_that_differ_are_refused(
     kernels = "other kernels" if what == "kernels" else native.identity()
     other = ELSEWHERE.format(ranks="12", versions=versions, kernels=kernels)
     line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
-    line = line if door == "train.py" else [door, learned["text"], f"data={data.text}"]
+    line = line if door == "train.py" else [door, str(learned["text"]), f"data={data.text}"]
     done = forks.run(*line, ranks=3, before=other)
     value = "other kernels" if what == "kernels" else "9.9"
     refused(done, f"the ranks differ in {what}: ", " on rank 0, ", f"{value} on ranks 1, 2")
@@ -549,7 +549,14 @@ def test_a_changed_byte_of_a_finished_run_is_noticed(
 def test_a_study_notices_a_changed_result(forks: Forks, data: Toys, tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY.format(recipe=Path(SMOKE).resolve(), data=data.text))
-    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}", "jobs=1"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        study,
+        "scale=mini",
+        f"output={tmp_path / 'out'}",
+        "jobs=1",
+    ]
     good(forks.run(*line))
     (result,) = (tmp_path / "out/runs").glob("*/result.json")
     result.write_bytes(result.read_bytes().replace(b"accuracy", b"accurate"))

@@ -377,9 +377,14 @@ def _check(study: Study) -> None:
 
 def _check_file_names(study: Study) -> None:
     """Refuse names that would lead a file of the study out of the study's directories."""
-    shown = {"tables": study.tables, "curves": study.curves, "pictures": study.pictures}
-    names = {what: [show.name for show in shows] for what, shows in shown.items()}
-    for what, found in {**names, "stages": study.stages, "made": study.made}.items():
+    names: dict[str, Iterable[str]] = {
+        "tables": [table.name for table in study.tables],
+        "curves": [curves.name for curves in study.curves],
+        "pictures": [picture.name for picture in study.pictures],
+        "stages": study.stages,
+        "made": study.made,
+    }
+    for what, found in names.items():
         for name in found:
             if not plain_name(name):
                 raise BadInput(
