@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import test_study
-from helpers import ROOT, Forks, refused
+from helpers import ROOT, Forks, good, refused
 from test_study import changed, finish, plan_of
 
 from xformer.config import read_recipe
@@ -195,3 +195,115 @@ def test_no_number_is_typed_by_hand(path: Path, scale: str, tmp_path: Path) -> N
     for text in (*study.notes, *(one.ours for one in study.deviations)):
         assert not typed(text), f"{typed(text)} in {text!r}"
     notes_of(Plan(study, tmp_path, {}))
+
+
+# ------------------------------------------------------------- runs and the models they start from
+
+
+FITS = f"""
+[made.words]
+command = ["preprocess.py", "tokenizer", "--kind", "wordpiece", "--vocab-size", "90", "--input",
+           "{{need.data}}/train.txt", "--output", "{{out}}"]
+[made.wordy]
+command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
+           "{{made.words}}", "--output", "{{out}}"]
+[made.alphabet]
+command = ["preprocess.py", "tokenizer", "--kind", "symbols", "--alphabet", "ACGT", "--output",
+           "{{out}}"]
+[made.short]
+command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
+           "{{made.alphabet}}", "--output", "{{out}}"]
+[stages.wide]
+recipe = "{ROOT}/recipes/pretrain/smoke.toml"
+settings.data = "{{made.short}}"
+settings.model = {{ hidden = 32, intermediate = 16, layers = 1 }}
+[stages.look]
+command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64", "out={{out}}"]
+[[curves]]
+name = "look"
+title = "look"
+stage = "look"
+panels = "seed"
+lines = "seed"
+[stages.look.vary]
+seed = [0]
+[stages.score]
+command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}", "out={{out}}/result.json"]
+[stages.score.vary]
+seed = [0]
+start.pretrained = {{}}
+rate.low = {{}}
+[[curves]]
+name = "score"
+title = "score"
+stage = "score"
+panels = "seed"
+lines = "seed"
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([], []),  # as it is, all fits
+        # of the model that another stage makes
+        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.batch.max_tokens = 129")],
+         ["finetune seed=0", "batch.max_tokens=129: the model takes 128 at most"]),
+        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.layers = 2")],
+         ["finetune seed=0", "model.layers=2: the checkpoint given as init has 1"]),
+        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.hidden = 32")],
+         ["finetune seed=0", "model.hidden=32 is no multiple of model.heads=12"]),
+        ([("classify.toml", "regress.toml"),
+          ('columns = "rate"\n', 'columns = "rate"\nmetric = "spearman"\n')],
+         ["finetune seed=0", "head=regress needs a store of kind score; made.task is class"]),
+        ([("classify.toml", "squad.toml"),
+          ('columns = "rate"\n', 'columns = "rate"\nmetric = "f1"\n')],
+         ["batch.max_tokens=384: the model takes 128 at most"]),
+        ([('settings.data = "{made.task}"', 'settings.data = "{made.letters}"')],
+         ["head=classify needs a store of kind class; made.letters is text"]),
+        # words of its own, letters of the task
+        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"')],
+         ["finetune seed=0", "made.task was made with another tokenizer than the checkpoint's",
+          "mapping=: ids, shift:K"]),
+        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"'),
+          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'shift:5'")],
+         ["mapping=shift:5 needs a store made with the checkpoint's own tokenizer"]),
+        # 9 ids of four letters for the pre-trained model, 90 of words for the task
+        ([('settings.data = "{made.letters}"', 'settings.data = "{made.short}"'),
+          ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"'),
+          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'ids'")],
+         ["finetune seed=0", "mapping=ids: made.task has 90 ids, the model 9 embeddings"]),
+        ([('settings.data = "{made.letters}"',
+           'settings.data = "{made.short}"\nsettings.model.vocab_size = 8'),
+          ("settings.model = {", "settings.optim = {"), ("hidden = 16, intermediate = 16, layers = 1",
+                                                        "lr = 1e-3")],
+         ["pretrain: ", "model.vocab_size=8 is below the tokenizer's 9"]),
+        ([("settings.train = { steps = 4 }", "settings.train = { steps = 4 }\nsettings.batch.tokens = 32")],
+         ["pretrain: ", "batch.tokens=32 is below one row's batch.max_tokens"]),
+        ([('surgery = [{ op = "clean" }]',
+           'surgery = [{ op = "transplant", source = "{stage.wide}" }]')],
+         ["finetune seed=0 start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
+        ([('surgery = [{ op = "clean" }]',
+           'surgery = [{ op = "substitute_unused", store = "{made.wordy}" }]')],
+         ["store=made.wordy was made with another tokenizer than the checkpoint's"]),
+        # commands
+        ([('"max_tokens=64"', '"max_tokens=200"')],
+         ["look seed=0", "max_tokens=200: pretrain takes rows of 128 at most"]),
+        ([('"data={made.task}", "out', '"data={made.letters}", "out')],
+         ["score seed=0", "head=classify needs a store of kind class; made.letters is text"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_made(
+    forks: Forks, file: Path, data: Path, tmp_path: Path, changes: list[tuple[str, str]],
+    words: list[str],
+) -> None:  # fmt: skip
+    file.write_text(file.read_text().replace("[scales.mini]", f"{FITS}\n[scales.mini]"))
+    changed(file, *changes)
+    for needs in ([], [f"needs.data={data}"]):
+        found = forks.run("-m", "xformer.study", file, "scale=mini", "--dry-run", *needs,
+                          f"output={tmp_path / 's'}")  # fmt: skip
+        if words:
+            refused(found, f"{file}: ", *words)
+        else:
+            assert "works" in good(found).out
+    assert not (tmp_path / "s").exists()

@@ -320,7 +320,8 @@ command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)"
 """
     made += "".join(f'[needs.{name}]\nabout = "x"\nget = "x"\n' for name in needs)
     changed(file, ("[stages.pretrain]", f"{made}\n[stages.pretrain]"),
-            ('settings.init = "{stage.pretrain}"', f'settings.init = "{start}"'),
+            ('settings.init = "{stage.pretrain}"',
+             f'settings.init = "{start}"\nsettings.mapping = "symbols:0"'),
             ('{ op = "clean" }', operations))  # fmt: skip
     looking.checkpoint(tmp_path / "checkpoint")
     looking.checkpoint(tmp_path / "albert", shared_layers=True)

@@ -33,6 +33,7 @@ from xformer.data.files import (
     load_array,
     read_json,
     read_own_json,
+    read_run_json,
     refuse_existing,
     sync,
     write_file,
@@ -121,10 +122,7 @@ class Checkpoint:
         Returns the checkpoint, the names of the fresh weights and those of the dropped ones. Raises
         BadInput for a head that the architecture cannot bear.
         """
-        if self.config.architecture == "hilbert_cnn" and head.kind not in ("classify", "regress"):
-            raise BadInput(
-                f"head={head.kind}: model.architecture=hilbert_cnn predicts classes and scores"
-            )
+        check_head(self.config, head.kind)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         parts = ("pooler", "pair_head") if head.pair_scale else ()
         with torch.device("meta"):
@@ -137,6 +135,12 @@ class Checkpoint:
             for name, shape in wanted.items()
         }
         return replace(self, weights=weights, head=head), fresh, dropped
+
+
+def check_head(config: ModelConfig, kind: HeadKind) -> None:
+    """Raise BadInput for a head that the architecture cannot bear."""
+    if config.architecture == "hilbert_cnn" and kind not in ("classify", "regress"):
+        raise BadInput(f"head={kind}: model.architecture=hilbert_cnn predicts classes and scores")
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
@@ -206,15 +210,19 @@ def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
     """A model from scratch, without a head. Raises BadInput if the vocabulary does not fit."""
     if config.vocab_size == 0:
         config = config.model_copy(update={"vocab_size": len(tokenizer)})
-    if config.vocab_size < len(tokenizer):
-        needs = len(tokenizer)
-        raise BadInput(f"model.vocab_size={config.vocab_size} is below the tokenizer's {needs}")
+    check_vocabulary(config, len(tokenizer))
     if config.architecture == "hilbert_cnn" and not config.letters:
         config = config.model_copy(update={"letters": hilbert.letters_of(tokenizer)})
     with torch.device("meta"):
         shapes = {name: w.shape for name, w in Model(config, None).state_dict().items()}
     weights = {name: initialise(name, shape, config, seed) for name, shape in shapes.items()}
     return Checkpoint(config, weights, tokenizer, history=({"op": "fresh", "seed": seed},))
+
+
+def check_vocabulary(config: ModelConfig, pieces: int) -> None:
+    """Raise BadInput if a fresh model has fewer embeddings than its tokenizer has pieces."""
+    if 0 < config.vocab_size < pieces:
+        raise BadInput(f"model.vocab_size={config.vocab_size} is below the tokenizer's {pieces}")
 
 
 # ---------------------------------------------------------------------------------- on disk
@@ -307,7 +315,7 @@ def resolve(path: str | Path) -> Path:
     if (path / "manifest.json").is_file():
         return path
     if (path / "result.json").is_file():
-        result = read_json(path / "result.json")
+        result = read_run_json(path / "result.json")
         if not isinstance(result, dict) or not isinstance(result.get("selected"), str):
             raise BadInput(f"{path / 'result.json'} is damaged: it names no selected checkpoint")
         return path / result["selected"]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, metrics, predict, spans, tags
+from xformer import distributed, metrics, predict, provenance, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
@@ -29,7 +29,7 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model import native
 from xformer.model.encoder import to_device
-from xformer.model.heads import Model, padded
+from xformer.model.heads import HeadKind, Model, padded
 from xformer.shard import is_divided
 
 # writes a file's rows as the split `input` of a new store: path, head, tokenizer, store
@@ -225,15 +225,18 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
 
 
-def check_task(store: Store, head: Head) -> None:
-    """Raise BadInput unless the store holds what the head predicts."""
+def check_kind(kind: str, head: HeadKind, store: object) -> None:
+    """Raise BadInput unless a store of a kind holds what a head predicts; `store` names it."""
     kinds = {"mlm": ("text", "class", "score", "span", "tag"), "classify": ("class",),
              "regress": ("score",), "span": ("span",), "tag": ("tag",)}  # fmt: skip
-    if store.kind not in kinds[head.kind]:
-        wants = " or ".join(kinds[head.kind])
-        raise BadInput(
-            f"head={head.kind} needs a store of kind {wants}; {store.path} is {store.kind}"
-        )
+    if kind not in kinds[head]:
+        wants = " or ".join(kinds[head])
+        raise BadInput(f"head={head} needs a store of kind {wants}; {store} is {kind}")
+
+
+def check_task(store: Store, head: Head) -> None:
+    """Raise BadInput unless the store holds what the head predicts."""
+    check_kind(store.kind, head.kind, store.path)
     if (head.kind in ("classify", "tag") or head.pair_scale) and tuple(store.labels) != head.labels:
         unknown = sorted(set(store.labels) - set(head.labels))
         what = f"labels outside the checkpoint's classes: {', '.join(unknown)}" if unknown else (
@@ -255,6 +258,7 @@ def main(read: Read | None = None) -> None:
         config = _config(arguments)
         checkpoint = checkpoints.load(arguments[0])
         ranks = distributed.start(config.system)
+        provenance.refuse_unlike_ranks(ranks)
         slow = distributed.slow_precision(ranks.device, config.system.precision)
         for note in filter(None, (slow, native.note(ranks.device))):
             if ranks.rank == 0:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,12 +26,12 @@ from xformer.config import Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, Failure, Interrupted, say
-from xformer.data.files import read_json, sync, write_json
+from xformer.data.files import read_json, sync
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
 from xformer.distributed import Ranks, TrainingSystem
-from xformer.evaluate import check_task, score
+from xformer.evaluate import check_kind, check_task, score
 from xformer.feed import Feed, Step
 from xformer.freeze import account, chosen, freeze
 from xformer.model import native
@@ -250,14 +250,10 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
     else:
         start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed)
-    if recipe.batch.max_tokens > start.config.max_positions:
-        longest = start.config.max_positions
-        raise BadInput(f"batch.max_tokens={recipe.batch.max_tokens}: the model takes {longest}")
-    if recipe.system.shard == "model" and start.config.architecture == "hilbert_cnn":
-        raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
-    if recipe.system.shard != "none" and recipe.optim.name not in ("adam", "adamw"):
-        name = recipe.optim.name
-        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
+    check_model(recipe, start.config)
+    check_data(recipe, store.kind, store.splits, store.path)
+    # before the mapping: an operation may bring another tokenizer
+    start = apply(start, recipe.surgery, recipe.seed)
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     pairs = recipe.masking.pair_weight > 0
@@ -278,11 +274,6 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
             raise BadInput(f"{store.path}: the split 'train' has rows without a label")
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
-    if recipe.batch.tokens and recipe.batch.tokens < recipe.batch.max_tokens:
-        raise BadInput(f"batch.tokens={recipe.batch.tokens} is below one row's batch.max_tokens")
-    if recipe.train.select == "best" and "valid" not in store.splits:
-        raise BadInput(f"{store.path} has no split 'valid' to select by; give train.select=last")
-    start = apply(start, recipe.surgery, recipe.seed)
     start, fresh, dropped = start.with_head(head, recipe.seed)
     if array is not None or recipe.mapping == "ids":
         identity = np.arange(store.vocab_size)
@@ -301,6 +292,28 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         _metric(recipe, store),
         notes,
     )
+
+
+def check_model(recipe: Recipe, config: ModelConfig) -> None:
+    """Raise BadInput unless the model that a recipe starts from can do what the recipe asks."""
+    batch, name = recipe.batch, recipe.optim.name
+    if batch.max_tokens > config.max_positions:
+        longest = config.max_positions
+        raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
+    if batch.tokens and batch.tokens < batch.max_tokens:
+        raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
+    checkpoints.check_head(config, recipe.head)
+    if recipe.system.shard == "model" and config.architecture == "hilbert_cnn":
+        raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
+    if recipe.system.shard != "none" and name not in ("adam", "adamw"):
+        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
+
+
+def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
+    """Raise BadInput unless a store of a kind and with these splits serves a recipe."""
+    check_kind(kind, recipe.head, store)
+    if recipe.train.select == "best" and "valid" not in splits:
+        raise BadInput(f"{store} has no split 'valid' to select by; give train.select=last")
 
 
 def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
@@ -391,18 +404,17 @@ def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
     optimizer = shard.place(model, recipe.optim, ranks, recipe.system.shard)
     if found:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
-    if ranks.rank == 0:
-        cut_log(run.path, state.step if found else -1)
+    damage = cut_log(run.path, state.step if found else -1) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     bar = job.progress(state.step, state.position)
     with Monitor(run.path, ranks.rank == 0, state.step if found else -1, *bar, unit) as monitor:
         if found:
             monitor.say(f"continuing {run.path} from step {state.step}")
-            _say_longer(job, run, state, monitor)
+            _say_changes(job, run, state, config, monitor)
         else:
             _announce(job, model, monitor)
         slow = distributed.slow_precision(ranks.device, recipe.system.precision)
-        for note in filter(None, (slow, native.note(ranks.device))):
+        for note in filter(None, (damage, slow, native.note(ranks.device))):
             monitor.say(note)
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         with _signals() as signals, Writer(monitor.say) as writer:
@@ -632,6 +644,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     read = [operations.content(operation) for operation in job.recipe.surgery]
     if any(read):  # what operations read beside the checkpoint
         identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
+    provenance.refuse_unlike_ranks(job.ranks)
     environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(job.recipe.run)
@@ -693,11 +706,19 @@ def _warmup_share(job: Job, length: int) -> float:
     return warmup * rows / length
 
 
-def _say_longer(job: Job, run: Run, state: State, monitor: Monitor) -> None:
-    """Say what a raised train.steps or train.epochs does to the learning rate."""
-    if run.earlier is None:
+def _say_changes(job: Job, run: Run, state: State, config: dict[str, Any],
+                 monitor: Monitor) -> None:  # fmt: skip
+    """Say what differs from the start that made the checkpoint: what changes the bits of a result,
+    and what a raised train.steps or train.epochs does to the learning rate."""
+    earlier = run.made_by(state.step)
+    if earlier is None:
         return
-    before, now = run.earlier["config"]["train"], job.recipe.train
+    if differing := provenance.changes(earlier, config):
+        monitor.say(
+            f"since the last start: {', '.join(differing)}; results may not be bit for bit those "
+            "of one uninterrupted run"
+        )
+    before, now = earlier["config"]["train"], job.recipe.train
     name = "steps" if now.steps else "epochs"
     if before[name] == getattr(now, name):
         return
@@ -824,7 +845,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
             "real_tokens_per_second": state.real_tokens / max(state.seconds, 1e-9),
         }
         _sync_told(run)
-        write_json(run.path / "result.json", result)
+        run.finish(result)
         if not job.recipe.train.keep_state:
             run.forget_state()
 

@@ -166,6 +166,12 @@ def key_of(path: str) -> str:
     return str(manifest["sha256"]["model.safetensors"])
 
 
+def check_length(max_tokens: int, path: str, most: int) -> None:
+    """Raise BadInput unless the model at a path takes rows of so many tokens."""
+    if max_tokens > most:
+        raise BadInput(f"max_tokens={max_tokens}: {path} takes rows of {most} at most")
+
+
 def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint],
              longest: int) -> int:  # fmt: skip
     """Tokens of a row that every model takes."""
@@ -175,9 +181,8 @@ def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint],
                 f"{path} is a {checkpoint.config.architecture}: only a transformer has layers of "
                 "tokens to look into"
             )
-        most = checkpoint.config.max_positions
-        if config.max_tokens is not None and config.max_tokens > most:
-            raise BadInput(f"max_tokens={config.max_tokens}: {path} takes rows of {most} at most")
+        if config.max_tokens is not None:
+            check_length(config.max_tokens, path, checkpoint.config.max_positions)
     return config.max_tokens or min(longest, *(c.config.max_positions for c in loaded))
 
 

@@ -45,22 +45,29 @@ def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.
     """
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
+    if not same:
+        check_other(spec, store.path)
     if name == "ids":
         _check_ids(store, max(embeddings, len(model)))
-        return None
-    if name == "none":
-        if not same:
-            raise BadInput(
-                f"{store.path} was made with another tokenizer than the checkpoint's; make it anew "
-                f"with --tokenizer CHECKPOINT, or say what its ids mean, by mapping=: "
-                f"{', '.join(FORMS[1:])}"
-            )
+    if name in ("none", "ids"):
         return None
     if name in ("shift", "random"):
-        if not same:
-            raise BadInput(f"mapping={spec} needs a store made with the checkpoint's own tokenizer")
         return _shift(model, number) if name == "shift" else _random(model, number)
     return _symbols(store.tokenizer(), model, number, unused=name == "unused")
+
+
+def check_other(spec: str, store: object) -> None:
+    """Raise BadInput where a mapping does not serve a store, named `store`, that was made with
+    another tokenizer than the checkpoint's."""
+    name, _ = parse(spec)
+    if name == "none":
+        raise BadInput(
+            f"{store} was made with another tokenizer than the checkpoint's; make it anew "
+            f"with --tokenizer CHECKPOINT, or say what its ids mean, by mapping=: "
+            f"{', '.join(FORMS[1:])}"
+        )
+    if name in ("shift", "random"):
+        raise BadInput(f"mapping={spec} needs a store made with the checkpoint's own tokenizer")
 
 
 def _ordinary(model: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

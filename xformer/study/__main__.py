@@ -29,6 +29,7 @@ from xformer.start import run
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
+from xformer.study.fit import check_plan
 from xformer.study.notes import Notes
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
@@ -73,6 +74,7 @@ def main() -> None:
     check_version(root)
     plan = Plan(study, root, settings.needs)
     costs = Costs(plan)
+    check_plan(plan, costs.shapes)
     Notes(plan, costs.shapes)  # refuses a wrong placeholder now, not when the runs are done
     if settings.dry_run:
         say(*listing(plan, costs).split("\n"))

@@ -47,9 +47,13 @@ class Notes:
         self.plan, self.shapes, self.study = plan, shapes, plan.study
         self._recipes: dict[str, Recipe] = {}
         self.notes = tuple(self._filled(text, "notes") for text in self.study.notes)
-        shows = (*self.study.tables, *self.study.curves, *self.study.pictures)
+        shows: tuple[Table | Curves | Picture, ...] = (
+            *self.study.tables,
+            *self.study.curves,
+            *self.study.pictures,
+        )
         self.deviations = tuple(self._deviation(one) for one in self.study.deviations
-                                if any(map(one.concerns, shows)))  # fmt: skip
+                                if any(one.concerns(shown) for shown in shows))  # fmt: skip
 
     def _deviation(self, one: Deviation) -> Deviation:
         place = f"deviation {one.what!r}"
@@ -163,6 +167,7 @@ class Notes:
         return value
 
     def _recipe(self, run: Work) -> Recipe:
+        assert run.recipe is not None
         if run.key not in self._recipes:
             self._recipes[run.key] = validate(Recipe, run.recipe)
         return self._recipes[run.key]

@@ -142,7 +142,11 @@ class Plan:
         if stage.recipe not in self._recipes:
             self._recipes[stage.recipe] = read_recipe(self.study.path.parent / stage.recipe)
         raw = merge(self._recipes[stage.recipe], settings)
-        by_key = validate(Recipe, {**_each_string(raw, lambda t: put(t, True)), "run": "-"})
+        values = {**_each_string(raw, lambda t: put(t, True)), "run": "-"}
+        try:
+            by_key = validate(Recipe, values)
+        except BadInput as error:
+            raise BadInput(f"{self.study.path}: {label}: {error}") from None
         key = content_key(identity(by_key))
         path = self.root / "runs" / key
         filled = _each_string(raw, lambda t: put(t, False))

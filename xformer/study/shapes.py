@@ -8,10 +8,10 @@ from pathlib import Path
 from xformer.config import validate
 from xformer.convert import hf
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_json, read_run_json
 from xformer.model.encoder import ModelConfig
 from xformer.study.plan import Plan, Work
-from xformer.surgery.operations import Operation, parse, shape_after
+from xformer.surgery.operations import Operation, Transplant, parse, shape_after
 from xformer.train import Recipe, with_settings
 
 
@@ -40,10 +40,11 @@ class Shapes:
 
     def start(self, work: Work) -> ModelConfig | None:
         """The shape that a run starts from, with its own dropout; None where it is not known."""
+        assert work.recipe is not None
         recipe = validate(Recipe, work.recipe)
         if recipe.init is None:
             return recipe.model
-        found = self._at(recipe.init)
+        found = self.at(recipe.init)
         return None if found is None else with_settings(found, recipe.model)
 
     def _of(self, work: Work) -> ModelConfig | None:
@@ -56,12 +57,20 @@ class Shapes:
             case ("-m", "xformer.convert", "from-hf", source, _):
                 start = _read(Path(source), of_hf=True)
             case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
-                start = self._at(before)
+                start = self.at(before)
                 operations = tuple(parse(text) for option, text in pairwise(("", *given))
                                    if not text.startswith("--") and option != "--seed")  # fmt: skip
-        return None if start is None else shape_after(start, operations)
+        if start is None:
+            return None
+        start = shape_after(start, operations)
+        for operation in operations:
+            if isinstance(operation, Transplant):  # the words of another, and their number
+                other = self.at(operation.source)
+                size = 0 if other is None else other.vocab_size
+                start = start.model_copy(update={"vocab_size": size})
+        return start
 
-    def _at(self, path: str) -> ModelConfig | None:
+    def at(self, path: str) -> ModelConfig | None:
         """The shape of a checkpoint: as it lies there, or as the work that will make it says."""
         found = _read(Path(path))
         if found is None and path in self._by_path:
@@ -75,7 +84,7 @@ def _read(path: Path, of_hf: bool = False) -> ModelConfig | None:
         if of_hf:
             return hf.shape(path)
         if (path / "result.json").is_file():
-            path = path / read_json(path / "result.json")["selected"]
+            path = path / read_run_json(path / "result.json")["selected"]
         return validate(ModelConfig, read_json(path / "config.json")["model"])
     except (BadInput, KeyError, TypeError, OSError):
         return None  # whoever reads it in earnest will say what is wrong

@@ -75,9 +75,7 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
     if WORD not in other.weights:
         raise BadInput(f"source={source} has no word embeddings")
     theirs = other.weights[WORD]
-    if ours.size(1) != theirs.size(1):
-        raise BadInput(f"source={source} has word embeddings {theirs.size(1)} wide, the checkpoint "
-                       f"{ours.size(1)}")  # fmt: skip
+    check_width(source, theirs.size(1), ours.size(1))
     if checkpoint.mapping is not None:
         raise BadInput("the checkpoint maps the ids of its raw input to the pieces that would go")
     weights = {**checkpoint.weights, WORD: theirs}
@@ -85,6 +83,12 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
         weights[BIAS] = other.weights.get(BIAS, torch.zeros(len(theirs)))
     config = checkpoint.config.model_copy(update={"vocab_size": len(theirs)})
     return replace(checkpoint, config=config, weights=weights, tokenizer=other.tokenizer)
+
+
+def check_width(source: str, theirs: int, ours: int) -> None:
+    """Raise BadInput unless the word embeddings of a source are as wide as a checkpoint's own."""
+    if theirs != ours:
+        raise BadInput(f"source={source} has word embeddings {theirs} wide, the checkpoint {ours}")
 
 
 def substitute_unused(checkpoint: Checkpoint, store: str, seed: int,
@@ -119,8 +123,9 @@ def _occurring(checkpoint: Checkpoint, store: Store, split: str) -> np.ndarray:
     """The ids, of the checkpoint's vocabulary, that a split holds."""
     known = store.fingerprint == checkpoint.tokenizer.fingerprint
     source = checkpoint.source
-    if not known and (source is None or store.fingerprint != source.fingerprint):
-        raise BadInput(f"store={store.path} was made with another tokenizer than the checkpoint's")
+    check_source(
+        store.path, known or (source is not None and store.fingerprint == source.fingerprint)
+    )
     found = np.zeros(store.vocab_size, bool)
     columns = store.split(split).columns
     for values in (columns[name].values for name in TEXTS if name in columns):
@@ -128,6 +133,12 @@ def _occurring(checkpoint: Checkpoint, store: Store, split: str) -> np.ndarray:
             found[values[start : start + BLOCK]] = True
     ids = found.nonzero()[0]
     return ids if known or checkpoint.mapping is None else checkpoint.mapping[ids]
+
+
+def check_source(store: object, same: bool) -> None:
+    """Raise BadInput unless a store, named so, was made with the checkpoint's tokenizer."""
+    if not same:
+        raise BadInput(f"store={store} was made with another tokenizer than the checkpoint's")
 
 
 def _table(checkpoint: Checkpoint) -> Tensor:
