@@ -62,6 +62,8 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     """
     known = Head(head["kind"], list(head["labels"]), head["pair"], head["max_tokens"],
                  head["columns"] or {})  # fmt: skip
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise BadInput(f"{path} is no regular file, which readers go through more than once")
     if not path.is_dir() or not _is_music(known):
         check_files([path])
     if known.kind == "span":
