@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import looking
 import pytest
 import test_study
-from helpers import ROOT, Forks, good, refused
+from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
 from test_study import changed, finish, plan_of
+from toys import Toys
 
 from xformer.config import read_recipe
 from xformer.data.errors import BadInput
@@ -20,7 +22,7 @@ from xformer.study.results import Results
 from xformer.study.spec import read_study
 from xformer.study.write import markdown
 
-file, data = test_study.file, test_study.data  # fixtures: the study "Letters"
+file, dna = test_study.file, test_study.data  # fixtures: the study "Letters"
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
 SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]
 
@@ -93,8 +95,8 @@ def test_a_wrong_placeholder_is_refused_at_planning(
     forks: Forks, file: Path, tmp_path: Path, note: str, words: str
 ) -> None:
     changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
-    found = forks.run("-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}",
-                      "--dry-run")  # fmt: skip
+    line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
+    found = forks.run(*line)
     refused(found, f"{file}: notes: ", words)
 
 
@@ -130,9 +132,9 @@ why = ""
 [needs.data]"""
 
 
-def test_deviations_stand_below_what_they_concern(file: Path, data: Path, tmp_path: Path) -> None:
+def test_deviations_stand_below_what_they_concern(file: Path, dna: Path, tmp_path: Path) -> None:
     changed(file, ("[needs.data]", DEVIATIONS))
-    plan = plan_of(file, tmp_path, data=str(data))
+    plan = plan_of(file, tmp_path, data=str(dna))
     finish(plan, lambda **_: 0.5)
     for run in plan.runs("finetune"):
         lines = [f'{{"event": "train", "step": {i}, "loss": 1}}' for i in (1, 2)]
@@ -210,100 +212,144 @@ command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tok
 [made.alphabet]
 command = ["preprocess.py", "tokenizer", "--kind", "symbols", "--alphabet", "ACGT", "--output",
            "{{out}}"]
-[made.short]
+[made.four]
 command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
            "{{made.alphabet}}", "--output", "{{out}}"]
 [stages.wide]
 recipe = "{ROOT}/recipes/pretrain/smoke.toml"
-settings.data = "{{made.short}}"
+settings.data = "{{made.four}}"
 settings.model = {{ hidden = 32, intermediate = 16, layers = 1 }}
 [stages.look]
-command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64", "out={{out}}"]
-[[curves]]
-name = "look"
-title = "look"
-stage = "look"
-panels = "seed"
-lines = "seed"
-[stages.look.vary]
-seed = [0]
+command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64"]
+vary.seed = [0]
 [stages.score]
-command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}", "out={{out}}/result.json"]
-[stages.score.vary]
-seed = [0]
-start.pretrained = {{}}
-rate.low = {{}}
+command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}"]
+vary.seed = [0]
+vary.start.pretrained = {{}}
+vary.rate.low = {{}}
+"""
+for stage in ("look", "score"):
+    FITS += f"""
 [[curves]]
-name = "score"
-title = "score"
-stage = "score"
+name = "{stage}"
+title = "{stage}"
+stage = "{stage}"
 panels = "seed"
 lines = "seed"
 """
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([], []),  # as it is, all fits
-        # of the model that another stage makes
-        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.batch.max_tokens = 129")],
-         ["finetune seed=0", "batch.max_tokens=129: the model takes 128 at most"]),
-        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.layers = 2")],
-         ["finetune seed=0", "model.layers=2: the checkpoint given as init has 1"]),
-        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.hidden = 32")],
-         ["finetune seed=0", "model.hidden=32 is no multiple of model.heads=12"]),
-        ([("classify.toml", "regress.toml"),
-          ('columns = "rate"\n', 'columns = "rate"\nmetric = "spearman"\n')],
-         ["finetune seed=0", "head=regress needs a store of kind score; made.task is class"]),
-        ([("classify.toml", "squad.toml"),
-          ('columns = "rate"\n', 'columns = "rate"\nmetric = "f1"\n')],
-         ["batch.max_tokens=384: the model takes 128 at most"]),
-        ([('settings.data = "{made.task}"', 'settings.data = "{made.letters}"')],
-         ["head=classify needs a store of kind class; made.letters is text"]),
-        # words of its own, letters of the task
-        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"')],
-         ["finetune seed=0", "made.task was made with another tokenizer than the checkpoint's",
-          "mapping=: ids, shift:K"]),
-        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"'),
-          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'shift:5'")],
-         ["mapping=shift:5 needs a store made with the checkpoint's own tokenizer"]),
-        # 9 ids of four letters for the pre-trained model, 90 of words for the task
-        ([('settings.data = "{made.letters}"', 'settings.data = "{made.short}"'),
-          ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"'),
-          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'ids'")],
-         ["finetune seed=0", "mapping=ids: made.task has 90 ids, the model 9 embeddings"]),
-        ([('settings.data = "{made.letters}"',
-           'settings.data = "{made.short}"\nsettings.model.vocab_size = 8'),
-          ("settings.model = {", "settings.optim = {"), ("hidden = 16, intermediate = 16, layers = 1",
-                                                        "lr = 1e-3")],
-         ["pretrain: ", "model.vocab_size=8 is below the tokenizer's 9"]),
-        ([("settings.train = { steps = 4 }", "settings.train = { steps = 4 }\nsettings.batch.tokens = 32")],
-         ["pretrain: ", "batch.tokens=32 is below one row's batch.max_tokens"]),
-        ([('surgery = [{ op = "clean" }]',
-           'surgery = [{ op = "transplant", source = "{stage.wide}" }]')],
-         ["finetune seed=0 start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
-        ([('surgery = [{ op = "clean" }]',
-           'surgery = [{ op = "substitute_unused", store = "{made.wordy}" }]')],
-         ["store=made.wordy was made with another tokenizer than the checkpoint's"]),
-        # commands
-        ([('"max_tokens=64"', '"max_tokens=200"')],
-         ["look seed=0", "max_tokens=200: pretrain takes rows of 128 at most"]),
-        ([('"data={made.task}", "out', '"data={made.letters}", "out')],
-         ["score seed=0", "head=classify needs a store of kind class; made.letters is text"]),
-    ],
-)  # fmt: skip
+def finetune(setting: str) -> tuple[str, str]:
+    """A change that gives the fine-tuning another setting."""
+    return "settings.train.epochs = 1", f"settings.train.epochs = 1\nsettings.{setting}"
+
+
+def pretrain(setting: str) -> tuple[str, str]:
+    return "settings.train = { steps = 4 }", f"settings.train.steps = 4\nsettings.{setting}"
+
+
+def metric(name: str) -> tuple[str, str]:
+    return 'columns = "rate"\n', f'columns = "rate"\nmetric = "{name}"\n'
+
+
+def corpus(name: str) -> tuple[str, str]:
+    """A change that pre-trains on another store."""
+    return 'settings.data = "{made.letters}"', f'settings.data = "{{made.{name}}}"'
+
+
+def surgery(operation: str) -> tuple[str, str]:
+    return '{ op = "clean" }', operation
+
+
+TRANSPLANT = '{ op = "transplant", source = "{stage.wide}" }'
+SUBSTITUTE = '{ op = "substitute_unused", store = "{made.wordy}" }'
+OTHER = "made.task was made with another tokenizer than the checkpoint's"
+BY_WORDS = ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"')
+TINY = ("{ hidden = 16, intermediate = 16, layers = 1 }", "{ vocab_size = 8 }")
+MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
+    ([], []),  # as it is, all fits
+    # the model that another stage makes
+    ([finetune("batch.max_tokens = 129")], ["batch.max_tokens=129: the model takes 128 at most"]),
+    ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
+    ([finetune("model.hidden = 32")], ["model.hidden=32 is no multiple of model.heads=12"]),
+    ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below one row's batch.max_tokens"]),
+    # kinds of stores and heads
+    (
+        [("classify.toml", "regress.toml"), metric("spearman")],
+        ["head=regress needs a store of kind score; made.task is class"],
+    ),
+    (
+        [("classify.toml", "squad.toml"), finetune("batch.max_tokens = 64"), metric("f1")],
+        ["head=span needs a store of kind span; made.task is class"],
+    ),
+    (
+        [('data = "{made.task}"', 'data = "{made.letters}"')],
+        ["head=classify needs a store of kind class; made.letters is text"],
+    ),
+    # vocabularies: a model of words, or of four letters and five special tokens
+    ([corpus("wordy")], [OTHER, "mapping=: ids, shift:K"]),
+    ([corpus("wordy"), finetune("mapping = 'shift:5'")], ["mapping=shift:5 needs a store"]),
+    (
+        [corpus("four"), BY_WORDS, finetune("mapping = 'ids'")],
+        ["mapping=ids: made.task has 90 ids, the model 9 embeddings"],
+    ),
+    ([corpus("four"), TINY], ["pretrain: model.vocab_size=8 is below the tokenizer's 9"]),
+    ([surgery(TRANSPLANT)], ["start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
+    ([surgery(SUBSTITUTE)], ["store=made.wordy was made with another tokenizer"]),
+    # commands
+    ([("max_tokens=64", "max_tokens=200")], ["max_tokens=200: pretrain takes rows of 128 at most"]),
+    (
+        [('"data={made.task}"', '"data={made.letters}"')],
+        ["score seed=0", "head=classify needs a store of kind class; made.letters is text"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), MISFITS)
 def test_what_does_not_fit_is_refused_before_anything_is_made(
-    forks: Forks, file: Path, data: Path, tmp_path: Path, changes: list[tuple[str, str]],
+    forks: Forks,
+    file: Path,
+    dna: Path,
+    tmp_path: Path,
+    changes: list[tuple[str, str]],
     words: list[str],
-) -> None:  # fmt: skip
+) -> None:
     file.write_text(file.read_text().replace("[scales.mini]", f"{FITS}\n[scales.mini]"))
     changed(file, *changes)
-    for needs in ([], [f"needs.data={data}"]):
-        found = forks.run("-m", "xformer.study", file, "scale=mini", "--dry-run", *needs,
-                          f"output={tmp_path / 's'}")  # fmt: skip
+    line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
+    for needs in ([], [f"needs.data={dna}"]):
+        found = forks.run(*line, *needs)
         if words:
             refused(found, f"{file}: ", *words)
         else:
             assert "works" in good(found).out
     assert not (tmp_path / "s").exists()
+
+
+def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
+    forks: Forks, file: Path, tmp_path: Path
+) -> None:
+    need = '[needs.model]\nabout = "x"\nget = "x"\n[needs.data]'
+    changed(file, ("[needs.data]", need), ("{stage.pretrain}", "{need.model}"))
+    looking.checkpoint(tmp_path / "model", max_positions=20)
+    line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
+    assert "missing: model" in good(forks.run(*line)).out
+    found = forks.run(*line, f"needs.model={tmp_path / 'model'}")
+    refused(found, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
+    changed(file, finetune("batch.max_tokens = 20"))
+    refused(forks.run(*line, f"needs.model={tmp_path / 'model'}"), "another tokenizer")
+    changed(file, finetune("mapping = 'symbols:0'"))
+    good(forks.run(*line, f"needs.model={tmp_path / 'model'}"))
+
+
+def test_a_transplant_reads_what_its_tokenizer_wrote(
+    forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
+) -> None:
+    """An encoder of letters with the words of another one reads that one's words."""
+    start = training(SMOKE, data.splice, tmp_path / "letters", "train.steps=1")
+    good(forks.run(*start))
+    line = training(CLASSIFY, data.classes, tmp_path / "run", f"init={tmp_path / 'letters'}",
+                    "train.steps=1")  # fmt: skip
+    refused(forks.run(*line), "made with another tokenizer than the checkpoint's")
+    words = f"surgery=[{{op='transplant', source='{learned['text']}'}}]"
+    good(forks.run(*line, words))

@@ -76,8 +76,10 @@ class Fit:
             mapping.check_other(recipe.mapping, store.name)
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and store.words.size and store.words.size > pieces:
-            raise BadInput(f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
-                           f"the model {pieces} embeddings")  # fmt: skip
+            raise BadInput(
+                f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
+                f"the model {pieces} embeddings"
+            )
 
     def _surgery(self, recipe: Recipe, start: ModelConfig | None) -> Words:
         """The model's tokenizer after the operations. Raises BadInput where one cannot be done."""

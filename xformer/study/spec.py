@@ -199,6 +199,10 @@ class Deviation(Settings):
     pictures: tuple[str, ...] = ()
     """Names of the pictures that it concerns. Without any name it concerns everything."""
 
+    def cells(self) -> tuple[str, str, str, str]:
+        """What a report says of it, in the order of a table's columns."""
+        return self.what, self.paper, self.ours, self.why
+
     def concerns(self, shown: Table | Curves | Picture) -> bool:
         """Whether it belongs below a table or figure."""
         kinds = {Table: self.tables, Curves: self.curves, Picture: self.pictures}
