@@ -8,8 +8,15 @@
 CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
 """
 
-from xformer.data.errors import run
-from xformer.evaluate import main
+from xformer.start import run
+
+
+def main() -> None:
+    # imported here: torch may be imported only after `run` has prepared this process
+    from xformer.evaluate import main
+
+    main()
+
 
 if __name__ == "__main__":
     run(main)

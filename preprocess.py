@@ -18,7 +18,7 @@
 `python preprocess.py COMMAND --help` explains every option.
 """
 
-from xformer.data.errors import run
+from xformer.start import run
 
 
 def main() -> None:

@@ -16,8 +16,15 @@ The same command again continues a stopped run exactly where it was. A value is 
 taken as a bare string; data=STORE is short for data.store=STORE.
 """
 
-from xformer.data.errors import run
-from xformer.train import main
+from xformer.start import run
+
+
+def main() -> None:
+    # imported here: torch may be imported only after `run` has prepared this process
+    from xformer.train import main
+
+    main()
+
 
 if __name__ == "__main__":
     run(main)

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.errors import BadInput, run
+from xformer.data.errors import BadInput
+from xformer.start import run
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HEAD_SIZES = (16, 24, 32, 48, 64, 96, 128)

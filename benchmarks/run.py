@@ -31,8 +31,9 @@ from benchmarks import gpu, machine, parts, prepare, report
 from benchmarks.bench import FULL, QUICK, SHORT, Bench, Row, cores, say
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
-from xformer.data.errors import BadInput, run
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
+from xformer.start import run
 
 TABLE: dict[str, Callable[[Bench], list[Row]]] = {
     "mixed": parts.mixed, "full": parts.full, "tasks": parts.tasks, "evaluation": parts.evaluation,

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import refuse_existing
 
 
@@ -21,6 +21,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in sys.argv if args is None else args:
+            if "\0" in word:
+                raise BadInput(f"{word!r} holds a NUL character, which no path or option may")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
@@ -131,4 +137,4 @@ def summarise(
     rate = (
         f"{size / 1e6 / seconds:.1f} MB/s" if size else f"{tokens / 1e6 / seconds:.1f} M tokens/s"
     )
-    print(f"{output}: {'; '.join(parts)}; {seconds:.1f} s, {rate}")
+    say(f"{output}: {'; '.join(parts)}; {seconds:.1f} s, {rate}")

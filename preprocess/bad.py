@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from xformer.data.errors import BadInput, one_line
+from xformer.data.errors import BadInput, one_line, say
 
 SHOWN = 10  # bad rows listed one by one
 
@@ -49,7 +48,7 @@ class BadRows:
                 f"{rows} left out{first}:",
                 *(f"  {one_line(message)}" for message in self.first),
             ]
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            say(*lines, error=True)
 
     def as_origin(self) -> dict[str, Any]:
         """For a store's origin: how many rows were left out, if leaving out was asked for."""

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from preprocess.bad import BadRows
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 from xformer.data.files import file_checksum
 from xformer.data.store import SplitWriter
 
@@ -60,9 +60,7 @@ def open_binary(path: Path, read: Callable[[int], None] = lambda _: None) -> Bin
         try:
             import zstandard
         except ImportError:
-            raise BadInput(
-                f"{path} needs the package zstandard: pip install 'xformer[formats]'"
-            ) from None
+            raise lacks(str(path), "zstandard", "formats") from None
         machine = zstandard.ZstdDecompressor()
         blocks = _unpack(path, blocks, machine.decompressobj, zstandard.ZstdError)
     return io.BufferedReader(_Blocks(blocks), 2**16)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from preprocess.binarize import PACKED, check_files, plain_name
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 FORMATS = ("text", "jsonl", "java", "fasta")
 # .json is often something else than text, so a directory's .json files are not taken
@@ -68,7 +67,7 @@ def _in_directory(directory: Path, form: str | None) -> list[Path]:
     if skipped:
         more = ", ..." if len(skipped) > 5 else ""
         note = f"{directory}: {skipped.total():,} files left out ({', '.join(kinds)}{more})"
-        print(note, file=sys.stderr, flush=True)
+        say(note, error=True)
     found = _with_content(str(directory), sorted(found))
     if not found:
         endings = " ".join(ENDINGS)
@@ -87,7 +86,7 @@ def _with_content(argument: str, paths: list[Path]) -> list[Path]:
     found = [path for path in paths if path.stat().st_size]
     if len(found) < len(paths):
         empty = len(paths) - len(found)
-        print(f"{argument}: {empty:,} empty files left out", file=sys.stderr, flush=True)
+        say(f"{argument}: {empty:,} empty files left out", error=True)
     return found
 
 

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from preprocess import splits
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files, read_lines
 from preprocess.sequences import Sequences
@@ -51,6 +52,7 @@ def read(arguments: argparse.Namespace) -> Task:
             raise BadInput(f"{path} holds neither {' nor '.join(SPLICE_FILES)}")
         path = there[0]
     check_files([path])
+    splits.refuse_columns(arguments.split_column, path)
     bad = BadRows(arguments.skip_bad)
     return Task(
         rows=lambda: _splice_rows(path, bad),

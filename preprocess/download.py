@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import ssl
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from preprocess.progress import progress
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import file_checksum, read_json, sync, write_json
 
 BLOCK = 2**20  # bytes read at once
@@ -100,7 +99,7 @@ def _receive(file: File, part: Path) -> None:
                 stays = f"; {size:,} bytes stay, run again to go on" if size else ""
                 raise Failure(f"{file.url}: {error}{stays}") from None
             wait = WAITS[failures - 1]
-            print(f"{file.name}: {error}; again in {wait:.0f} s", file=sys.stderr, flush=True)
+            say(f"{file.name}: {error}; again in {wait:.0f} s", error=True)
             time.sleep(wait)
         else:
             sync(part)

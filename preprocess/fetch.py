@@ -15,7 +15,6 @@ import fcntl
 import re
 import shlex
 import signal
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -29,11 +28,12 @@ from urllib.parse import unquote, urlsplit
 
 from preprocess.download import File, download
 from preprocess.unpack import ENDINGS, Unpacker
-from xformer.data.errors import BadInput, Failure, Interrupted
+from xformer.data.errors import BadInput, Failure, Interrupted, say
 from xformer.data.files import (
     atomic_directory,
     cache_folder,
     file_checksum,
+    make_directory,
     read_json,
     refuse_existing,
     write_json,
@@ -139,7 +139,7 @@ def fetch(data: DataSet, cache: Path) -> Path:
     refuse_existing(cache, overwrite=True)
     target, downloads = cache / data.directory, cache / ".fetch" / data.directory
     if not target.exists():
-        downloads.mkdir(parents=True, exist_ok=True)
+        make_directory(downloads)
         with _locked(downloads / "lock", data.name):
             if not target.exists():  # another process may have brought it meanwhile
                 _bring(data, target, downloads)
@@ -155,7 +155,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"another process fetches {name}: waiting for it", file=sys.stderr, flush=True)
+            say(f"another process fetches {name}: waiting for it", error=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -173,7 +173,7 @@ def _bring(data: DataSet, target: Path, downloads: Path) -> None:
         checksum = download(file, downloads, file.sha256 or first.get("sha256"), whence)
         size = (downloads / file.name).stat().st_size
         sent.append({"url": file.url, "bytes": size, "sha256": checksum})
-        print(f"{file.url}: {size:,} bytes, {_trust(file, first, checksum)}")
+        say(f"{file.url}: {size:,} bytes, {_trust(file, first, checksum)}")
         if not file.sha256 and not first:
             seen[file.url] = {"sha256": checksum, "date": today}
             write_json(seen_at, seen)
@@ -198,7 +198,7 @@ def _bring(data: DataSet, target: Path, downloads: Path) -> None:
         (downloads / file.name).unlink()
     count = sum(path.is_file() for path in target.rglob("*")) - 1
     seconds = time.monotonic() - started
-    print(f"{target}: {count:,} files, {unpacker.limit - unpacker.left:,} bytes; {seconds:.1f} s")
+    say(f"{target}: {count:,} files, {unpacker.limit - unpacker.left:,} bytes; {seconds:.1f} s")
 
 
 def _trust(file: File, first: dict[str, str], checksum: str) -> str:
@@ -239,7 +239,7 @@ def _verify(data: DataSet, target: Path) -> None:
         else:
             continue
         raise Failure(f"{path} {what}: remove {target} and run again")
-    print(f"{data.name} is already here: {target}, {len(files):,} files verified")
+    say(f"{data.name} is already here: {target}, {len(files):,} files verified")
 
 
 def table(catalogue: dict[str, DataSet]) -> str:
@@ -276,7 +276,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Fetch one data set and say what to do with it, or list all."""
     catalogue = load_catalogue(arguments.catalogue)
     if arguments.list or arguments.name is None:
-        print(table(catalogue))
+        say(*table(catalogue).split("\n"))
         return
     if arguments.name not in catalogue:
         near = get_close_matches(arguments.name, catalogue, 1, 0.5)
@@ -288,8 +288,8 @@ def run(arguments: argparse.Namespace) -> None:
     except (KeyboardInterrupt, Interrupted) as stop:
         number = stop.status - 128 if isinstance(stop, Interrupted) else signal.SIGINT
         raise Interrupted(number, "stopped; run again to go on where it was") from None
-    print(f"licence: {data.licence}\ncite: {data.citation}")
+    say(f"licence: {data.licence}", f"cite: {data.citation}")
     if data.note:
-        print(f"note: {data.note}")
+        say(f"note: {data.note}")
     then = data.then.replace("{directory}", shlex.quote(str(target)))
-    print(f"next: python preprocess.py {then}")
+    say(f"next: python preprocess.py {then}")

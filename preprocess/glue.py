@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from preprocess import splits
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files, read_lines
 from preprocess.tables import ENDINGS, Table, ending
@@ -102,10 +103,16 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
             for split, paths in input_files(arguments, ENDINGS).items()
             for path in paths
         ]
-    bad = BadRows(arguments.skip_bad or glue.broken)
+    bad, used = BadRows(arguments.skip_bad or glue.broken), set[str]()
     first = parts[0].table
+    given = arguments.split_column
+    marks = [splits.find(p.table, given, _columns(p, glue), p.split, used) for p in parts]
     return Task(
-        rows=lambda: (row for part in parts for row in _rows(part, glue, bad)),
+        rows=lambda: (
+            row
+            for part, mark in zip(parts, marks, strict=True)
+            for row in _rows(part, mark, glue, bad)
+        ),
         files=[part.table.path for part in parts],
         kind="class" if glue.labels else "score",
         metric=glue.metric,
@@ -118,6 +125,7 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
         splits=[(split, part.table.path) for part in parts for split in part.splits()],
         labels=list(glue.labels) or None,
         pairs=bool(glue.text_b),
+        split_columns=used,
     )
 
 
@@ -137,12 +145,18 @@ def _open(path: Path, split: str, glue: Glue) -> Table:
     return table
 
 
-def _rows(part: Part, glue: Glue, bad: BadRows) -> Iterator[Row]:
-    split, table, dev = part
+def _columns(part: Part, glue: Glue) -> list[str]:
+    """The columns of the texts and, if there is one, of the label."""
+    found = (part.table.find(names) for names in (glue.text, glue.text_b, glue.label))
+    return [column for column in found if column]
+
+
+def _rows(part: Part, marks: splits.SplitColumns, glue: Glue, bad: BadRows) -> Iterator[Row]:
+    table, dev = part.table, part.dev
     texts = [column for names in (glue.text, glue.text_b) if (column := table.find(names))]
     label = table.find(glue.label)
-    wanted = [*texts, *([label] if label else []), *(MRPC_IDS if dev else [])]
-    for line, values in table.rows(wanted, bad):
+    wanted = [*_columns(part, glue), *(MRPC_IDS if dev else [])]
+    for split, line, values in marks.rows(table, wanted, bad):
         found = (values[len(texts)] or "").strip() if label else ""
         if found in NUMBERS[: len(glue.labels)]:
             found = glue.labels[int(found)]

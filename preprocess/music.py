@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from preprocess import splits
 from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files
 from preprocess.tables import Table, ending
-from preprocess.tasks import SPLITS, Row, Task
+from preprocess.tasks import Row, Task
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")
 TABLES = (".csv", ".json")
-COLUMNS = ["canonical_composer", "split", "midi_filename"]
+COLUMNS = ["canonical_composer", "midi_filename"]
 
 
 class Piece(NamedTuple):
@@ -57,7 +58,12 @@ def read(arguments: argparse.Namespace) -> Task:
     table = _table(source) if source.is_dir() else source
     if table is not None and ending(table) not in TABLES:
         raise BadInput(f"{table} is no table of pieces; give maestro*.csv or .json, or a directory")
-    pieces = _by_directory(source) if table is None else _maestro(table, bad)
+    used = set[str]()
+    if table is None:
+        splits.refuse_columns(arguments.split_column, source)
+        pieces = _by_directory(source)
+    else:
+        pieces = _maestro(table, arguments.split_column, bad, used)
     if not pieces:
         raise BadInput(f"{source} names no piece")
     return Task(
@@ -68,6 +74,7 @@ def read(arguments: argparse.Namespace) -> Task:
         columns={"text": "pitches", "text_b": None, "label": "composer"},
         bad=bad,
         tokenizer=tokenizers.symbols(map(str, range(128)), separated=True),
+        split_columns=used,
     )
 
 
@@ -77,7 +84,7 @@ def _table(directory: Path) -> Path | None:
     return min(files, key=ending, default=None)  # csv before json
 
 
-def _maestro(path: Path, bad: BadRows) -> list[Piece]:
+def _maestro(path: Path, given: str | None, bad: BadRows, used: set[str]) -> list[Piece]:
     """The pieces of MAESTRO's csv, or json (a list of pieces in v1, an object of columns later)."""
     check_files([path])
     table = Table(path)
@@ -85,15 +92,13 @@ def _maestro(path: Path, bad: BadRows) -> list[Piece]:
         if name not in table.columns:
             raise table.missing(name)
     pieces = []
-    for line, values in table.rows(COLUMNS, bad):
-        composer, split, name = (value or "" for value in values)
-        if split not in SPLITS:
-            bad(path, line, f"the split {split!r} is none of {', '.join(SPLITS)}")
-        elif not composer or not name:
+    marks = splits.find(table, given, COLUMNS, "", used)
+    for split, line, values in marks.rows(table, COLUMNS, bad):
+        composer, name = (value or "" for value in values)
+        if not composer or not name:
             bad(path, line, "the composer or the MIDI file is not named")
         else:
-            place = path.parent / name
-            pieces.append(Piece(place, name, composer, SPLITS[split], path, line))
+            pieces.append(Piece(path.parent / name, name, composer, split, path, line))
     return pieces
 
 
@@ -134,7 +139,7 @@ def pitches(path: Path) -> list[int]:
     try:
         from symusic import Score
     except ImportError:
-        raise BadInput("MIDI files need pip install 'xformer[formats]'") from None
+        raise lacks("MIDI", "symusic", "formats") from None
     if not path.is_file():
         raise ValueError("there is no such file")
     try:

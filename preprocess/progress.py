@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from xformer.data.errors import escaped, say
+
 EVERY = 10.0  # seconds between two plain lines
 
 
@@ -22,7 +24,12 @@ class Progress:
         if sys.stderr.isatty():
             scale = 1024 if unit == "B" else 1000
             self.bar = tqdm(
-                desc=what, total=total, unit=unit, unit_scale=True, unit_divisor=scale, leave=False
+                desc=escaped(what),
+                total=total,
+                unit=unit,
+                unit_scale=True,
+                unit_divisor=scale,
+                leave=False,
             )
 
     def add(self, amount: int) -> None:
@@ -39,11 +46,7 @@ class Progress:
             unit = " MB" if self.unit == "B" else f" {self.unit}"
             scale = 10**6 if self.unit == "B" else 1
             amounts = f"{self.done // scale:,} of {self.total // scale:,}{unit}"
-            print(
-                f"{self.what}: {share:.0%}, {amounts}, {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{self.what}: {share:.0%}, {amounts}, {left:.0f} s left", error=True)
 
     def close(self) -> None:
         if self.bar is not None:

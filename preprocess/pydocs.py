@@ -29,7 +29,7 @@ from pathlib import Path
 
 from preprocess.arguments import add_output, check_output
 from preprocess.progress import progress
-from xformer.data.errors import Failure
+from xformer.data.errors import Failure, say
 from xformer.data.files import atomic_directory
 
 # tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
@@ -298,4 +298,4 @@ def run(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     counts = write(arguments.output, arguments.overwrite)
     found = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    print(f"{arguments.output}: {found}, {time.monotonic() - started:.1f} s")
+    say(f"{arguments.output}: {found}, {time.monotonic() - started:.1f} s")

@@ -1,7 +1,7 @@
 """Labelled sequences of letters, DNA and protein alike, from every form their data sets come in:
 
 - FASTA, the label being the second field of a record's header (PLUS), and a third field "test" the
-  mark of a test row (DeepLoc);
+  mark of a test row (DeepLoc); or fields such as `TARGET=1.5 SET=train VALIDATION=False` (FLIP);
 - a directory of FASTA files, one a class, named by it;
 - text with three lines a record, identifier, sequence, label (Hilbert-CNN);
 - delimited files, JSON lines (TAPE) and parquet with named columns.
@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from preprocess import splits
 from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files, read_lines
@@ -24,7 +24,7 @@ from preprocess.fasta import read_fasta
 from preprocess.tables import ENDINGS, Table, ending, stem
 from preprocess.tasks import Row, Task, check_metric, find_splits, input_files
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 SEQUENCE = ("sequence", "seq", "seqs", "primary")
@@ -47,14 +47,14 @@ class Sequences:
 
 
 class Record(NamedTuple):
-    """A sequence, its label as it is written, where it stands, its identifier, and whether it is
-    marked as a test row."""
+    """A sequence, its label as it is written, where it stands, its identifier, and the split that
+    it is marked as ("": none)."""
 
     line: int
     sequence: str
     label: str | None
     id: str | None = None
-    test: bool = False
+    split: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
@@ -78,12 +78,15 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
     files = {"": list(classes)} if classes else input_files(arguments, (*ENDINGS, *FASTA))
     places = [(split, path) for split, paths in files.items() for path in paths]
     found = {path: _columns(path, split, arguments, form) for split, path in places}
+    used = set[str]()
+    marks = {path: _marks(path, split, arguments.split_column, found[path], used)
+             for split, path in places}  # fmt: skip
     bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
     letters = frozenset(form.alphabet)
 
     def rows() -> Iterator[Row]:
         for split, path in places:
-            for record in _records(path, classes.get(path), found[path], form, bad):
+            for record in _records(path, classes.get(path), found[path], form, bad, marks[path]):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
                 if wrong := sorted(set(sequence) - letters):
@@ -97,7 +100,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
                     if arguments.longest and len(sequence) > arguments.longest:
                         head = -(-arguments.longest // 2)
                         sequence = sequence[:head] + sequence[head - arguments.longest :]
-                    where = "test" if record.test and not split else split
+                    where = split or record.split
                     yield Row(where, (sequence,), label or None, path, record.line, record.id)
 
     kind = form.kind or arguments.kind
@@ -114,6 +117,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
         splits=[(split, paths[0]) for split, paths in files.items()],
         left_out=left_out,
         tokenizer=tokenizers.symbols(form.alphabet),
+        split_columns=used,
     )  # fmt: skip
 
 
@@ -129,8 +133,11 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
         used = [path for paths in splits.values() for path in paths]
         if others := [path.name for path in fasta if path not in used]:
             names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            print(f"note: {source} holds {splits['train'][0].name}, so its files are splits, not "
-                  f"classes; not read: {names}", file=sys.stderr)  # fmt: skip
+            say(
+                f"note: {source} holds {splits['train'][0].name}, so its files are splits, not "
+                f"classes; not read: {names}",
+                error=True,
+            )
         return {}
     if fasta and (arguments.valid or arguments.test):
         raise BadInput(f"{source} holds a FASTA file a class, which takes no --valid or --test")
@@ -160,19 +167,63 @@ def _columns(
     return wanted
 
 
-def _records(
-    path: Path, label: str | None, columns: list[str] | None, form: Sequences, bad: BadRows
-) -> Iterator[Record]:
+Marks = splits.SplitColumns | set[str] | None  # of a table; of FASTA headers; None: not read
+
+
+def _marks(
+    path: Path, split: str, given: str | None, columns: list[str] | None, used: set[str]
+) -> Marks:
+    """What names the split of a file's rows. `used` is to gather what was read of it."""
     if columns is not None:
-        for line, values in Table(path).rows(columns, bad):
-            yield Record(line, (values[0] or "").strip(), values[1] if values[1:] else None)
+        return splits.find(Table(path), given, columns, split, used)
+    splits.refuse_columns(given, path)
+    if split and (said := splits.of_header(_first_line(path).split()[1:])):
+        splits.note_unread(path, f"field {next(iter(said)).upper()}= in the headers", split)
+    return None if split or given == splits.NONE else used
+
+
+def _first_line(path: Path) -> str:
+    lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
+    return next(filter(None, lines), "")
+
+
+def _records(
+    path: Path, label: str | None, columns: list[str] | None, form: Sequences, bad: BadRows,
+    marks: Marks,
+) -> Iterator[Record]:  # fmt: skip
+    if isinstance(marks, splits.SplitColumns):
+        for split, line, values in marks.rows(Table(path), columns or [], bad):
+            found = values[1] if values[1:] else None
+            yield Record(line, (values[0] or "").strip(), found, None, split)
     elif ending(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
-        for line, header, sequence in read_fasta(path, bad):
-            name, *fields = header.split() or [""]
-            found = label or next(iter(fields[form.field - 1 :]), None)
-            yield Record(line, sequence, found, name or None, fields[1:2] == ["test"])
+        yield from _fasta(path, label, form, bad, marks)
     else:
         yield from _three_lines(path, bad)
+
+
+def _fasta(
+    path: Path, label: str | None, form: Sequences, bad: BadRows, used: set[str] | None
+) -> Iterator[Record]:
+    """The records of a FASTA file. Either all headers name their split, or none does."""
+    named: bool | None = None
+    for line, header, sequence in read_fasta(path, bad):
+        name, *fields = header.split() or [""]
+        said = splits.of_header(fields)
+        plain = [field for field in fields if field.partition("=")[0].lower() not in said]
+        found = label or said.pop("target", None) or next(iter(plain[form.field - 1 :]), None)
+        split = "test" if plain[1:2] == ["test"] and used is not None else ""
+        if used is not None and named not in (None, bool(said)):
+            bad(path, line, "some headers have a field SET= or VALIDATION=, and some have none")
+            continue
+        named = bool(said)
+        if used is not None and said:
+            try:
+                split = splits.of_record(said)
+            except ValueError as error:
+                bad(path, line, str(error))
+                continue
+            used |= {key.upper() for key in said}
+        yield Record(line, sequence, found, name or None, split)
 
 
 def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:

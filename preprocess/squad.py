@@ -26,7 +26,7 @@ from preprocess.bad import BadRows
 from preprocess.binarize import check_files, sources
 from preprocess.progress import progress
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import read_json
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
         written = store.splits
     bad.report()
     for name, found in counts.items():
-        print(
+        say(
             f"{name}: {len(found.articles):,} articles, {found.questions:,} questions, "
             f"{found.questions - found.answerable:,} without an answer, {found.answerable:,} with "
             f"one, of which tokens give {found.exact:,} back exactly"

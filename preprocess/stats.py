@@ -14,7 +14,7 @@ import numpy as np
 from preprocess import figure
 from preprocess.arguments import add_json, check_file
 from preprocess.progress import progress
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
 from xformer.data.store import TEXTS, Ragged, Store, open_store
@@ -189,26 +189,26 @@ def describe(store: Store, surveys: dict[str, Survey] | None = None) -> dict[str
 def show(found: dict[str, Any]) -> None:
     """Print a description, a block of lines a split."""
     metric = f", metric {found['metric']}" if found["metric"] else ""
-    print(f"{found['store']}: {found['kind']}{metric}, vocabulary {found['vocab_size']:,}")
+    say(f"{found['store']}: {found['kind']}{metric}, vocabulary {found['vocab_size']:,}")
     for name, split in found["splits"].items():
-        print(f"{name}: {split['rows']:,} rows, {split['tokens']:,} tokens")
+        say(f"{name}: {split['rows']:,} rows, {split['tokens']:,} tokens")
         for column, lengths in split["lengths"].items():
-            print(
+            say(
                 f"  {column} a row: mean {lengths['mean']:.1f}, min {lengths['min']}, "
                 f"median {lengths['median']:g}, max {lengths['max']}"
             )
         if "distinct_ids" in split:
-            print(
+            say(
                 f"  {split['distinct_ids']:,} distinct ids, {split['unknown_share']:.3%} unknown; "
                 f"unigram entropy {split['unigram_entropy']:.4f} nats "
                 f"(perplexity {split['unigram_perplexity']:,.1f})"
             )
         if "cross_entropy_under_train" in split:
             value = split["cross_entropy_under_train"]
-            print(f"  cross-entropy under the training unigrams {value:.4f} nats")
+            say(f"  cross-entropy under the training unigrams {value:.4f} nats")
         if "labels" in split:
             shown = [f"{label} {_short(count)}" for label, count in split["labels"].items()]
-            print(f"  labels: {', '.join(shown)}")
+            say(f"  labels: {', '.join(shown)}")
 
 
 def _short(value: float) -> str:
@@ -236,7 +236,7 @@ def verify(path: Path) -> None:
             if not good:
                 wrong[name].append(block)
     for name, blocks in wrong.items():
-        print(f"{name}: {'damaged' if blocks else 'ok'}")
+        say(f"{name}: {'damaged' if blocks else 'ok'}")
     bad = [f"{path / name} block {block} (of {CHECKED} bytes)"
            for name, blocks in wrong.items() for block in blocks]  # fmt: skip
     if bad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from typing import Any
 
 from preprocess.bad import BadRows
 from preprocess.binarize import PACKED, read_lines
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
@@ -70,8 +71,8 @@ class Table:
             self.columns = [name.strip() for name in row] if self.form.header else numbers
         if not self.columns:
             raise BadInput(bad.first[0] if bad.first else f"{path} holds no row")
-        named = [name for name in self.columns if name]
-        if repeated := sorted({name for name in named if named.count(name) > 1}):
+        times = Counter(name for name in self.columns if name)
+        if repeated := sorted(name for name, count in times.items() if count > 1):
             raise BadInput(f"{path}: two columns are called {repeated[0]!r}")
 
     def find(self, names: Sequence[str]) -> str | None:
@@ -93,19 +94,22 @@ class Table:
         names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
         return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
-    def rows(self, names: Sequence[str], bad: BadRows) -> Iterator[tuple[int, list[str | None]]]:
-        """(line, the values of these columns as strings) of every row; None for a JSON null.
+    def rows(
+        self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        """(line, the values of these columns as strings) of every row; None for a JSON null, and
+        for an `optional` column that an object of JSON lacks.
 
-        A row that lacks a column, or is of another width than the header, is a bad one.
+        A row that lacks another column, or is of another width than the header, is a bad one.
         """
         if self.kind == ".parquet":
             yield from self._parquet_rows(names, bad)
         elif self.kind in (".jsonl", ".json"):
             for line, found in self._objects(bad):
-                if lacking := [name for name in names if name not in found]:
+                if lacking := [n for n in names if n not in found and n not in optional]:
                     bad(self.path, line, f"there is no {lacking[0]!r}")
                     continue
-                values = self._values(line, [found[name] for name in names], bad)
+                values = self._values(line, [found.get(name) for name in names], bad)
                 if values is not None:
                     yield line, values
         else:
@@ -212,7 +216,7 @@ class Table:
             from pyarrow import lib
             from pyarrow.parquet import ParquetFile
         except ImportError:
-            raise BadInput(f"{self.path}: parquet needs pip install 'xformer[formats]'") from None
+            raise lacks(f"{self.path}: parquet", "pyarrow", "formats") from None
         try:
             return ParquetFile(self.path)
         except (lib.ArrowException, OSError, UnicodeError) as error:

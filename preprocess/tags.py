@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from preprocess import splits
 from preprocess.arguments import number
 from preprocess.bad import BadRows
 from preprocess.binarize import check_files, read_lines
@@ -70,6 +71,7 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
 def read_conll(arguments: argparse.Namespace) -> Task:
     """The task of sentences with a label a word. Raises BadInput naming file and line."""
     files = input_files(arguments, ENDINGS)
+    splits.refuse_columns(arguments.split_column, next(iter(files.values()))[0])
     places = [(split, path) for split, paths in files.items() for path in paths]
     columns: dict[Path, Columns] = {}
     label: int | None = arguments.label
@@ -175,6 +177,8 @@ def read_flip(arguments: argparse.Namespace) -> Task:
     )
     files = [sequences, sampled, *([mask] if mask.exists() else [])]
     check_files(files)
+    splits.refuse_columns(arguments.split_column, sampled)
+    drawn, used = arguments.split_column == splits.NONE, set[str]()
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
@@ -185,13 +189,22 @@ def read_flip(arguments: argparse.Namespace) -> Task:
         for line, name, fields, labels in _records(sampled, bad):
             protein = (proteins or {}).get(name, "")
             known = "1" * len(labels) if kept is None else kept.get(name, "")
-            split = _split(fields)
-            if reason := _wrong_protein(name, protein, labels, known, split):
+            said = splits.of_header(fields)
+            try:
+                split = "" if drawn else splits.of_record(said)
+            except ValueError as error:
+                bad(sampled, line, f"{name}: {error}")
+                continue
+            if not drawn and "set" not in said:
+                bad(sampled, line, f"{name}: its header says neither SET=train nor SET=test")
+                continue
+            if reason := _wrong_protein(name, protein, labels, known):
                 bad(sampled, line, reason)
                 continue
+            used.update(() if drawn else map(str.upper, said))
             told = [NO_LABEL if k == "0" else label for label, k in zip(labels, known, strict=True)]
             named = None if set(told) <= {NO_LABEL} else " ".join(told)
-            yield Row(str(split), (" ".join(protein),), named, sampled, line, name)
+            yield Row(split, (" ".join(protein),), named, sampled, line, name)
 
     return Task(
         rows=rows,
@@ -201,6 +214,7 @@ def read_flip(arguments: argparse.Namespace) -> Task:
         columns={"text": "sequence", "text_b": None, "label": "label", "uppercase": True},
         bad=bad,
         tokenizer=tokenizers.symbols(LETTERS),
+        split_columns=used,
     )
 
 
@@ -221,18 +235,8 @@ def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, str, list[str], st
         yield start, header[0], header[1:], "".join(parts)
 
 
-def _split(fields: list[str]) -> str | None:
-    """The split that a header's SET and VALIDATION name."""
-    said = dict(field.split("=", 1) for field in fields if "=" in field)
-    if said.get("SET") == "train":
-        return "valid" if said.get("VALIDATION") == "True" else "train"
-    return "test" if said.get("SET") == "test" else None
-
-
-def _wrong_protein(name: str, protein: str, labels: str, known: str, split: str | None) -> str:
+def _wrong_protein(name: str, protein: str, labels: str, known: str) -> str:
     """Why a protein cannot be used."""
-    if split is None:
-        return f"{name}: its header says neither SET=train nor SET=test"
     if not protein:
         return f"{name} is not in sequences.fasta"
     if wrong := sorted(set(protein) - set(LETTERS)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import time
 from array import array
 from collections import Counter
@@ -30,7 +29,7 @@ from preprocess.progress import progress
 from preprocess.tables import ending, stem
 from preprocess.words import Encoder
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
@@ -68,7 +67,8 @@ class Task:
     must hold a row. `labels` fixes the classes and their order (None: the sorted names found in
     training). `columns` says which column of the raw file is which, for programs that read such
     files later. `left_out` are rows that the task is defined without. `tokenizer` is used where
-    the user gives none.
+    the user gives none. `split_columns` are the columns that named the splits of the rows read so
+    far.
     """
 
     rows: Callable[[], Iterator[Row]]
@@ -82,6 +82,7 @@ class Task:
     labels: list[str] | None = None
     tokenizer: Tokenizer | None = None
     pairs: bool = False
+    split_columns: set[str] = field(default_factory=set)
 
     @property
     def noun(self) -> str:
@@ -92,12 +93,13 @@ class Task:
 @dataclass
 class Survey:
     """What one pass over the rows finds: rows and labels by split, the keys of the texts in order,
-    whether ids and groups are given. Memory grows by 8 bytes a row."""
+    whether ids and groups are given. Memory grows by 8 bytes a row, 16 where splits are drawn."""
 
     rows: dict[str, int] = field(default_factory=dict)
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
     classes: set[str] = field(default_factory=set)
     keys: dict[str, array[int]] = field(default_factory=dict)
+    to_draw: array[int] = field(default_factory=lambda: array("L"))  # classes of rows without split
     ids: bool = False
     groups: bool = False
 
@@ -119,34 +121,35 @@ def write_task(
     seed: int,
     origin: dict[str, Any],
     overwrite: bool = False,
+    stratify: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Check every row, then encode and write them all. Returns rows and tokens of every split.
 
-    A source without splits is divided 90/5/5 by `seed`, one that marks its test rows alone 90/10;
-    equal texts, and rows of one group, stay together. Published splits stay as they are: texts in
-    two of them are counted, in the origin and on standard error.
+    A source without splits is divided 90/5/5 by `seed`, one that marks its test rows alone 90/10,
+    and with `stratify` every class is; equal texts, and rows of one group, stay together. Published
+    splits stay as they are: texts in two of them are counted, in the origin and on standard error.
     The label column is int64 (a class id; UNLABELLED where a row has none, UNSEEN where its class
     is in no row of training) or float32 (NaN where none); the column of tags is int16, ragged like
     the tokens (IGNORED where no word begins).
     Raises BadInput naming file and line of a label or score that cannot be.
     """
     survey = _survey(task, seed)
-    drawn = _draw_splits(task, survey) if "" in survey.rows else None
+    if stratify and (task.kind != "class" or "" not in survey.rows):
+        why = "the task has no classes" if task.kind != "class" else "the source names its splits"
+        raise BadInput(f"--stratify draws the classes of rows in proportion, but {why}")
+    drawn = _draw_splits(task, survey, stratify) if "" in survey.rows else None
     if drawn is not None:
-        origin = {**origin, "seed": seed}
+        origin = {**origin, "seed": seed} | ({"stratified": True} if stratify else {})
         survey = _survey(task, seed, drawn)
+    _say_splits(task, survey)
     if "train" not in survey.rows:
         raise BadInput(f"{task.files[0]} holds no row for training")
     twice = _twice(survey)
     labels = _class_names(task, survey) if task.kind != "score" else []
     unseen = _unseen(survey, labels, task.noun) if task.kind != "score" else {}
+    _say_lacking(survey, labels, task.noun)
     names: list[str] = [name for name in ORDER if name in survey.rows]
-    texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
-    label = {"class": {"label": "int64"}, "score": {"label": "float32"}, "tag": {"labels": "int16"}}
-    columns = {**dict.fromkeys(texts, ""), **label[task.kind]}
-    columns |= {"id": "uint8"} if survey.ids else {}
-    columns |= {"group": "int64"} if survey.groups else {}
-    ragged = [name for name in columns if name in (*texts, "id", "labels")]
+    columns, ragged = _store_columns(task, survey)
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
@@ -159,11 +162,22 @@ def write_task(
         origin |= task.bad.as_origin() | ({"unseen": unseen} if unseen else {})
         origin |= {"left_out_rows": task.left_out.count} if task.left_out.count else {}
         origin |= {"in_two_splits": twice} if twice else {}
+        origin |= {"split_columns": sorted(task.split_columns)} if task.split_columns else {}
         # splits close in reverse; the store lists them in their usual order
         store.splits = {name: store.splits[name] for name in names}
         metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
         store.finish(task.kind, labels, metric, origin)
         return store.splits
+
+
+def _store_columns(task: Task, survey: Survey) -> tuple[dict[str, str], list[str]]:
+    """The type of every column of the store, and the names of the ragged ones."""
+    texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
+    label = {"class": {"label": "int64"}, "score": {"label": "float32"}, "tag": {"labels": "int16"}}
+    columns = {**dict.fromkeys(texts, ""), **label[task.kind]}
+    columns |= {"id": "uint8"} if survey.ids else {}
+    columns |= {"group": "int64"} if survey.groups else {}
+    return columns, [name for name in columns if name in (*texts, "id", "labels")]
 
 
 def _rows(task: Task, drawn: Sequence[str] | None) -> Iterator[Row]:
@@ -214,7 +228,10 @@ def _number(label: str) -> float:
 def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey:
     survey = Survey()
     salt = seed.to_bytes(8, "little", signed=True)
+    numbers: dict[str, int] = {}
     for row in _rows(task, drawn):
+        if not row.split and task.kind == "class":
+            survey.to_draw.append(numbers.setdefault(row.label or "", len(numbers)))
         survey.rows[row.split] = survey.rows.get(row.split, 0) + 1
         if task.kind != "score" and row.label is not None:
             found = _classes(task, row.label)
@@ -252,21 +269,48 @@ def _twice(survey: Survey) -> dict[str, dict[str, int]]:
              for name, others in found.items() for other, number in others.items()]  # fmt: skip
     if parts:
         text = "; ".join(parts)
-        print(f"note: {text} too, word for word; they stay, as published", file=sys.stderr)
+        say(f"note: {text} too, word for word; they stay, as published", error=True)
     return found
 
 
-def _draw_splits(task: Task, survey: Survey) -> list[str]:
+def _say_splits(task: Task, survey: Survey) -> None:
+    """Say which columns named the splits, and what came out."""
+    if not task.split_columns:
+        return
+    columns = " and ".join(repr(name) for name in sorted(task.split_columns))
+    rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
+    say(f"note: {columns} of {task.files[0]} name the splits: {rows} rows", error=True)
+    if "valid" not in survey.rows:
+        say("warning: no row is for validation: train with train.select=last", error=True)
+
+
+def _say_lacking(survey: Survey, labels: list[str], what: str) -> None:
+    """Warn of classes that a split with labels has no row, or word (`what`), of."""
+    for split, counts in survey.labels.items():
+        if lacking := [label for label in labels if label not in counts]:
+            named = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
+            say(
+                f"warning: {split} has no {what} of {len(lacking):,} of the {len(labels):,} "
+                f"classes: {named}",
+                error=True,
+            )
+
+
+def _draw_splits(task: Task, survey: Survey, stratify: bool) -> list[str]:
     """The split of every row without one. Equal texts have one key, and a key lies in one split.
 
     The keys are hashes of (seed, text), so their sorted order is the seed's own permutation.
     """
-    keys, group, sizes = np.unique(survey.keys[""], return_inverse=True, return_counts=True)
-    start = (np.cumsum(sizes) - sizes) / len(group)  # where a group begins, as a share of all
+    keys, first, group, sizes = np.unique(
+        survey.keys[""], return_index=True, return_inverse=True, return_counts=True
+    )
     shares = {"valid": VALID} if "test" in survey.rows else SHARES
-    bounds = np.cumsum(list(shares.values()))
     names = [*shares, "train"]
-    of_key = np.searchsorted(bounds, start, side="right")
+    if stratify:
+        of_key = _stratified(np.asarray(survey.to_draw)[first], sizes, list(shares.values()))
+    else:
+        start = (np.cumsum(sizes) - sizes) / len(group)  # where a group begins, as a share of all
+        of_key = np.searchsorted(np.cumsum(list(shares.values())), start, side="right")
     if len(set(of_key)) < len(names):
         raise BadInput(
             f"{task.files[0]} holds {len(keys)} different examples, too few to be split "
@@ -274,6 +318,27 @@ def _draw_splits(task: Task, survey: Survey) -> list[str]:
             "give a directory with train, valid and test files"
         )
     return [names[i] for i in of_key[group]]
+
+
+def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """The part of each key, (keys,): part i takes shares[i] of the rows of every class, and the
+    part after the last takes the rest. `classes` and `sizes` (keys,): its class, how many rows.
+
+    Shares of a row are carried over to the next class, so that small classes count together. Every
+    class keeps at least one key in the last part, which is for training.
+    """
+    parts = np.full(len(classes), len(shares))
+    owed = np.zeros(len(shares))
+    for keys in np.split(np.argsort(classes, kind="stable"), np.flatnonzero(
+        np.diff(np.sort(classes))) + 1):  # fmt: skip
+        place = 0
+        for i, share in enumerate(shares):
+            owed[i] += share * sizes[keys].sum()
+            while place < len(keys) - 1 and owed[i] >= sizes[keys[place]] / 2:
+                parts[keys[place]] = i
+                owed[i] -= sizes[keys[place]]
+                place += 1
+    return parts
 
 
 def _class_names(task: Task, survey: Survey) -> list[str]:
@@ -292,10 +357,10 @@ def _unseen(survey: Survey, labels: list[str], what: str) -> dict[str, dict[str,
             found[split] = unseen
             named = ", ".join(f"{label!r} {n}" for label, n in list(unseen.items())[:5])
             more = ", ..." if len(unseen) > 5 else ""
-            print(
+            say(
                 f"warning: {split}: {what} of classes that training has not count as wrong: "
                 f"{named}{more}",
-                file=sys.stderr,
+                error=True,
             )
     return found
 
@@ -437,9 +502,17 @@ def find_splits(
 def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None]) -> None:
     """The options of every task, with `add_own` for those of its own."""
     add = parser.add_argument
-    add("--input", type=Path, metavar="FILE|DIR", help="The raw file, or a directory that holds "
+    add(
+        "--input",
+        type=Path,
+        metavar="FILE|DIR",
+        help="The raw file, or a directory that holds "
         "the train, valid (or dev) and test files. A source without splits is divided 90/5/5 into "
-        "train, valid and test.")  # fmt: skip
+        "train, valid and test.",
+    )
+    add("--split-column", metavar="NAME", help="The column that names each row's split: train, "
+        "valid or test. Give none to draw the splits although there is such a column (default: "
+        "split or set, and validation, which marks rows with true).")  # fmt: skip
     for split in ("train", "valid", "test"):
         add(f"--{split}", type=Path, nargs="+", metavar="FILE", help=f"The files of the split "
             f"{split} (default: what the directory --input holds; without --input there is no such "
@@ -449,6 +522,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add("--seed", type=number(0), default=0, metavar="N",
         help="Decides which rows become train, valid and test where the source does not say "
         "(default: %(default)s).")  # fmt: skip
+    add("--stratify", action="store_true", help="Draw the splits so that each has every class in "
+        "proportion (default: draw them without regard to classes).")  # fmt: skip
     add("--skip-bad", action="store_true", help="Leave out rows that cannot be read, list and "
         "count them (default: the first one ends the command).")  # fmt: skip
     add_own(parser)
@@ -467,7 +542,13 @@ def run(read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespac
     if tokenizer is None:
         raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")
     written = write_task(
-        task, arguments.output, tokenizer, arguments.seed, origin(), arguments.overwrite
+        task,
+        arguments.output,
+        tokenizer,
+        arguments.seed,
+        origin(),
+        arguments.overwrite,
+        arguments.stratify,
     )
     task.bad.report()
     task.left_out.report()

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from preprocess import splits
 from preprocess.bad import BadRows
 from preprocess.tables import ENDINGS, Form, Table, ending
 from preprocess.tasks import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
@@ -57,7 +58,8 @@ def read(arguments: argparse.Namespace) -> Task:
     names = [arguments.text] + ([arguments.text_b] if arguments.text_b else [])
     if len({*names, arguments.label}) <= len(names):
         raise BadInput("--text, --text-b and --label must be different columns")
-    tables: list[tuple[str, Table, bool]] = []
+    tables: list[tuple[Table, bool, splits.SplitColumns]] = []
+    others, used = [*names, arguments.label], set[str]()
     for split, paths in files.items():
         for path in paths:
             table = Table(path, _form(path, arguments))
@@ -65,13 +67,14 @@ def read(arguments: argparse.Namespace) -> Task:
             for name in names if not labelled and split == "test" else [*names, arguments.label]:
                 if name not in table.columns:
                     raise table.missing(name)
-            tables.append((split, table, labelled))
+            marks = splits.find(table, arguments.split_column, others, split, used)
+            tables.append((table, labelled, marks))
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
-        for split, table, labelled in tables:
-            wanted = [*names, arguments.label] if labelled else names
-            for line, values in table.rows(wanted, bad):
+        for table, labelled, marks in tables:
+            wanted = others if labelled else names
+            for split, line, values in marks.rows(table, wanted, bad):
                 texts = tuple(value or "" for value in values[: len(names)])
                 label = (values[-1] or "").strip() if labelled else ""
                 yield Row(split, texts, label or None, table.path, line)
@@ -79,15 +82,15 @@ def read(arguments: argparse.Namespace) -> Task:
     labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
         raise BadInput(f"--labels {arguments.labels}: give each class once, for --kind class")
-    columns = {"text": arguments.text, "text_b": arguments.text_b, "label": arguments.label}
     return Task(
         rows=rows,
         files=[path for paths in files.values() for path in paths],
         kind=arguments.kind,
         metric=check_metric(arguments.kind, arguments.metric),
-        columns=columns,
+        columns={"text": arguments.text, "text_b": arguments.text_b, "label": arguments.label},
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
         labels=labels,
         pairs=len(names) == 2,
+        split_columns=used,
     )

@@ -15,7 +15,7 @@ from preprocess.bad import BadRows
 from preprocess.progress import Progress, progress
 from preprocess.text import TextOptions, read_documents
 from xformer.data import published, tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import atomic_directory
 
 
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> None:
             note = " (the text holds no more)"
     save(tokenizer, output, arguments.overwrite)
     what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
-    print(f"{output}: {what}, {time.monotonic() - started:.1f} s")
+    say(f"{output}: {what}, {time.monotonic() - started:.1f} s")
 
 
 def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:

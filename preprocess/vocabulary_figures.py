@@ -18,7 +18,7 @@ from preprocess.arguments import add_json, check_file
 from preprocess.progress import Progress, progress
 from xformer.data import published, tokenizers
 from xformer.data.english import english
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
@@ -136,9 +136,9 @@ def run_overlap(arguments: argparse.Namespace) -> None:
     names = [path.name or str(path) for path in paths]
     found = {"vocabularies": names, **overlap(*map(read, paths))}
     width = max(map(len, names))
-    print(f"{'':{width}}  {'pieces':>9}  {'English-like':>12}  {'in both':>9}")
+    say(f"{'':{width}}  {'pieces':>9}  {'English-like':>12}  {'in both':>9}")
     for name, pieces, like in zip(names, found["pieces"], found["english_like"], strict=True):
-        print(f"{name:{width}}  {pieces:9,}  {like:12,}  {found['shared']:9,}")
+        say(f"{name:{width}}  {pieces:9,}  {like:12,}  {found['shared']:9,}")
     if arguments.json is not None:
         write_json(arguments.json, found)
 
@@ -155,12 +155,12 @@ def run_contexts(arguments: argparse.Namespace) -> None:
     """Print, and perhaps write, the share of a store's contexts that are English-like."""
     check_file(arguments.json)
     found = describe(open_store(arguments.store))
-    print(f"{found['store']}: contexts of {WINDOW} pieces with more than {MOST} English-like ones")
+    say(f"{found['store']}: contexts of {WINDOW} pieces with more than {MOST} English-like ones")
     for name, split in found["splits"].items():
         if not split["windows"]:
-            print(f"{name}: no row of {WINDOW} pieces")
+            say(f"{name}: no row of {WINDOW} pieces")
             continue
-        print(
+        say(
             f"{name}: {split['share']:.3%} ({split['english_like']:,} of {split['windows']:,}); "
             f"not overlapping {split['disjoint_share']:.3%} "
             f"({split['disjoint_english_like']:,} of {split['disjoint']:,})"

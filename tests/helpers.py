@@ -191,7 +191,7 @@ def serve() -> None:
 
 def _become(request: dict[str, Any], mains: dict[str, Any]) -> None:
     """Be the command that is asked for; never returns."""
-    from xformer.data import errors
+    from xformer import start as starting
 
     status = 1
     try:
@@ -203,7 +203,7 @@ def _become(request: dict[str, Any], mains: dict[str, Any]) -> None:
         words = 2 if request["arguments"][0] == "-m" else 1
         sys.argv = request["arguments"][words - 1 :]
         exec(request["before"], {})
-        errors.run(mains[" ".join(request["arguments"][:words])])
+        starting.run(mains[" ".join(request["arguments"][:words])])
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException:

@@ -18,6 +18,7 @@ from tiny import HIDDEN, PIECES, VOCABULARY, tiny
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
+from xformer import start
 from xformer.checkpoint import Head
 from xformer.convert import __main__ as convert
 from xformer.convert import hf
@@ -492,7 +493,7 @@ def run_here(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            errors.run(convert.main)
+            start.run(convert.main)
     assert isinstance(ended.value.code, int)
     out, err = capfd.readouterr()
     return Done(ended.value.code, out, "".join([*(f"{w.message}\n" for w in warned), err]))

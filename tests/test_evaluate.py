@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faults.inject import KILL, armed
 from helpers import Done, Forks, command, good, refused
 from scipy.stats import spearmanr
 from toys import TOPICS, Toys
@@ -266,6 +267,48 @@ def test_bad_checkpoints(forks: Forks, data: Toys, learned: Runs, others: Path) 
     refused(forks.run("evaluate.py", "data=x"), "the first argument must be a checkpoint")
 
 
+@pytest.mark.parametrize("fault", ["full", KILL])
+@pytest.mark.parametrize("key", ["out", "predictions", "out of input"])
+def test_what_is_written_is_whole_or_as_before(
+    key: str, fault: str, forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """The disk is full, or the process is killed, at each operation on the file in turn."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    out, rows = folder / "out", data.raw / "classes/test.tsv"
+    given = [f"data={data.classes}", f"{key}={out}"]
+    given = [f"input={rows}", f"out={out}"] if key == "out of input" else given
+    good(evaluate(forks, learned["classes"], *given))
+    whole = out.read_text()
+    for number in range(50):
+        out.write_text("before")
+        before = armed(folder, fault, number, once=True)
+        done = forks.run("evaluate.py", learned["classes"], *given, before=before)
+        assert out.read_text() in ("before", whole), number
+        if done.status == 0:
+            break
+        if fault == "full":
+            assert done.err.splitlines() == [f"error: No space left on device: {out}"], done
+            assert [path.name for path in folder.iterdir()] == ["out"]
+    assert done.status == 0
+    assert number >= 3
+    assert out.read_text() == whole
+
+
+def test_out_may_be_a_pipe_or_a_link(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """They stay what they are."""
+    (tmp_path / "link").symlink_to("file")
+    good(evaluate(forks, learned["classes"], f"data={data.classes}", f"out={tmp_path / 'link'}"))
+    assert (tmp_path / "link").is_symlink()
+    assert read_json(tmp_path / "file")["split"] == "test"
+    good(evaluate(forks, learned["classes"], f"data={data.classes}", "out=/dev/null"))
+    assert not Path("/dev/null").is_file()
+    done = evaluate(forks, learned["classes"], f"data={data.classes}", "out=/proc/x")
+    refused(done, "/proc/x cannot be written")
+
+
 def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
     done = good(command("evaluate.py", learned["classes"], f"data={data.classes}"))
     assert done.out.startswith("test loss ")
@@ -347,6 +390,6 @@ def test_classes_that_training_has_not_are_wrong() -> None:
 
 
 def test_inspect_looks_into_a_run(learned: dict[str, Path]) -> None:
-    said = describe(learned["text"])
+    said = "\n".join(describe(learned["text"]))
     assert f"selected by the run {learned['text']}" in said
     assert "mlm, rows of up to 20 tokens" in said

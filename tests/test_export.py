@@ -23,12 +23,12 @@ from tiny import LONGEST, PIECES, distance, family_of, packed, padded, random_ba
 from tokenizers import AddedToken
 
 from xformer import checkpoint as checkpoints
-from xformer import predict
+from xformer import predict, start
 from xformer.checkpoint import Checkpoint, Head
 from xformer.convert import __main__ as convert
 from xformer.convert import hf
 from xformer.convert.describe import describe
-from xformer.data import errors, published, tokenizers
+from xformer.data import published, tokenizers
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
@@ -277,7 +277,7 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: Any) -> tuple[Any, str, s
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            errors.run(convert.main)
+            start.run(convert.main)
     out, err = capfd.readouterr()
     return ended.value.code, out, err
 
@@ -303,8 +303,9 @@ def test_a_name_that_is_no_directory_needs_the_hub(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert run(capfd, "from-hf", "nobody/nothing", tmp_path / "out")[::2] == (
-        2, "error: nobody/nothing is not a directory; to fetch it from the Hugging Face hub, "
-        "install xformer[hub]\n",
+        2, "error: nobody/nothing is not a directory; fetching it from the Hugging Face hub "
+        "needs the package huggingface_hub, which is in xformer-transfer[hub]: pip install "
+        "huggingface_hub\n",
     )  # fmt: skip
 
 
@@ -525,7 +526,7 @@ def test_inspect_says_what_no_family_has(
 ) -> None:
     made = scratch(learned, "bert", norm="pre")
     checkpoints.save(made, tmp_path / "ours")
-    said = describe(tmp_path / "ours")
+    said = "\n".join(describe(tmp_path / "ours"))
     assert "none of Hugging Face's: no family has LayerNorm before its parts" in said
     assert "fresh seed=1" in said
     with pytest.raises(BadInput, match="does not exist"):

@@ -440,6 +440,6 @@ def test_a_run_is_a_start_like_any(learned: Path, forks: Forks, data: Toys, tmp_
 
 def test_inspect_shows_the_network(tmp_path: Path) -> None:
     checkpoints.save(fresh(2, 62, 3), tmp_path / "c")
-    said = describe(tmp_path / "c")
+    said = "\n".join(describe(tmp_path / "c"))
     assert "Hilbert-CNN on words of 2 letters, rows up to 62 tokens" in said
     assert "none of Hugging Face's: no family of Hugging Face has model.architecture" in said

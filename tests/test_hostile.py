@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,12 @@ import pytest
 import torch
 from faults import fuzz
 from faults.readers import READERS, command, make_ground, zipped
-from helpers import ROOT, SMOKE, Forks, good, training
+from helpers import CLASSIFY, ROOT, SMOKE, Done, Forks, good, refused, training
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xformer.data.errors import one_line
-from xformer.data.store import open_store
+from xformer.data.errors import BadInput, escaped, one_line
+from xformer.data.store import create_store, open_store
 
 INPUTS = 3  # random ones a reader
 DEEP = 10_000
@@ -122,6 +124,83 @@ def test_nothing_is_interpreted(path: Path) -> None:
             assert not any(k.arg == "shell" for k in node.keywords), ast.unparse(node)
 
 
+PRINTER = ROOT / "xformer/data/errors.py"
+STREAMS = {"sys.stdout.write", "sys.stderr.write"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p != PRINTER], ids=lambda p: p.stem)
+def test_one_place_prints(path: Path) -> None:
+    """Only `say` and `put` print, because they escape. A progress bar writes escaped lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name != "print", f"line {node.lineno}: use say of xformer.data.errors"
+            assert name not in STREAMS, f"line {node.lineno}: use put of xformer.data.errors"
+            if name.endswith("bar.write"):
+                assert ast.unparse(node.args[0]).startswith("escaped("), f"line {node.lineno}"
+
+
+EVIL = "\x1b[31m\x9b2J\rred\u202e\x07"  # colours, clears, overwrites, turns round, rings
+
+
+def harmless(done: Done, *lines: str) -> None:
+    """Assert that a command printed these texts and nothing that steers a terminal."""
+    assert "Traceback" not in done.err
+    for text in (done.out, done.err):
+        assert all(line.isprintable() for line in text.split("\n")), text
+    for line in lines:
+        assert line in done.out + done.err, (line, done)
+
+
+def test_hostile_labels_and_titles_are_escaped(
+    ground: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In labels of a csv, in file names, in a checkpoint's classes, in a recipe and in a study."""
+    monkeypatch.chdir(tmp_path)
+    shown, folder = escaped(EVIL), tmp_path / f"store{EVIL}"
+    rows = [f'bam{i},"{EVIL}{"ab"[i % 2]}"' for i in range(40)]
+    (tmp_path / f"{EVIL}.csv").write_text("text,label\n" + "\n".join(rows) + "\n", newline="")
+    made = ["--text", "text", "--label", "label", "--tokenizer", ground / "tok", "--output", folder]
+    table = tmp_path / f"{EVIL}.csv"
+    harmless(good(forks.run("preprocess.py", "task", "tsv", "--input", table, *made)), shown)
+    harmless(good(forks.run("preprocess.py", "stats", folder)), f"labels: {shown}a ", f"{shown}b ")
+    harmless(good(forks.run("preprocess.py", "verify", folder)))
+    wrong = forks.run("preprocess.py", "stats", tmp_path / f"none{EVIL}")
+    assert wrong.status == 2
+    harmless(wrong, f"none{shown}")
+    run = tmp_path / f"run{EVIL}"
+    done = good(forks.run(*training(CLASSIFY, folder, run, "train.steps=1")))
+    harmless(done)
+    harmless(good(forks.run(*training(CLASSIFY, folder, run, "train.steps=1"))), f"run{shown}")
+    inspected = forks.run("-m", "xformer.convert", "inspect", run)
+    harmless(good(inspected), f"2 classes: {shown}a, {shown}b", f"run{shown}")
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(f"{json.dumps(EVIL)} = 1\n")
+    harmless(forks.run(*training(str(recipe), folder, run, "head=mlm")), f"unknown key {shown}")
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY.format(evil=json.dumps(EVIL)[1:-1]))
+    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'studies'}"]
+    harmless(good(forks.run(*line, "--dry-run")), f"stop word={shown}")
+    done = forks.run(*line, "jobs=1")
+    assert done.status == 1
+    harmless(
+        done,
+        f"# title {shown}",
+        f"stop word={shown}: failed",
+        f"cannot stop {escaped(EVIL.split(chr(13))[0])}",
+    )
+
+
+STUDY = """
+title = "title {evil}"
+question = "?"
+paper = "paper {evil}"
+[stages.stop]
+command = ["-c", "import sys; sys.exit('cannot stop ' + sys.argv[1])", "{{word}}"]
+vary.word = {{ "{evil}" = {{}} }}
+[scales.mini]
+"""
+
 NAMES = ["a b", "it's \"so\"", "$(touch owned)", "`touch owned`; touch owned", "line\nbreak",
          "-rf", "%s {0} {text}", "\x1b[31mred", "[ab]", "é\u202eback"]  # fmt: skip
 
@@ -179,3 +258,148 @@ def test_a_message_is_one_line_of_letters_and_signs(text: str) -> None:
     assert line.isprintable()
     assert len(line) <= 10 * 510
     assert one_line("plain words, 5 %: é北") == "plain words, 5 %: é北"
+
+
+# --------------------------------------------------------------------- paths, devices and names
+
+
+@pytest.mark.parametrize("key", ["run", "init", "data", "data.store", "mapping"])
+def test_a_nul_in_a_setting_is_refused(
+    key: str, ground: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """A TOML string can hold one, which no path can."""
+    line = training(SMOKE, ground / "store", tmp_path / "run")
+    setting, recipe = f'{key}="a\\u0000b"', tmp_path / "r.toml"
+    name = {"data": "data.store"}.get(key, key)
+    refused(forks.run(*line, setting), f"{name}='a\\x00b' holds a NUL character")
+    recipe.write_text(f"{setting}\n")
+    rest = [word for word in line[2:] if not word.startswith(f"{key.split('.')[0]}=")]
+    refused(forks.run("train.py", recipe, *rest), f"{name}='a\\x00b' holds a NUL character")
+    recipe.write_text(setting.replace(key, "base", 1))
+    refused(forks.run("train.py", recipe), "base='a\\x00b' is not the path of a recipe")
+    if key in ("data", "mapping"):
+        refused(forks.run("evaluate.py", ground / "run", setting), f"{key}='a\\x00b' holds a NUL")
+
+
+def test_a_nul_in_an_argument_is_refused(ground: Path, tmp_path: Path, forks: Forks) -> None:
+    """Of a command of ours that another program calls: a shell cannot type one."""
+    words = {"--input": f"{ground / 'raw/t.txt'}", "--output": f"{tmp_path / 's'}",
+             "--tokenizer": f"{ground / 'tok'}"}  # fmt: skip
+    for option in words:
+        given = {**words, option: "a\0b"}
+        done = forks.run("preprocess.py", "text", *(x for pair in given.items() for x in pair))
+        refused(done, "'a\\x00b' holds a NUL character")
+
+
+def test_places_where_nothing_can_be_made(ground: Path, tmp_path: Path, forks: Forks) -> None:
+    line = training(SMOKE, ground / "store", "/proc/x", "train.steps=1")
+    refused(forks.run(*line), "run=/proc/x cannot be made", "give another directory")
+    done = forks.run("preprocess.py", "text", "--input", ground / "raw/t.txt", "--tokenizer",
+                     ground / "tok", "--output", "/proc/x")  # fmt: skip
+    refused(done, "/proc", "cannot be made", "give another directory")
+
+
+def test_a_recipe_that_never_ends_is_refused(tmp_path: Path, forks: Forks) -> None:
+    """A device, a pipe that nobody writes to, and a file too large for a recipe."""
+    pipe, large, recipe = (tmp_path / name for name in ("pipe", "large", "r.toml"))
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(2**40)
+    for path, words in (
+        ("/dev/zero", "is a device or a pipe; give a file"),
+        (pipe, "is a device or a pipe; give a file"),
+        (large, "it is something else than a recipe"),
+    ):
+        recipe.write_text(f'base = "{path}"\n')
+        for first in (path, recipe):
+            refused(forks.run("train.py", first, "data=x", "run=y"), f"the recipe {path}", words)
+        if path != "/dev/zero":
+            continue
+        study = ("-m", "xformer.study", recipe, "scale=mini")
+        refused(forks.run(*study), "the recipe /dev/zero", words)
+
+
+def test_a_table_of_very_many_columns_is_read(ground: Path, tmp_path: Path, forks: Forks) -> None:
+    """Names are counted in one pass. (With a pass for each this took a minute.)"""
+    wide = ",c".join(map(str, range(200_000)))
+    cells = ",0" * 200_000
+    rows = [f"text,label,c{wide}", *(f"bam{i},{'ab'[i % 2]}{cells}" for i in range(25))]
+    (tmp_path / "wide.csv").write_text("\n".join(rows) + "\n")
+    line = ["task", "tsv", "--input", tmp_path / "wide.csv", "--tokenizer", ground / "tok",
+            "--output", tmp_path / "s", "--text", "text", "--label"]  # fmt: skip
+    refused(forks.run("preprocess.py", *line, "lable"), "has no column 'lable'", "'label'?")
+    good(forks.run("preprocess.py", *line, "label"))
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_split_without_a_row_is_refused(
+    split: str, ground: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """preprocess.py makes none; another program may."""
+    old = open_store(ground / "store")
+    path = tmp_path / "store"
+    with create_store(path, old.tokenizer(), {"tokens": "uint16"}, ["tokens"]) as writer:
+        for name in ("train", "valid", "test"):
+            with suppress(BadInput), writer.split(name) as made:
+                rows = 20 if name != split else 0
+                made.append_ragged("tokens", np.full(3 * rows, 7), np.full(rows, 3))
+        writer.finish("text", [], None, {})
+    what = f"has no row in its split '{split}'"
+    refused(forks.run(*training(SMOKE, path, tmp_path / "run")), str(path), what)
+    line = ["evaluate.py", ground / "run", f"data={path}", f"split={split}"]
+    refused(forks.run(*line), str(path), what)
+    refused(forks.run("preprocess.py", "stats", path), str(path), what)
+    assert not (tmp_path / "run").exists()
+
+
+OUTSIDE = """
+title = "t"
+question = "?"
+paper = "p"
+[scales.mini]
+{part}
+"""
+STAGE = '[stages.{name}]\ncommand = ["-c", "pass"]\nresult = "{result}"\nvary.seed = ["0"]\n'
+PLAIN = STAGE.format(name="a", result="r.json")
+SHOWS = {
+    "curves": f'{PLAIN}[[curves]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\npanels = "seed"\n'
+              'lines = "seed"\n',
+    "pictures": f'{PLAIN}[[pictures]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\n'
+                'file = "f.svg"\n',
+    "tables": f'{PLAIN}[[tables]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\nrows = "seed"\n'
+              'columns = "metric"\nmetric.loss = "loss"\n',
+    "stages": STAGE.format(name='"{name}"', result="r.json"),
+    "made": f'{PLAIN}[made."{{name}}"]\ncommand = ["-c", "{{{{out}}}}"]\n',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHOWS)
+def test_a_study_names_no_file_outside(what: str, tmp_path: Path, forks: Forks) -> None:
+    study = tmp_path / "study.toml"
+    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}"]
+    for name in (
+        "../../owned",
+        "/owned",
+        "a/b",
+        "..",
+        ".hidden",
+        "a\\\\b",
+        "x" * 300,
+        "\\u001b[2J",
+    ):
+        study.write_text(OUTSIDE.format(part=SHOWS[what].format(name=name)))
+        refused(forks.run(*line), f"{what}: the name ", "is no plain file name")
+    study.write_text(OUTSIDE.format(part=SHOWS[what].format(name="good-name")))
+    good(forks.run(*line, "--dry-run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
+
+
+def test_a_study_reads_no_file_outside(tmp_path: Path, forks: Forks) -> None:
+    study = tmp_path / "study.toml"
+    for part in (
+        STAGE.format(name="a", result="../r.json"),
+        SHOWS["pictures"].format(name="n").replace("f.svg", "../../f.svg"),
+    ):
+        study.write_text(OUTSIDE.format(part=part))
+        line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}"]
+        refused(forks.run(*line), "does not lie below {out}")

@@ -19,6 +19,7 @@ from xformer.train import Recipe
 # A module may import from the floors above its own and from its own floor, never from below.
 FLOORS = (
     ("xformer.data",),
+    ("xformer.start",),
     ("xformer.config",),
     ("xformer.watch",),
     ("xformer.distributed",),

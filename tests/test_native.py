@@ -366,6 +366,7 @@ def test_they_are_compiled_once(tmp_path: Path) -> None:
     assert len(made) == 2  # compiled, linked
     assert len(list((cache / "native").iterdir())) == 1  # nothing is left beside it
     assert asked(cache, CXX="c++") == "|"  # another compiler has its own
+    assert asked(cache, CXX="  ") == "|"  # no compiler is named: the usual one
     assert len(list((cache / "native").iterdir())) == 2
 
 

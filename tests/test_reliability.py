@@ -20,6 +20,7 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
+from xformer.data.errors import Failure
 from xformer.data.files import read_json, write_json
 from xformer.monitor import cut_log, records
 from xformer.writer import Writer
@@ -109,7 +110,8 @@ def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_
 def test_a_full_disk_costs_a_line_and_nothing_else(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Full at steps 6 and 9, of which 6 is the best: the run goes on, and another is the best."""
+    """Full at steps 6 and 9, of which 6 is the best: the run goes on, and another is the best. The
+    first failure and the next success are said, each once."""
     runs = [tmp_path / "straight", tmp_path / "full"]
     wanted = [*STEPS, "train.select=best", "train.validate_every=6"]
     lines = [training(SMOKE, data.text, run, *wanted) for run in runs]
@@ -117,10 +119,14 @@ def test_a_full_disk_costs_a_line_and_nothing_else(
     full = FULL.format(steps=["step_6", "step_9"])
     done = good(forks.run(*lines[1], before=full))
     said = [line for line in done.err.splitlines() if "No space left on device" in line]
-    assert len(said) == 2, done.err
-    for step, line in zip((6, 9), said, strict=True):
-        assert f"checkpoint of step {step}; older ones are kept, and the run goes on" in line
-    assert "step_6 could not be written: another one is to be the best" in done.err
+    assert said == [
+        f"No space left on device: {runs[1] / 'checkpoints/step_6'}; no checkpoint of step 6, "
+        "older ones are kept, and the run goes on; until the disk takes a checkpoint, none becomes "
+        "the best"
+    ]
+    told = [line for line in done.err.splitlines() if "checkpoint" in line and line not in said]
+    assert told == ["the checkpoint of step 12 could be written now"]
+    assert "step_6 is missing" not in done.err
     assert kept(runs[1]) == {"step_12", "step_15"}
     for name in ("model", "optimizer"):
         a, b = ((run / f"checkpoints/step_15/{name}.safetensors").read_bytes() for run in runs)
@@ -158,14 +164,27 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         writer.start("first", lambda: work("first", 2))
         assert writer.task is not None
         writer.task.result(60)
-        assert said == ["[Errno 5] Input/output error: no first; older ones are kept, and the run "
-                        "goes on", "the first could be written now"]  # fmt: skip
+        first = (
+            "Input/output error; no first, older ones are kept, and the run goes on; until the "
+            "disk takes a checkpoint, none becomes the best"
+        )
+        assert said == [first, "the first could be written now"]
         writer.start("second", lambda: work("second", 0))
         assert not writer.task.done()  # this thread is free meanwhile
         gone_on.set()
         writer.start("third", lambda: work("first", 10**6))  # fails, and waits for a minute
     assert tries["second"] == 1
     assert len(said) == 3
+    with Writer(said.append) as writer:  # one line for many failures, and one for the success
+        for _ in range(5):
+            writer.start("checkpoint", lambda: work("first", 10**6))
+        with pytest.raises(Failure, match="Input/output error; no last, older ones are kept"):
+            writer.now("last", lambda: work("first", 10**6))
+        writer.now("last", lambda: None)
+        writer.now("last", lambda: None)
+    assert [line.partition(";")[0] for line in said[3:]] == [
+        "Input/output error", "the last could be written now"
+    ]  # fmt: skip
     with pytest.raises(ZeroDivisionError), Writer(said.append) as writer:
         writer.start("a mistake of ours", lambda: print(1 // 0))
 

@@ -762,6 +762,60 @@ def test_damaged_files_of_a_study(
     assert (place / name).read_text() == content  # a dry run writes nothing
 
 
+def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path) -> None:
+    """Of the runs as they are scored, or of all their validations."""
+    best = 'columns = "rate"\nsplit = "valid"\nbest = "{}"'
+    changed(file, ('columns = "rate"', best.format("epoch")))
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda **_: 0.5)
+    for run in plan.runs("finetune"):
+        score = 0.5 + 0.1 * int(run.levels["seed"])
+        write_json(run.proof, {"metrics": {"valid": {"accuracy": score}}})
+        lines = [json.dumps({"event": "validation", "step": i, "accuracy": score + 0.02 * i})
+                 for i in (1, 2, 0)]  # fmt: skip
+        (run.path / "log.jsonl").write_text("\n".join(lines))
+    results = Results(plan.study, plan)
+    cell = results.cells(plan.study.tables[0])[0][0]
+    assert cell.value == pytest.approx(55.0)
+    assert cell.best == pytest.approx(64.0)
+    text = markdown(results, {})
+    assert "(seeds), best validation of any run; then what" in text
+    assert "| pretrained | 55.0 ± 7.1 (2), best 64.0<br>50 (+5.0) |" in text
+    changed(file, (best.format("epoch"), best.format("run")))
+    study = read_study(file, "mini")
+    again = Results(study, Plan(study, plan.root, {"data": str(data)}))
+    assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
+    assert "(seeds), best run; then what" in markdown(again, {})
+    (plan.runs("finetune")[0].path / "log.jsonl").write_text(
+        '{"event": "validation", "step": 1, "accuracy": NaN}'
+    )
+    with pytest.raises(BadInput, match=r"log\.jsonl: accuracy of a validation is not finite"):
+        results.cells(plan.study.tables[0])
+
+
+def test_a_metric_may_be_the_mean_of_two_splits(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "valid+other.accuracy"'))
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda **_: 0.5)
+    for run in plan.runs("finetune"):
+        splits = {"valid": {"accuracy": 0.5}, "other": {"accuracy": 0.7}}
+        write_json(run.proof, {"metrics": splits})
+    results = Results(plan.study, plan)
+    assert results.cells(plan.study.tables[0])[0][0].value == pytest.approx(60.0)
+    write_json(plan.runs("finetune")[0].proof, {"metrics": {"valid": {"accuracy": 0.5}}})
+    with pytest.raises(BadInput, match=r"has no other\.accuracy; it has valid\.accuracy"):
+        Results(plan.study, plan).cells(plan.study.tables[0])
+
+
+def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: Path) -> None:
+    """A table would show it, or die of it."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, **_: float("nan") if seed == "1" else 0.5)
+    words = r"result\.json: test\.accuracy of finetune seed=1 start=pretrained rate=low is nan"
+    with pytest.raises(BadInput, match=words):
+        Results(plan.study, plan)
+
+
 def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
     changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "mcc"'))
     plan = plan_of(file, tmp_path, data=str(data))

@@ -911,7 +911,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ({"a.fa": FASTA.replace(" x", " x test").replace(" y", " y test")}, ["dna", "--input", "a.fa"],
      "holds no row for training", None),
     ({"maestro.csv": "canonical_composer,split,midi_filename\nBach,all,a.mid\n"},
-     ["music/maestro", "--input", "."], r"maestro\.csv:2: the split 'all' is none of train", None),
+     ["music/maestro", "--input", "."], r"maestro\.csv:2: column 'split' is 'all', which is none of tr", None),
     ({"maestro.csv": "composer,split,midi_filename\n"}, ["music/maestro", "--input", "."],
      "has no column 'canonical_composer'; .*did you mean 'composer'", None),
     ({"maestro.json": '{"split": {"0": "train"}}'}, ["music/maestro", "--input", "."],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import stat
 import sys
 import textwrap
 import tomllib
@@ -19,12 +20,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 WIDTH = 100  # columns of help
+RECIPE = 2**24  # bytes of a recipe at most
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
@@ -37,6 +39,18 @@ class Settings(BaseModel):
     )
 
 
+def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
+    """A field whose default depends on a key above it in its group: it is `values` of that key's
+    value, or `other`. `limits` are those of Field. --help shows all of them."""
+    choices = [f"{show(value)} for {name}" for name, value in values.items()]
+    shown = f"{', '.join(choices)}, {show(other)} for all others"
+    return Field(
+        default_factory=lambda before: values.get(before.get(key), other),
+        json_schema_extra={"shown": shown},
+        **limits,
+    )
+
+
 def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) -> SettingsType:
     """Settings from the command line: the path of a recipe (if `recipe`), then key=value.
 
@@ -44,7 +58,7 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
     nearest valid key.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(help_text(schema))
+        say(*help_text(schema).split("\n"))
         sys.exit(0)
     values: dict[str, Any] = {}
     if recipe:
@@ -58,9 +72,15 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe's values over those of its `base`, a path relative to the recipe."""
-    if path.resolve() in seen:
-        raise BadInput(f"{path}: its chain of `base` recipes is a circle")
     try:
+        if path.resolve() in seen:
+            raise BadInput(f"{path}: its chain of `base` recipes is a circle")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise BadInput(f"the recipe {path} is a device or a pipe; give a file")
+        if status.st_size > RECIPE:
+            size = f"{status.st_size:,} bytes"
+            raise BadInput(f"the recipe {path} has {size}: it is something else than a recipe")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")])
@@ -72,7 +92,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    if not isinstance(base, str):
+    if not isinstance(base, str) or "\0" in base:
         raise BadInput(f"{path}: base={base!r} is not the path of a recipe")
     return merge(read_recipe(path.parent / base, (*seen, path.resolve())), values)
 
@@ -115,10 +135,24 @@ def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
 
 def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
     """The settings of plain values. Raises BadInput with one line for the first thing wrong."""
+    _refuse_nul(values)
     try:
         return schema.model_validate(values)
     except ValidationError as error:
         raise BadInput(_complaint(schema, error.errors()[0])) from None
+
+
+def _refuse_nul(values: dict[str, Any]) -> None:
+    """Raise BadInput naming the first key whose text holds a NUL, which no path may."""
+    left: list[tuple[str, Any]] = [("", values)]
+    while left:  # a recursion would end at values that are very deep
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{name}.{key}" if name else str(key), v) for key, v in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(name, v) for v in value]
+        elif isinstance(value, str) and "\0" in value:
+            raise BadInput(f"{name}={value[:80]!r} holds a NUL character, which no path may")
 
 
 def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
@@ -206,7 +240,9 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
             groups += _help_lines(field.annotation, f"{prefix}{name}.")
             continue
         default = " (required)"
-        if not field.is_required():
+        if isinstance(field.json_schema_extra, dict):
+            default = f" = {field.json_schema_extra['shown']}"
+        elif not field.is_required():
             value = field.get_default(call_default_factory=True)
             default = " (optional)" if value is None else f" = {show(value)}"
         lines.append(f"  {prefix}{name}: {type_name(field.annotation)}{default}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from xformer.config import Settings
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput, Failure, say
 from xformer.watch import Watch
 
 # two collectives under the names that torch 2.13 gives them, and older ones
@@ -220,7 +219,7 @@ def group() -> Iterator[None]:
     except (BadInput, Failure) as error:
         if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(GRACE)
-            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+            say(f"error: rank {rank}: {error}", error=True)
         raise
     finally:
         while _watches:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from xformer.data.errors import Failure
+
 CLASS = ("accuracy", "f1", "mcc")
 SCORE = ("pearson", "spearman")
 
@@ -76,15 +78,35 @@ def entity_f1(
 
 
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """pearson and spearman correlation of scores, (N,) each; 0 where one side is constant."""
+    """pearson and spearman correlation of scores, (N,) each.
+
+    A correlation is undefined where one side is constant or there is one row. It counts as 0 there,
+    as GLUE's scores of a model at chance do. Raises Failure where a score is not finite.
+    """
     from scipy.stats import pearsonr, spearmanr
 
+    check_finite(predictions, "the predictions")
+    check_finite(labels, "the labels")
     if len(labels) < 2:
         return dict.fromkeys(SCORE, 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a constant side gives NaN, which becomes 0 below
         values = [pearsonr(predictions, labels)[0], spearmanr(predictions, labels)[0]]
     return {name: float(np.nan_to_num(v)) for name, v in zip(SCORE, values, strict=True)}
+
+
+def check_finite(values: np.ndarray, what: str) -> None:
+    """Raise Failure that names the rows of values (N,) or (N, K) which are not finite numbers."""
+    bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
+    if len(bad):
+        count = f"{len(bad):,} of {len(values):,} rows"
+        raise Failure(f"{what} are not finite in {count}: {some_rows(bad)}")
+
+
+def some_rows(rows: Sequence[int] | np.ndarray) -> str:
+    """The first row numbers of a list, and how many more there are."""
+    shown = ", ".join(str(row) for row in rows[:8])
+    return f"{shown} and {len(rows) - 8:,} more" if len(rows) > 8 else shown
 
 
 def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:

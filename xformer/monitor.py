@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from xformer.data.errors import Failure
+from xformer.data.errors import Failure, escaped, reason, say
 from xformer.data.files import sync
 
 SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields that are no curve
@@ -77,9 +77,9 @@ class Monitor:
         if not self.active:
             return
         if self.terminal:
-            self.bar.write(line, file=sys.stderr)
+            self.bar.write(escaped(line), file=sys.stderr)
         else:
-            print(line, file=sys.stderr, flush=True)
+            say(line, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Log one event; numbers become TensorBoard curves under their event's name."""
@@ -105,7 +105,7 @@ class Monitor:
             self.refused = False
         except OSError as error:
             if not self.refused:
-                self.say(f"{error}: {self.path} is written later")
+                self.say(f"{reason(error)}: {self.path} is written later")
             self.refused = True
 
     def _on_board(self, draw: Callable[[], None]) -> None:
@@ -117,7 +117,9 @@ class Monitor:
         except OSError as error:
             self.drawing = False
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
-            self.say(f"{error}: TensorBoard's curves end here; they are drawn anew from the log")
+            self.say(
+                f"{reason(error)}: TensorBoard's curves end here; they are drawn anew from the log"
+            )
 
     def _draw_anew(self) -> None:
         """All curves from the log."""

@@ -18,7 +18,7 @@ from torch.optim.adam import adam
 from torch.optim.adamax import adamax
 from torch.optim.radam import radam
 
-from xformer.config import Settings
+from xformer.config import Settings, follows
 from xformer.data.errors import BadInput
 from xformer.distributed import Ranks, all_gather, reduce_scatter
 from xformer.model import native
@@ -32,6 +32,10 @@ MOMENTS = {
     "radam": ("exp_avg", "exp_avg_sq"),
     "novograd": ("exp_avg", "exp_avg_sq"),
 }
+# defaults that belong to one optimizer alone: an L2 term as large as AdamW's decay ruins Adam's
+# steps, and NovoGrad's authors never use Adam's betas
+DECAYS = {"adamw": 0.01}
+BETAS = {"novograd": (0.95, 0.98)}
 ALIGN = 64  # elements: every parameter starts where vector loads like it
 PIECE = 2**18  # elements of a gradient whose squares are summed at once
 LARGE = 2**20  # elements of a table of embeddings whose gradient may be sparse
@@ -49,19 +53,31 @@ class OptimConfig(Settings):
     whole moments: system.shard=none."""
     lr: float = Field(1e-4, gt=0)
     """Highest learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = follows("name", BETAS, (0.9, 0.999))
     """Decay of the two moments; Adagrad has none."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(0.01, ge=0)
-    """Decay of matrices and embeddings, never of biases or LayerNorm; with all but adamw an L2
-    term."""
+    weight_decay: float = follows("name", DECAYS, 0.0, ge=0)
+    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW and NovoGrad shrink the
+    weights beside the step. All others add the decay to the gradient (an L2 term), which is far
+    stronger than AdamW's decay at the same value."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the rate falls after the warm-up: to 0 in a line, to 0 in a half cosine, not at all."""
     warmup: float = Field(0.0, ge=0)
     """Warm-up in steps, or below 1 as a share of the run."""
     clip: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0 does not clip."""
+
+    def notes(self) -> list[str]:
+        """What to say at the start of training: the optimizer, its rate and its weight decay."""
+        decay = self.weight_decay
+        lines = [f"{self.name}: highest rate {self.lr:g} ({self.schedule}), weight decay {decay:g}"]
+        if decay and self.name not in ("adamw", "novograd"):
+            lines.append(
+                f"optim.weight_decay={decay:g} with {self.name} is an L2 term, added to the "
+                "gradient; only adamw and novograd shrink the weights beside the step"
+            )
+        return lines
 
 
 def learning_rate(config: OptimConfig, before: float, after: float, warmup: float) -> float:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from xformer import metrics
 from xformer.checkpoint import Checkpoint, Head
 from xformer.data.batch import Assembler, Batch, chunks
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.store import Ragged, Split
 from xformer.distributed import ALONE, Ranks
 from xformer.model.encoder import to_device
@@ -21,7 +21,8 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
               precision: str = "fp32") -> list[list[tuple[float, str]]]:  # fmt: skip
     """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
 
-    Raises BadInput without an MLM head or a mask token, or if the text is too long.
+    Raises BadInput without an MLM head or a mask token, or if the text is too long, and Failure
+    where the model's outputs are not finite.
     """
     head, tokenizer = checkpoint.head, checkpoint.tokenizer
     if head is None or head.kind != "mlm":
@@ -48,6 +49,7 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
     model = checkpoint.model().to(ranks.device)
     with torch.no_grad(), ranks.autocast(precision):
         logits = model.logits(to_device(batch, ranks.device)).float().cpu()
+    metrics.check_finite(logits.numpy(), "the text: the model's outputs at the masks")
     likely = torch.softmax(logits, 1)[:, : len(tokenizer)]  # rows beyond have no piece
     best = likely.topk(min(top, likely.size(1)))
     return [
@@ -58,7 +60,10 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
 
 def predict_rows(checkpoint: Checkpoint, texts: list[list[str]], ranks: Ranks = ALONE,
                  precision: str = "fp32") -> np.ndarray:  # fmt: skip
-    """Outputs (N, K) for raw rows of one or two texts each: probabilities, or (N, 1) scores."""
+    """Outputs (N, K) for raw rows of one or two texts each: probabilities, or (N, 1) scores.
+
+    Raises Failure that names the rows where they are not finite.
+    """
     head = checkpoint.head
     assert head is not None
     source = checkpoint.source or checkpoint.tokenizer
@@ -77,6 +82,7 @@ def predict_rows(checkpoint: Checkpoint, texts: list[list[str]], ranks: Ranks = 
             batch = assembler.batch(part)
             logits = model.logits(to_device(batch, ranks.device))
             outputs[batch.rows] = logits.float().cpu().numpy()
+    metrics.check_finite(outputs, "the input: outputs")
     return probabilities(outputs) if head.kind == "classify" else outputs
 
 
@@ -133,7 +139,7 @@ def read_rows(path: Path, head: Head) -> list[list[str]]:
             f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
         )
     if not named and not names[0].isdigit() and not letters:
-        print(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", file=sys.stderr)
+        say(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", error=True)
     where = [header.index(name) for name in names] if named else list(range(wanted))
     texts = []
     for number, row in rows[1:] if named else rows:

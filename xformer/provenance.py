@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from xformer.data.errors import DISTRIBUTION
 from xformer.distributed import Ranks
 from xformer.model import native
 
@@ -41,7 +42,7 @@ def processor() -> str:
 def versions() -> dict[str, str]:
     """Of Python, torch, numpy and this package."""
     try:
-        own = version("xformer")
+        own = version(DISTRIBUTION)
     except PackageNotFoundError:
         own = "not installed"
     return {"python": platform.python_version(), "torch": torch.__version__,

@@ -14,14 +14,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, TextIO
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
-from xformer.data.errors import BadInput
-from xformer.data.files import read_json, write_json
+from xformer.data.errors import BadInput, say
+from xformer.data.files import make_directory, read_json, write_json
 
 # keys that may be others where a run goes on
 FREE = {
@@ -54,7 +53,7 @@ class Run:
                 aside = path.with_name(f"damaged_{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
                 path.rename(aside)
-                print(f"{error}; {path.name} is set aside as {aside.name}", file=sys.stderr)
+                say(f"{error}; {path.name} is set aside as {aside.name}", error=True)
                 continue
             return path
         return None
@@ -146,7 +145,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     earlier = read_json(known) if known.exists() and not overwrite else None
     if earlier is not None:
         _refuse_other_settings(path, earlier, config)
-    path.mkdir(parents=True, exist_ok=True)
+    make_directory(path, "run=")
     lock = (path / ".lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

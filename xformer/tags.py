@@ -36,6 +36,7 @@ def outcome(
         labels[batch.places] = batch.targets
     targets = torch.from_numpy(labels).to(logits.device)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    losses = losses.where(logits.isfinite().all(1), torch.nan)  # also where no label is
     found = torch.stack([1.0 + logits.argmax(1), losses], 1)
     offsets = assembler.split.columns["tokens"].offsets
     numbers = torch.from_numpy(ragged_arange(offsets[batch.rows], lengths)).to(logits.device)
@@ -58,6 +59,14 @@ def score(outputs: np.ndarray, split: Split, classes: tuple[str, ...]) -> dict[s
         row = np.repeat(np.arange(split.rows), column.lengths(np.arange(split.rows)))[scored]
         found["entity_f1"] = metrics.entity_f1(predicted[scored], labels[scored], row, classes)
     return found
+
+
+def broken(outputs: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Which rows have a token whose outputs are not finite, (rows,), from `outcome` of all tokens,
+    (S, 2), and where each row begins."""
+    tokens = np.flatnonzero(~np.isfinite(outputs).all(1))
+    rows = np.searchsorted(offsets, tokens, "right") - 1
+    return np.isin(np.arange(len(offsets) - 1), rows)
 
 
 def has_labels(split: Split) -> bool:
@@ -98,4 +107,5 @@ def predict(checkpoint: Checkpoint, texts: list[str], ranks: Ranks = ALONE,
             batch = assembler.batch(part)
             where, found = outcome(model, to_device(batch, ranks.device), batch, assembler)
             outputs[where.cpu().numpy()] = found.float().cpu().numpy()
+    metrics.check_finite(np.where(broken(outputs, offsets), np.nan, 0.0), "the input: outputs")
     return lines(outputs, split, head.labels)

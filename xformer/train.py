@@ -25,7 +25,7 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput, Failure, Interrupted
+from xformer.data.errors import BadInput, Failure, Interrupted, say
 from xformer.data.files import read_json, sync, write_json
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
@@ -244,6 +244,8 @@ class Job:
 def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     """Open and check all a recipe names; nothing is written. Raises BadInput."""
     store = open_store(recipe.data.store)
+    for name in store.splits:
+        store.split(name)  # one without a row is refused here, not when it is to be scored
     if recipe.init is not None:
         start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
     else:
@@ -427,7 +429,7 @@ def _leave(job: Job, run: Run) -> None:
     if not job.recipe.train.keep_state:
         job.ranks.on_rank_zero(run.forget_state)
     if job.ranks.rank == 0:
-        print(f"{run.path} is finished: see {run.path / 'result.json'}", file=sys.stderr)
+        say(f"{run.path} is finished: see {run.path / 'result.json'}", error=True)
 
 
 def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
@@ -492,7 +494,7 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
             if validation_due:
                 with clock.stopped():
                     ranks.on_rank_zero(writer.free)
-                    best = _validate(job, run, model, state, monitor)
+                    best = _validate(job, run, model, state, monitor, writer.failing)
                 done = job.done(state)
                 if done:  # of patience
                     _log(job, state, account, lr, monitor, clock)
@@ -501,11 +503,12 @@ def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOpt
                     account.save(state)
                     writer.free()
                     copy.take()
+                    what = f"checkpoint of step {state.step}"
                     save = partial(_save, job, run, copy, asdict(state))
                     if done or stopped:
-                        ranks.on_rank_zero(save)
+                        ranks.on_rank_zero(partial(writer.now, what, save))
                     elif ranks.rank == 0:
-                        writer.start(f"checkpoint of step {state.step}", save)
+                        writer.start(what, save)
             if stopped and not done:
                 number = signals[0] if signals else signal.SIGTERM
                 message = f"stopped at step {state.step}; the same command continues {run.path}"
@@ -651,7 +654,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
 
 
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
-    for note in job.notes:
+    for note in (*job.notes, *job.recipe.optim.notes()):
         monitor.say(note)
     cut = job.train.share_truncated()
     if cut > 0:
@@ -766,11 +769,14 @@ def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float |
     return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
 
 
-def _validate(job: Job, run: Run, model: Model, state: State, monitor: Monitor) -> bool:
-    """Score the split 'valid', note it, and say whether it is the best so far."""
+def _validate(job: Job, run: Run, model: Model, state: State, monitor: Monitor,
+              failing: bool) -> bool:  # fmt: skip
+    """Score the split 'valid', note it, and say whether it is the best so far. `failing`: the user
+    knows that checkpoints cannot be written."""
     best = run.checkpoint_path(state.best_step)
     if state.best_step and not job.ranks.on_rank_zero(best.is_dir):
-        monitor.say(f"{best} could not be written: another one is to be the best")
+        if not failing:
+            monitor.say(f"{best} is missing: another one is to be the best")
         state.best_step, state.best_scores = 0, {}
     scores = _score(job, model, "valid")
     sign = -1 if job.metric in LOWER_IS_BETTER else 1
@@ -793,7 +799,7 @@ def _score(job: Job, model: Model, split: str) -> dict[str, float]:
 
 
 def _save(job: Job, run: Run, copy: Snapshot, state: dict[str, Any]) -> None:
-    """Write a checkpoint of what was copied. Raises Failure where the disk refuses."""
+    """Write a checkpoint of what was copied. Raises OSError or Failure where the disk refuses."""
     recipe, step = job.recipe, state["step"]
     record: dict[str, Any] = {"op": "train", "head": recipe.head, "data": job.store.key,
                               "steps": step, "seed": recipe.seed,
@@ -802,12 +808,9 @@ def _save(job: Job, run: Run, copy: Snapshot, state: dict[str, Any]) -> None:
         record["only"] = list(recipe.train.only)
     copy.wait()
     made = replace(job.start, weights=copy.weights, history=(*job.start.history, record))
-    try:
-        _sync_told(run)
-        checkpoints.save(made, run.checkpoint_path(step), True, copy.moments, state)
-        run.prune(state["best_step"], recipe.train.keep_last, recipe.train.keep_every)
-    except (OSError, Failure) as error:
-        raise Failure(f"{error}; no checkpoint of step {step}, older ones are kept") from None
+    _sync_told(run)
+    checkpoints.save(made, run.checkpoint_path(step), True, copy.moments, state)
+    run.prune(state["best_step"], recipe.train.keep_last, recipe.train.keep_every)
 
 
 def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) -> None:

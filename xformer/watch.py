@@ -10,7 +10,6 @@ checkpoint; `torchrun --max-restarts N` goes on from it by itself.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,6 +17,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from xformer.data.errors import say
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds after which a rank counts as gone
@@ -82,7 +83,7 @@ class Watch:
 
     def _end(self, gone: dict[int, int]) -> None:
         if self.rank == min(set(range(self.world_size)) - set(gone)):
-            print(f"error: {self.said(gone)}", file=sys.stderr, flush=True)
+            say(f"error: {self.said(gone)}", error=True)
         else:
             time.sleep(2 * BEAT)  # torchrun ends all when one ends: first it is to be said
         os._exit(1)

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-from xformer.data.errors import Failure
+from xformer.data.errors import Failure, reason
 
 PAUSES = (5.0, 30.0, 120.0)  # seconds before a failed write is tried again; then the last
 
 
 class Writer:
-    """Does one piece of work at a time in a thread. Where the disk refuses, it says so in one line
-    and tries again after a pause, until newer work takes its place. Use as a context manager."""
+    """Does one piece of work at a time in a thread. If the disk refuses, it tries again after a
+    pause, until newer work takes its place. `failing` is true from the first refusal, which is said
+    in one line, to the next success, which is said too. Use as a context manager."""
 
     def __init__(self, say: Callable[[str], None]):
-        self.say = say
+        self.say, self.failing = say, False
         self.pool = ThreadPoolExecutor(1, "writer")
         self.task: Future[None] | None = None
         self.superseded = threading.Event()
@@ -38,6 +39,15 @@ class Writer:
         self.superseded.clear()
         self.task = None
 
+    def now(self, what: str, work: Callable[[], None]) -> None:
+        """Do `work` at once, in this thread. Raises Failure if it cannot be done."""
+        self.free()
+        try:
+            work()
+        except (OSError, Failure) as error:
+            raise Failure(f"{reason(error)}; no {what}, older ones are kept") from None
+        self._succeeded(what)
+
     def start(self, what: str, work: Callable[[], None]) -> None:
         """Begin `work`, which makes `what` and raises OSError or Failure where it cannot."""
         self.free()
@@ -49,12 +59,20 @@ class Writer:
             try:
                 work()
             except (OSError, Failure) as error:
-                if tries == 0:
-                    self.say(f"{error}: no {what}; older ones are kept, and the run goes on")
+                if not self.failing:
+                    self.say(
+                        f"{reason(error)}; no {what}, older ones are kept, and the run goes on; "
+                        "until the disk takes a checkpoint, none becomes the best"
+                    )
+                self.failing = True
                 if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):
                     return
                 tries += 1
             else:
-                if tries:
-                    self.say(f"the {what} could be written now")
+                self._succeeded(what)
                 return
+
+    def _succeeded(self, what: str) -> None:
+        if self.failing:
+            self.say(f"the {what} could be written now")
+        self.failing = False

@@ -79,7 +79,7 @@ first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 if not first and os.environ["RANK"] == "{late}":
     time.sleep(3)
 {hook}
-from xformer.data.errors import run
+from xformer.start import run
 from xformer.train import main
 run(main)
 """

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from xformer.config import nearest
-from xformer.data.errors import BadInput, run
+from xformer.data.errors import BadInput, say
+from xformer.start import run
 
 # by name: the module, and what it shows
 MODULES = {
@@ -38,7 +39,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = "\n".join(f"    {name:<14}{text}" for name, text in MODULES.items())
-        print((__doc__ or "").strip().format(commands=listed))
+        say(*(__doc__ or "").strip().format(commands=listed).split("\n"))
         return
     name, *rest = arguments
     if name == "draw":
@@ -59,7 +60,7 @@ def _draw(paths: list[str]) -> None:
     from xformer.data.files import read_json
 
     if not paths or paths[0] in ("-h", "--help"):
-        print("python -m xformer.analysis draw FILE.json ...\n\nDraw results anew, beside them.")
+        say("python -m xformer.analysis draw FILE.json ...", "", "Draw results anew, beside them.")
         return
     for path in map(Path, paths):
         found = read_json(path)
@@ -71,7 +72,7 @@ def _draw(paths: list[str]) -> None:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadInput(f"{path} is no whole result of {found['analysis']}: {error!r}") from None
         for picture in pictures:
-            print(picture)
+            say(str(picture))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ H heads, L length of an example.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from xformer.analysis.examples import (
     look_inside,
     open_examples,
 )
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 READABLE = 24  # tokens of an example whose maps are drawn, at most, if one is so short
 
@@ -78,8 +77,10 @@ def run(paths: list[str], config: AttentionConfig) -> None:
             f"example={config.example}: the split has {first.assembler.split.rows} rows, from 0"
         )
     if first.layers != second.layers:
-        print(f"{first.layers} and {second.layers} layers: the first {layers} are compared",
-              file=sys.stderr)  # fmt: skip
+        say(
+            f"{first.layers} and {second.layers} layers: the first {layers} are compared",
+            error=True,
+        )
     found = compare(examples, layers)
     result = {"analysis": "attention", **examples.describe(), "layers": found,
               "picture": _picture(examples, found, show, config.example)}  # fmt: skip

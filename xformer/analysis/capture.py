@@ -38,7 +38,7 @@ from xformer.analysis.examples import (
 )
 from xformer.analysis.figure import many
 from xformer.analysis.hdf5 import HDF5, Dataset
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 from xformer.data.files import read_json, sync, write_json
 from xformer.model.attention import Backend
 
@@ -83,13 +83,13 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     identity = _identity(examples, config, kinds, layers)
     if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
-        print(f"{out} is whole already")
+        say(f"{out} is whole already")
         return
     with _locked(parts, identity, out, config.overwrite):
         files = _write_parts(examples, parts, kinds, layers, config.dtype)
         _join(out, files, examples, identity)
     size = sum(file.stat().st_size for file in files) / 2**20
-    print(
+    say(
         f"{out}: {many(len(examples.rows), 'example')}, {examples.tokens:,} tokens, "
         f"layers {', '.join(map(str, layers))}, {size:,.1f} MiB in {many(len(files), 'part')}"
     )

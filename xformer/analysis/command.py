@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -16,8 +17,8 @@ from tqdm import tqdm
 
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data.errors import BadInput
-from xformer.data.files import write_json
+from xformer.data.errors import BadInput, Failure, say
+from xformer.data.files import make_directory, write_json
 
 
 def _split(names: Any) -> Any:
@@ -62,7 +63,7 @@ class Command:
 def parse(command: Command, arguments: list[str]) -> tuple[list[str], Any]:
     """The leading paths and the settings. Raises BadInput; a bare `--help` prints and exits."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(help_text(command.schema, command.text))
+        say(*help_text(command.schema, command.text).split("\n"))
         sys.exit(0)
     keys = next((i for i, argument in enumerate(arguments) if "=" in argument), len(arguments))
     paths = arguments[:keys]
@@ -115,8 +116,7 @@ def progress(items: Iterable[Item], total: float, unit: str,
             now = time.monotonic()
             if not terminal and now - said > QUIET and done < total:
                 left = (total - done) * (now - begun) / done
-                print(f"{done:,.0f} of {total:,.0f} {unit}, {left:,.0f} s to go", file=sys.stderr,
-                      flush=True)  # fmt: skip
+                say(f"{done:,.0f} of {total:,.0f} {unit}, {left:,.0f} s to go", error=True)
                 said = now
 
 
@@ -132,17 +132,22 @@ def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
             metrics: dict[str, dict[str, float]]) -> None:  # fmt: skip
     """Write `found` as JSON and draw it from there, into TensorBoard too where a run is given;
     print the one line that sums it up. `found["analysis"]` names the files. `metrics` {of what:
-    {name: number}} are the few numbers that a table of a study or TensorBoard shows."""
+    {name: number}} are the few numbers that a table of a study or TensorBoard shows. Raises Failure
+    where one of them is not finite."""
     name, out = found["analysis"], Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    for of_what, numbers in metrics.items():
+        for key, value in numbers.items():
+            if not math.isfinite(value):
+                raise Failure(f"{name}: {of_what}.{key} is {value}: no result is written")
+    make_directory(out, "out=")
     found = {**found, "metrics": metrics, "made": made()}
     pictures = figure.save(found, draw, out, name)
     write_json(out / f"{name}.json", found)
     if config.run is not None:
         _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, metrics)
-    print(line)
+    say(line)
     files = ", ".join(picture.name for picture in pictures)
-    print(f"{out / name}.json, {files}", file=sys.stderr)
+    say(f"{out / name}.json, {files}", error=True)
 
 
 def _to_tensorboard(run: Path, name: str, picture: Path, line: str,

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,8 +37,8 @@ from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import validate
-from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.errors import BadInput, say
+from xformer.data.files import make_directory, read_json
 from xformer.distributed import Ranks, SystemConfig, slow_precision
 from xformer.model.attention import layout
 from xformer.model.encoder import Packed
@@ -82,9 +81,9 @@ def run(paths: list[str], config: CostConfig) -> None:
     for path, checkpoint in zip(paths, loaded, strict=True):
         _check(path, checkpoint, config)
     if warning := slow_precision(ranks.device, config.precision):
-        print(warning.replace("system.", ""), file=sys.stderr)
+        say(warning.replace("system.", ""), error=True)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, "out=")
     heads = [_with_head(checkpoint, config) for checkpoint in loaded]
     counts = [count(head, config) for head in heads]
     taken = measure(heads, config, ranks)
@@ -282,7 +281,7 @@ def _again(path: str, others: dict[str, Checkpoint], base: str, directory: Path)
     finally:
         shutil.rmtree(temporary)
     if not same:
-        print(f"{path}: made again from {base}, its weights differ", file=sys.stderr)
+        say(f"{path}: made again from {base}, its weights differ", error=True)
     how = ", ".join(map(_spelled, records)) or "copy"
     return {"how": how, "seconds": taken, "identical": same, "from": base}
 

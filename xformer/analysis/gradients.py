@@ -18,7 +18,6 @@ N examples, T tokens, R rows of a matrix product, V vocabulary.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from xformer.analysis.examples import (
 )
 from xformer.checkpoint import Head
 from xformer.data.batch import Batch
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput, Failure, say
 from xformer.model.attention import Backend
 from xformer.model.encoder import Encoder, Packed, to_device
 from xformer.model.heads import HeadKind, Model
@@ -416,8 +415,11 @@ def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> t
     if own is not None and own.kind == kind and (kind != "classify" or own.labels == labels):
         return reader.model, False
     fresh, *_ = checkpoint.with_head(Head(kind, labels, store.metric), config.seed)
-    print(f"{reader.path} has no head for {store.path.name}: a fresh one ({kind}, seed "
-          f"{config.seed})", file=sys.stderr)  # fmt: skip
+    say(
+        f"{reader.path} has no head for {store.path.name}: a fresh one ({kind}, seed "
+        f"{config.seed})",
+        error=True,
+    )
     return fresh.model().to(reader.device), True
 
 
@@ -432,8 +434,7 @@ def _summary(values: np.ndarray, norms: np.ndarray, reader: Reader) -> dict[str,
     if not np.isfinite(norms).all():
         raise BadInput(f"{reader.path}: the gradient of an example is not finite (NaN or infinite)")
     if without := int((norms == 0).sum()):
-        print(f"{reader.path}: {without} examples have no gradient (no masked token)",
-              file=sys.stderr)  # fmt: skip
+        say(f"{reader.path}: {without} examples have no gradient (no masked token)", error=True)
     values = values[np.isfinite(values)]
     if not len(values):
         raise BadInput("no two examples have a gradient: take longer rows or more masking")

@@ -15,7 +15,6 @@ n samples (tokens), d neurons of a network, r its rank, k = min(r, r').
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from xformer.analysis import capture, figure
 from xformer.analysis.command import Command, publish
 from xformer.analysis.examples import ExamplesConfig, look_inside, open_examples, parse_layers
 from xformer.analysis.factor import Basis, Factor, basis
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, say
 
 Variant = Literal["definition", "svcca", "anatome"]
 Stream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
@@ -339,7 +338,7 @@ def _compare_layers(stream: Stream, chosen: list[list[int]], variant: Variant,
         rows, pairs = grid(stream), []
     warned = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
     if message := too_few(warned.samples, warned.ranks):
-        print(f"warning: {message}", file=sys.stderr)
+        say(f"warning: {message}", error=True)
     shown = [[_as_json(s, whole=len(rows) == len(row) == 1) for s in row] for row in rows]
     if variant == "svcca":
         shown[0][0]["pwcca"] = _svcca_code(pairs[0][0])

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from xformer.data.errors import BadInput, run
+from xformer.data.errors import BadInput, lacks, say
 from xformer.data.files import refuse_existing
+from xformer.start import run
 
 # what an output must hold to be one that may be overwritten
 CHECKPOINT = ("manifest.json", "model.safetensors")
@@ -130,7 +131,7 @@ def from_hf(arguments: argparse.Namespace) -> None:
     _check_output(arguments.out, arguments.overwrite, CHECKPOINT, source)
     imported = hf.from_hf(source)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
-    print(hf.account(imported))
+    say(*hf.account(imported).split("\n"))
 
 
 def from_plus(arguments: argparse.Namespace) -> None:
@@ -144,7 +145,7 @@ def from_plus(arguments: argparse.Namespace) -> None:
     labels = tuple(filter(None, arguments.labels.split(",")))
     imported = plus.from_plus(arguments.source, arguments.heads, labels)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
-    print(hf.account(imported))
+    say(*hf.account(imported).split("\n"))
 
 
 def _directory(source: str) -> Path:
@@ -156,10 +157,8 @@ def _directory(source: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
-        raise BadInput(
-            f"{source} is not a directory; to fetch it from the Hugging Face hub, install "
-            "xformer[hub]"
-        ) from None
+        what = f"{source} is not a directory; fetching it from the Hugging Face hub"
+        raise lacks(what, "huggingface_hub", "hub") from None
     wanted = ["*.json", "*.txt", "*.safetensors", "*.model", "pytorch_model*.bin"]
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))
@@ -179,16 +178,16 @@ def to_hf(arguments: argparse.Namespace) -> None:
     checkpoint = checkpoints.load(arguments.checkpoint)
     family = hf.to_hf(checkpoint, arguments.out, arguments.overwrite)
     head = checkpoint.head.kind if checkpoint.head else "none"
-    print(f"{arguments.out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
+    say(f"{arguments.out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
     if checkpoint.source is not None:
-        print("the mapping of the raw input has no place there: it stays behind", file=sys.stderr)
+        say("the mapping of the raw input has no place there: it stays behind", error=True)
 
 
 def inspect(arguments: argparse.Namespace) -> None:
     """Print what a directory holds."""
     from xformer.convert.describe import describe
 
-    print(describe(arguments.path))
+    say(*describe(arguments.path))
 
 
 if __name__ == "__main__":

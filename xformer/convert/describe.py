@@ -23,8 +23,8 @@ class _Screen:
             self.lines.append(f"{title if i == 0 else '':<12}{value}")
 
 
-def describe(path: Path) -> str:
-    """A screen of text about a directory.
+def describe(path: Path) -> list[str]:
+    """A screen of lines about a directory.
 
     Raises BadInput where it is none of the three, or is damaged.
     """
@@ -36,7 +36,7 @@ def describe(path: Path) -> str:
         screen.add("family", imported.family.name)
         _body(screen, imported.checkpoint)
         screen.add("tensors", *hf.account(imported).splitlines()[1:])
-        return "\n".join(screen.lines)
+        return screen.lines
     found = checkpoints.resolve(path)
     checkpoint = checkpoints.load(found)
     screen.add("checkpoint", f"{found}, selected by the run {path}" if found != path else str(path))
@@ -46,7 +46,7 @@ def describe(path: Path) -> str:
         family = f"none of Hugging Face's: {error}"
     screen.add("family", family)
     _body(screen, checkpoint)
-    return "\n".join(screen.lines)
+    return screen.lines
 
 
 def _body(screen: _Screen, checkpoint: Checkpoint) -> None:

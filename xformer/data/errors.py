@@ -1,16 +1,16 @@
-"""One clear line for the user: the errors a command may end with, and what prints them."""
+"""One clear line for the user: the errors a command may end with, and all printing."""
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
-from collections.abc import Callable
 
 # what a disk, a path or the rights to it may be at fault for, and no bug
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG,
-               errno.ENAMETOOLONG)  # fmt: skip
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO,
+               errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # fmt: skip
+# what `pip` calls this project; the name `xformer` on the package index is another project's
+DISTRIBUTION = "xformer-transfer"
 
 
 class BadInput(Exception):
@@ -33,36 +33,50 @@ class Interrupted(Exception):
         self.status = 128 + signal_number
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call `main` and exit: status 0, or one line on standard error and the error's own status.
-
-    Under torchrun only rank 0 prints. Errors that are neither of the two above are bugs and keep
-    their traceback.
-    """
-    rank_zero = os.environ.get("RANK", "0") == "0"
-    status, line = 0, ""
-    try:
-        main()
-    except (BadInput, Failure, Interrupted) as error:
-        status, line = error.status, str(error)
-    except KeyboardInterrupt:
-        status, line = 128 + signal.SIGINT, "interrupted"
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        if error.errno not in OF_THE_DISK:
-            raise
-        where = f": {error.filename}" if error.filename else ""
-        status, line = 1, f"{os.strerror(error.errno)}{where}"
-    if line and rank_zero:
-        line = one_line(line)
-        print(f"error: {line}" if status < 128 else line, file=sys.stderr, flush=True)
-    sys.exit(status)
+def lacks(what: str, package: str, extra: str) -> BadInput:
+    """The error for `what` that cannot be done without an optional package."""
+    return BadInput(
+        f"{what} needs the package {package}, which is in {DISTRIBUTION}[{extra}]: "
+        f"pip install {package}"
+    )
 
 
 def one_line(text: str, most: int = 2000) -> str:
-    """The text as one line of at most `most` characters that does nothing to a terminal: what
-    names and data hold beside letters and signs is escaped, and a long middle is left out."""
+    """The text as one escaped line. Of a text above `most` characters the middle is left out."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """The text with every character escaped that could steer a terminal or begin another line."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(*lines: str, error: bool = False) -> None:
+    """Print lines to standard output, or to standard error with `error`.
+
+    All printing goes through here, because names and data of the user may hold anything: each
+    argument is escaped and stays one line.
+    """
+    for line in lines:
+        print(escaped(line), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def put(text: str) -> None:
+    """Write data to standard output. It is escaped only if a terminal shows it."""
+    if sys.stdout.isatty():
+        lines = text.split("\n")
+        text = "\n".join("\t".join(map(escaped, line.split("\t"))) for line in lines)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, for a line of ours: the system's words and the file, without a number."""
+    if not isinstance(error, OSError) or not error.errno:
+        return str(error)
+    where = f": {error.filename}" if error.filename else ""
+    return f"{os.strerror(error.errno)}{where}"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import OF_THE_DISK, BadInput, Failure
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 PIECE = 8 * 2**20  # bytes of it in memory at once
@@ -50,15 +50,30 @@ def read_own_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text so that a reader sees the old file or the new one, never a part."""
+    if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))  # through a link, which stays
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            sync(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:  # such as a file in /proc
+            why = os.strerror(error.errno or 0)
+            raise BadInput(f"{path} cannot be written ({why})") from None
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def load_array(path: Path, mapped: bool = True) -> np.ndarray:
@@ -84,6 +99,30 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path, key: str = "") -> None:
+    """Make a directory and its parents. Raises BadInput where there can be none, as in /proc; `key`
+    stands before the path in its message."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in OF_THE_DISK:
+            raise
+        why = os.strerror(error.errno or 0)
+        raise BadInput(f"{key}{path} cannot be made ({why}); give another directory") from None
+
+
+def plain_name(name: str) -> bool:
+    """Whether a file may have this name: it says no directory, is not hidden, and has no character
+    that a terminal would act on."""
+    return (
+        not name.startswith(".")
+        and "/" not in name
+        and "\\" not in name
+        and name.isprintable()
+        and 0 < len(name.encode()) <= 200
+    )
+
+
 def refuse_existing(path: Path, overwrite: bool) -> None:
     """Raise BadInput when an output exists that may not be replaced, or has no parent to lie in."""
     if path.exists() and not overwrite:
@@ -103,13 +142,13 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     are removed on the way in.
     """
     refuse_existing(path, overwrite)
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.absolute().parent)
     for stale in path.parent.glob(f".{path.name}.*.partial"):
         if not _alive(stale.name.split(".")[-2]):
             shutil.rmtree(stale, ignore_errors=True)
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    make_directory(temporary)
     try:
         yield temporary
         for file in [*temporary.rglob("*"), temporary]:

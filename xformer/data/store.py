@@ -113,9 +113,11 @@ class Store:
         return list(self._splits)
 
     def split(self, name: str) -> Split:
-        """A split by name. Raises BadInput naming those that exist."""
+        """A split by name. Raises BadInput naming those that exist, or if it has no row."""
         if name not in self._splits:
             raise BadInput(f"{self.path} has no split {name!r}; it has {', '.join(self.splits)}")
+        if self._splits[name].rows == 0:
+            raise BadInput(f"{self.path} has no row in its split {name!r}: make the store again")
         return self._splits[name]
 
     def tokenizer(self) -> tokenizers.Tokenizer:

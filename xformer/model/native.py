@@ -86,7 +86,7 @@ def _compiled() -> Path:
         raise Unavailable(OFF)
     if sys.platform != "linux":
         raise Unavailable(ELSEWHERE)
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True,
                                  timeout=60).stdout  # fmt: skip

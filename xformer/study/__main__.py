@@ -23,8 +23,9 @@ from pydantic import Field
 from tqdm import tqdm
 
 from xformer.config import Settings, load, toml_text
-from xformer.data.errors import BadInput, Failure, Interrupted, run
-from xformer.data.files import read_json, write_json
+from xformer.data.errors import BadInput, Failure, Interrupted, escaped, say
+from xformer.data.files import make_directory, read_json, write_json
+from xformer.start import run
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
@@ -76,7 +77,7 @@ def main() -> None:
     check_plan(plan, costs.shapes)
     Notes(plan, costs.shapes)  # refuses a wrong placeholder now, not when the runs are done
     if settings.dry_run:
-        print(listing(plan, costs))
+        say(*listing(plan, costs).split("\n"))
         return
     if plan.missing() and not any(not w.missing and w.stage for w in plan.works.values()):
         raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan).splitlines())}")
@@ -85,11 +86,11 @@ def main() -> None:
         executor: pool.Executor = pool.Slurm(root, settings.slurm)
     else:
         executor = pool.local(settings.jobs, settings.per_device)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory, "output=")
     plan.digests.save()
     write_json(root / "version.json", {"results": RESULTS})
     for line in _lacking(plan).splitlines():
-        print(f"missing: {line}", file=sys.stderr)
+        say(f"missing: {line}", error=True)
     outcomes = work_off(plan, executor, costs)
     results = Results(study, plan)
     write_csv(directory / "results.csv", results, outcomes)
@@ -103,9 +104,9 @@ def main() -> None:
             shutil.copyfile(found[1], directory / f"{picture.name}.svg")
     page = html(results, outcomes, directory)
     (directory / "report.html").write_text(page, encoding="utf-8")
-    print(text)
+    say(*text.split("\n"))
     names = ("report.html", "report.md", "results.csv")
-    print("report   " + "   ".join(str(directory / name) for name in names))
+    say("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
@@ -158,7 +159,8 @@ def work_off(plan: Plan, executor: pool.Executor, costs: Costs) -> dict[str, poo
                         said.add(key)
                         bar.update(min(round(costs.seconds(outcome.work)), round(total) - bar.n))
                         if outcome.state != "there":
-                            bar.write(_said(outcome, len(said), len(works)), file=sys.stderr)
+                            for line in _said(outcome, len(said), len(works)):
+                                bar.write(escaped(line), file=sys.stderr)
                 bar.set_description_str(f"{len(said)} of {len(works)} works")
 
             return pool.execute(works, executor, changed, prepare)
@@ -170,11 +172,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number, "stopped; the same command goes on")
 
 
-def _said(outcome: pool.Outcome, number: int, of: int) -> str:
+def _said(outcome: pool.Outcome, number: int, of: int) -> list[str]:
     line = f"[{number}/{of}] {outcome.work.name}: {outcome.state}"
     if outcome.state == "done":
-        return f"{line}, {outcome.seconds:.0f} s"
-    return f"{line}\n    " + "\n    ".join(outcome.why.splitlines())
+        return [f"{line}, {outcome.seconds:.0f} s"]
+    return [line, *(f"    {text}" for text in outcome.why.splitlines())]
 
 
 def _lacking(plan: Plan) -> str:

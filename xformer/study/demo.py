@@ -21,7 +21,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from xformer.data.errors import Failure, run
+from xformer.data.errors import Failure, say
+from xformer.start import run
 from xformer.study.report import FineTuned, PreTrained, write_report
 
 SEEDS = (0, 1, 2)
@@ -126,7 +127,7 @@ def main() -> None:
                         help="Directory of the demo; default runs/demo.")  # fmt: skip
     demo = parser.parse_args().output
     if (demo / "report.md").exists():
-        print(f"{demo} holds a finished demo: starting anew")
+        say(f"{demo} holds a finished demo: starting anew")
         shutil.rmtree(demo)
     logs = demo / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -146,9 +147,7 @@ def main() -> None:
             bar.update(before - bar.n)
             seconds[stage.name] = time.perf_counter() - begin
             if not terminal:
-                print(
-                    f"[{number}/{len(plan)}] {stage.name}: {seconds[stage.name]:.0f} s", flush=True
-                )
+                say(f"[{number}/{len(plan)}] {stage.name}: {seconds[stage.name]:.0f} s")
     pre_trained = [PreTrained(n, demo / f"pretrain-{n}", demo / f"stores/{n}")
                    for n in ("english", "nesting")]  # fmt: skip
     fine_tuned = [
@@ -156,9 +155,9 @@ def main() -> None:
         for name, label in STARTS.items()
     ]
     commands = [command for stage in plan for command in stage.commands]
-    print(write_report(demo, pre_trained, fine_tuned, commands, seconds))
-    print(f"\nreport   {demo / 'report.md'}   {demo / 'report.png'}")
-    print(f"watch    tensorboard --logdir {demo}")
+    say(*write_report(demo, pre_trained, fine_tuned, commands, seconds).split("\n"))
+    say("", f"report   {demo / 'report.md'}   {demo / 'report.png'}")
+    say(f"watch    tensorboard --logdir {demo}")
 
 
 if __name__ == "__main__":

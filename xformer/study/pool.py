@@ -15,7 +15,7 @@ from shutil import which
 from typing import Any, Protocol
 
 from xformer import provenance
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, lacks
 from xformer.study.job import Command
 from xformer.study.plan import Work
 
@@ -132,7 +132,7 @@ class Slurm:
         try:
             import submitit
         except ImportError:
-            raise BadInput("executor=slurm needs: pip install 'xformer[slurm]'") from None
+            raise lacks("executor=slurm", "submitit", "slurm") from None
         self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
         self.executor.update_parameters(name="xformer", **options)
 

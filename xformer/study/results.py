@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class Cell:
     summary: Summary | None  # None where none is finished
     published: float | None
     show: str = "mean"
+    best: float | None = None  # the highest number, where the table shows it
 
     @property
     def value(self) -> float | None:
@@ -91,8 +93,10 @@ class Results:
                 if not _are_scores(found):
                     raise BadInput(f"{work.proof} is no result: it has no metrics")
                 assert found is not None
+                _check_finite(work, found)
                 if logs and work.recipe is not None:
                     found = {**found, "train": _last(work.path)}
+                    _check_finite(work, {"train": found["train"]})
                 self.metrics[work.key] = found
 
     def score(self, work: Work, table: Table, column: str) -> float | None:
@@ -108,18 +112,36 @@ class Results:
 
     def _score(self, work: Work, table: Table, column: str) -> float | None:
         metric = table.metric[column] if isinstance(table.metric, dict) else table.metric
-        split, _, metric = metric.rpartition(".")
-        split = split or table.split
+        named, _, metric = metric.rpartition(".")
         splits = self.metrics.get(work.key)
         if splits is None:
             return None
-        if metric not in splits.get(split, {}):
-            known = ", ".join(f"{s}.{m}" for s, scores in splits.items() for m in scores)
-            raise BadInput(
-                f"{self.study.path}: table {table.name}: {work.name} has no "
-                f"{split}.{metric}; it has {known}"
-            )
-        return splits[split][metric] * (100 if table.percent else 1)
+        found = []
+        for split in (named or table.split).split("+"):
+            if metric not in splits.get(split, {}):
+                known = ", ".join(f"{s}.{m}" for s, scores in splits.items() for m in scores)
+                raise BadInput(
+                    f"{self.study.path}: table {table.name}: {work.name} has no "
+                    f"{split}.{metric}; it has {known}"
+                )
+            found.append(splits[split][metric])
+        return mean(found) * (100 if table.percent else 1)
+
+    def _best(self, runs: Sequence[Work], table: Table, column: str) -> float | None:
+        """The highest score of some runs, or of their validations where the table asks for it."""
+        found = [score for work in runs
+                 if (score := self.score(work, table, column)) is not None]  # fmt: skip
+        metric = table.metric[column] if isinstance(table.metric, dict) else table.metric
+        split, _, metric = metric.rpartition(".")
+        if table.best == "epoch" and (split or table.split) == "valid":
+            for work in runs:
+                log = work.path / "log.jsonl"
+                every = events(work.path, "validation") if log.is_file() else []
+                scores = [float(event[metric]) for event in every if metric in event]
+                if not all(map(math.isfinite, scores)):
+                    raise BadInput(f"{log}: {metric} of a validation is not finite")
+                found += [score * (100 if table.percent else 1) for score in scores]
+        return max(found) if found and table.best != "none" else None
 
     def _runs(self, table: Table, wanted: Levels) -> list[Work]:
         """The table's runs at these levels."""
@@ -152,7 +174,8 @@ class Results:
         scores = list(self._by_replicate(table, {**wanted, table.columns: column}).values())
         summary = summarise(scores) if scores else None
         published = self._published(table, row, column)
-        return Cell(row, column, runs, summary, published, table.show)
+        best = self._best(runs, table, column)
+        return Cell(row, column, runs, summary, published, table.show, best)
 
     def _mean(self, table: Table, row: str, name: str, parts: tuple[str, ...]) -> Cell:
         """The mean of some columns of each replicate that has them all."""
@@ -291,6 +314,17 @@ def _are_scores(value: Any) -> bool:
         isinstance(scores, dict) and all(type(score) in (int, float) for score in scores.values())
         for scores in splits
     )
+
+
+def _check_finite(work: Work, metrics: dict[str, dict[str, float]]) -> None:
+    """Raise BadInput that names the first score which is not finite."""
+    for split, scores in metrics.items():
+        for metric, value in scores.items():
+            if not math.isfinite(value):
+                raise BadInput(
+                    f"{work.proof}: {split}.{metric} of {work.name} is {value}, which no table "
+                    "can hold; find out why, then delete its directory to run it again"
+                )
 
 
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")

@@ -27,6 +27,7 @@ from pydantic import Field
 
 from xformer.config import Settings, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
+from xformer.data.files import plain_name
 
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # what a table's columns are where they are no factor
@@ -103,7 +104,8 @@ class Table(Settings):
     """A factor; or "metric": then there is a column for each name in `metric`."""
     metric: str | dict[str, str] = "accuracy"
     """Name of the metric, or one for each column; "train.loss" names the split too, where train
-    stands for the last line of the log."""
+    stands for the last line of the log. "valid+valid_mismatched.accuracy" is the mean over two
+    splits."""
     split: str = "test"
     """The split that is scored."""
     percent: bool = True
@@ -114,6 +116,9 @@ class Table(Settings):
     """A stage whose scores are subtracted, each at the same levels of the factors it has."""
     show: Literal["mean", "deviation"] = "mean"
     """What a cell is: the mean over runs, or their standard deviation."""
+    best: Literal["none", "run", "epoch"] = "none"
+    """Show the highest number too, as papers do that print no mean: of the runs as they are scored,
+    or of every validation of every run."""
     means: dict[str, tuple[str, ...]] = Field({})
     """Further columns, each the mean of some columns of a run's mapping or seed."""
     published: Published | None = None
@@ -275,7 +280,7 @@ def read_study(path: Path, scale: str) -> Study:
     """The study in a file at a scale. Raises BadInput naming what is wrong in it."""
     values = read_recipe(path)
     scales = values.pop("scales", {})
-    if not isinstance(scales, dict) or scale not in scales:
+    if not isinstance(scales, dict) or scale not in scales or not plain_name(scale):
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
     merged = {**merge(values, scales[scale]), "path": path}
     lists = [part.get("deviations", []) for part in (values, scales[scale])]
@@ -332,6 +337,7 @@ def _check_levels(study: Study) -> None:
 
 def _check(study: Study) -> None:
     """Refuse a study whose parts do not fit together."""
+    _check_file_names(study)
     for name, stage in study.stages.items():
         if bool(stage.recipe) == bool(stage.command):
             raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
@@ -373,6 +379,24 @@ def _check(study: Study) -> None:
         _check_claim(study, place, claim, tables[claim.table])
 
 
+def _check_file_names(study: Study) -> None:
+    """Refuse names that would lead a file of the study out of the study's directories."""
+    shown = {"tables": study.tables, "curves": study.curves, "pictures": study.pictures}
+    names = {what: [show.name for show in shows] for what, shows in shown.items()}
+    for what, found in {**names, "stages": study.stages, "made": study.made}.items():
+        for name in found:
+            if not plain_name(name):
+                raise BadInput(
+                    f"{study.path}: {what}: the name {name!r} is no plain file name; give letters, "
+                    "digits, - and _"
+                )
+    places = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
+    places |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
+    for place, file in places.items():
+        if not all(map(plain_name, file.split("/"))):
+            raise BadInput(f"{study.path}: {place}={file!r} does not lie below {{out}}")
+
+
 def _check_claim(study: Study, place: str, claim: Claim, table: Table) -> None:
     factors = {name: set(levels) for name, levels in study.factors(table.stage).items()}
     if table.columns == METRIC:
@@ -401,6 +425,8 @@ def _check_table(study: Study, table: Table) -> None:
         for column in study.columns(table):
             if column not in table.metric:
                 raise BadInput(f"{study.path}: {place}: metric.{column} must be given")
+    if table.minus and table.best != "none":
+        raise BadInput(f"{study.path}: {place}: a table of differences (minus) has no best")
     if table.minus:
         _known(study, place, table.minus, set(study.stages))
         _check_factors(study, place, table.stage, study.stages[table.minus].vary, {})

@@ -5,12 +5,15 @@ n seeds (or mappings) of one cell; two cells are compared seed by seed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+
+from xformer.data.errors import BadInput
 
 LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
 ENOUGH = 8  # scores for a bootstrap: that of three covers no more than their smallest and largest
@@ -33,7 +36,9 @@ class Summary:
 
 
 def summarise(scores: Sequence[float]) -> Summary:
-    """The summary of at least one score; its resampling is seeded."""
+    """The summary of at least one score; its resampling is seeded. Raises BadInput where a score is
+    not finite."""
+    _check_finite(scores)
     n = len(scores)
     deviation = statistics.stdev(scores) if n > 1 else None
     interval = None
@@ -50,6 +55,12 @@ def summarise(scores: Sequence[float]) -> Summary:
             interval = None
     return Summary(tuple(scores), statistics.mean(scores), deviation, statistics.median(scores),
                    interval)  # fmt: skip
+
+
+def _check_finite(scores: Sequence[float]) -> None:
+    for place, score in enumerate(scores, 1):
+        if not math.isfinite(score):
+            raise BadInput(f"score {place} of {len(scores)} is {score}: scores must be finite")
 
 
 def _t_half(n: int) -> float:
@@ -72,7 +83,9 @@ class Difference:
 
 def compare(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Difference:
     """The paired t test (Student 1908) of a - b against `margin`. Raises ValueError if the two
-    have other lengths."""
+    have other lengths, and BadInput where a score is not finite."""
+    _check_finite(a)
+    _check_finite(b)
     differences = [x - y for x, y in zip(a, b, strict=True)]
     n = len(differences)
     mean = statistics.mean(differences)

@@ -15,10 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
-from xformer import distributed, provenance, train
+from xformer import distributed, provenance, start, train
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data import errors
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import read_json
 from xformer.monitor import records
 from xformer.run import is_run
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> None:
     Raises Failure where the run comes out otherwise, BadInput where it cannot be made again.
     """
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
-        print(help_text(Verify, __doc__))
+        say(*help_text(Verify, __doc__).split("\n"))
         return
     run = Path(arguments[0])
     if not is_run(run / "config.json"):
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> None:
     difference = _first_difference(expected, found)
     if difference:
         raise Failure(f"{run} comes out otherwise: {difference}{changed}")
-    print(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
+    say(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, steps: int) -> None:
@@ -123,4 +122,4 @@ def _place(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    errors.run(again)
+    start.run(again)

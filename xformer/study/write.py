@@ -86,6 +86,8 @@ def legend(results: Results, table: Table) -> str:
         text += f", less that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
     text += " (seeds)" if SEED in results.study.factors(table.stage) else " (runs)"
+    if table.best != "none":
+        text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
         text += f"; then what {table.published.source} prints, and ours less theirs"
     for name, parts in results.means(table).items():
@@ -153,7 +155,8 @@ def spread(cell: Cell, digits: int) -> str:
     text = f"{summary.mean:.{digits}f}"
     if summary.deviation is not None:
         text += f" ± {summary.deviation:.{digits}f}"
-    return f"{text} ({len(summary.scores)})"
+    best = "" if cell.best is None else f", best {cell.best:.{digits}f}"
+    return f"{text} ({len(summary.scores)}){best}"
 
 
 def _scores(table: Table, cells: list[list[Cell]]) -> str:

@@ -15,7 +15,8 @@ from typing import NoReturn
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.config import show, type_name, wrapped
-from xformer.data.errors import BadInput, run
+from xformer.data.errors import BadInput, say
+from xformer.start import run
 from xformer.surgery.operations import CLASSES, Transplant, apply, parse
 
 
@@ -58,8 +59,8 @@ def main() -> None:
         after = apply(before, operations, arguments.seed)
         checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
     for record in after.history[len(before.history) :]:
-        print(" ".join(f"{k}={v}" if k != "op" else str(v) for k, v in record.items()))
-    print(f"{arguments.out}: {account(before, after)}, {time.perf_counter() - began:.2f} s")
+        say(" ".join(f"{k}={v}" if k != "op" else str(v) for k, v in record.items()))
+    say(f"{arguments.out}: {account(before, after)}, {time.perf_counter() - began:.2f} s")
 
 
 def account(before: Checkpoint, after: Checkpoint) -> str:

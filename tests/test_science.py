@@ -1,0 +1,370 @@
+"""Settings that follow the optimizer, and results that are not finite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
+from test_spans import squad
+from test_tags import toy
+from toys import WORDS, Toys
+
+from xformer import checkpoint as checkpoints
+from xformer import metrics
+from xformer.analysis.command import publish
+from xformer.config import load, validate
+from xformer.data.errors import BadInput, Failure
+from xformer.data.files import read_json
+from xformer.data.store import open_store
+from xformer.optim import MOMENTS, OptimConfig
+from xformer.study.notes import Notes
+from xformer.study.plan import Plan, Work, content_key, identity
+from xformer.study.shapes import Shapes
+from xformer.study.spec import read_study
+from xformer.study.statistics import compare, summarise
+from xformer.train import Recipe
+
+TWO_STEPS = ["train.steps=2", "train.select=last"]
+
+# ------------------------------------------------------------------ what follows the optimizer
+
+
+def started(forks: Forks, data: Toys, run: Path, *overrides: str) -> str:
+    """What the start of a short run prints."""
+    return good(forks.run(*training(SMOKE, data.text, run, *TWO_STEPS, *overrides))).err
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_weight_decay_and_betas_follow_the_optimizer(
+    name: str, forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """The values that apply stand in config.json and in the first lines that a user sees."""
+    said = started(forks, data, tmp_path / "run", f"optim.name={name}")
+    decay = 0.01 if name == "adamw" else 0.0
+    betas = [0.95, 0.98] if name == "novograd" else [0.9, 0.999]
+    content = read_json(tmp_path / "run/config.json")
+    for part in ("config", "identity"):
+        assert content[part]["optim"]["weight_decay"] == decay
+        assert content[part]["optim"]["betas"] == betas
+    assert f"{name}: highest rate 0.001 (linear), weight decay {decay:g}\n" in said
+    assert "L2" not in said
+
+
+def test_a_typed_weight_decay_is_an_l2_term(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    said = started(forks, data, tmp_path / "adam", "optim.name=adam", "optim.weight_decay=0.01")
+    assert "adam: highest rate 0.001 (linear), weight decay 0.01\n" in said
+    assert said.count("optim.weight_decay=0.01 with adam is an L2 term") == 1
+    assert read_json(tmp_path / "adam/config.json")["config"]["optim"]["weight_decay"] == 0.01
+    for name in ("adamw", "novograd"):
+        given = f"optim.name={name}", "optim.weight_decay=0.01"
+        assert "L2" not in started(forks, data, tmp_path / name, *given)
+
+
+def test_help_shows_both_defaults(forks: Forks) -> None:
+    lines = good(forks.run("train.py", "--help")).out.splitlines()
+    assert "  optim.weight_decay: float = 0.01 for adamw, 0.0 for all others" in lines
+    betas = "[0.95, 0.98] for novograd, [0.9, 0.999] for all others"
+    assert f"  optim.betas: [float, float] = {betas}" in lines
+
+
+def test_runs_from_before_continue(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """AdamW's runs always said 0.01. Adam's said so too: what they were made with must be typed."""
+    for name, more in (("adamw", []), ("adam", ["optim.weight_decay=0.01"])):
+        run = tmp_path / name
+        line = training(SMOKE, data.text, run, "train.select=last", f"optim.name={name}")
+        good(forks.run(*line, *more, "train.steps=2"))
+        assert read_json(run / "config.json")["identity"]["optim"]["weight_decay"] == 0.01
+        if more:
+            refused(forks.run(*line, "train.steps=3"), "optim.weight_decay=0.01 is now 0.0")
+        good(forks.run(*line, *more, "train.steps=3"))
+        assert read_json(run / "result.json")["steps"] == 3
+
+
+def test_finished_results_of_studies_stay_valid() -> None:
+    """Keys from before the defaults followed the optimizer."""
+
+    def key(*overrides: str) -> str:
+        given = [str(ROOT / CLASSIFY), "data=x", "run=-", *overrides]
+        return content_key(identity(load(Recipe, given)))
+
+    assert key() == "0c29172d3cd22bb9"
+    assert key("optim.name=adam", "optim.weight_decay=0") == "37a08a82bf4319ad"
+    assert key("optim.name=adam") == "37a08a82bf4319ad"
+    assert key("optim.name=adam", "optim.weight_decay=0.01") == "c67d5d4eaffcebf8"
+
+
+STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
+SCALES = [(path, scale) for path in STUDIES for scale in ("mini", "paper")]
+
+
+def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Work, Recipe]]:
+    """The training runs of a study and what they resolve to."""
+    works = Plan(read_study(path, scale), directory, {}).works.values()
+    return [(work, validate(Recipe, work.recipe)) for work in works if work.recipe is not None]
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_study_inherits_another_optimizers_settings(
+    path: Path, scale: str, tmp_path: Path
+) -> None:
+    for work, recipe in runs_of(path, scale, tmp_path):
+        config = recipe.optim
+        assert config.weight_decay == 0 or config.name == "adamw", work.name
+        assert (config.betas == (0.95, 0.98)) == (config.name == "novograd"), work.name
+
+
+def test_no_recipe_inherits_another_optimizers_settings() -> None:
+    """Hilbert-CNN's authors have an L2 term with Adam."""
+    for path in (ROOT / "recipes").glob("[fp]*/*.toml"):
+        config = load(Recipe, [str(path), "data=x", "run=-"]).optim
+        assert config.name == "adamw" or path.stem == "hilbert-cnn", path
+        decays = {"hilbert-cnn": 7.5e-4, "roberta-base-chiang2020": 0.0, "words-only": 0.0}
+        assert config.weight_decay == decays.get(path.stem, 0.01), path
+
+
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
+    """What once differed from the papers without a word."""
+
+    def runs(name: str) -> list[tuple[Work, Recipe]]:
+        return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
+
+    # Kao & Lee, figures 4, 8 and 9: the last checkpoint of training on 1 %
+    selected = {recipe.train.select for work, recipe in runs("kao2021-one-percent")
+                if work.levels["fraction"] == "one"}  # fmt: skip
+    assert selected == {"last"}
+    # neither Chiang & Lee nor Huang et al. fine-tune with weight decay
+    for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6",
+                 "huang2021-layers", "huang2021-heads", "huang2021-intermediate"):  # fmt: skip
+        found = {recipe.optim.weight_decay for work, recipe in runs(name)
+                 if work.stage != "pretrain"}  # fmt: skip
+        assert found == {0.0}, name
+    if scale == "paper":  # Chiang & Lee, table 2
+        words = next(recipe for work, recipe in runs("chiang2020-table6") if work.stage == "words")
+        table = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
+        assert table == (150, 5e-5, 200_000, 10_000)
+    for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):
+        for table in read_study(ROOT / f"recipes/studies/{name}.toml", scale).tables:
+            if table.columns == "task":  # the mean of both sets
+                assert isinstance(table.metric, dict)
+                assert table.metric["mnli"] == "valid+valid_mismatched.accuracy"
+    for name in ("zhang2021-operations", "zhang2021-foreign"):
+        study = read_study(ROOT / f"recipes/studies/{name}.toml", scale)
+        assert {table.best for table in study.tables} == {"epoch"}
+        assert ("mnli" in {table.name for table in study.tables}) == (scale == "paper")
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path) -> None:
+    """The reports of these name each deviation, with the value that runs."""
+    expected = {
+        "chiang2020-table1": ["pieces of the vocabulary", "weight decay of fine-tuning",
+                              "score of CoLA"],
+        "chiang2020-substitute": ["pieces of the vocabulary", "weight decay of fine-tuning"],
+        "chiang2020-table6": ["pieces of the vocabulary", "learning the words"],
+        "huang2021-layers": ["the pooler", "weight decay"],
+        "kao2021-optimizers": ["betas of NovoGrad", "weight decay"],
+        "kao2021-figure2": ["weight decay"],
+        "zhang2021-operations": ["what is printed", "rate, rows, epochs and weight decay"],
+        "zhang2021-foreign": ["what is printed", "rate, rows, epochs and weight decay"],
+    }  # fmt: skip
+    plan = Plan(read_study(path, scale), tmp_path, {})
+    said = {one.what: one.ours for one in Notes(plan, Shapes(plan)).deviations}
+    assert set(expected.get(path.stem, [])) <= set(said)
+    if path.stem.startswith("chiang"):
+        pieces = {"mini": "8,000", "paper": "30,000"}[scale]
+        assert said["pieces of the vocabulary"] == f"{pieces} for all"
+        assert said["weight decay of fine-tuning"] == "0"
+    if path.stem == "kao2021-optimizers":
+        assert said["betas of NovoGrad"] == "0.95 and 0.98; of the others 0.9 and 0.999"
+
+
+def test_an_unknown_optimizer_is_named_first(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", "optim.name=adamm")
+    refused(forks.run(*line), "optim.name='adamm'")
+
+
+def test_settings_survive_json() -> None:
+    for name in MOMENTS:
+        config = OptimConfig.model_validate({"name": name})
+        assert OptimConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+# --------------------------------------------------------------------- numbers that are not finite
+
+Runs = dict[str, Path]
+Breaker = Callable[[Path, str], Path]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Breaker:
+    """A copy of a checkpoint that cannot read one word, whose embedding is NaN."""
+
+    def copy(run: Path, piece: str) -> Path:
+        checkpoint = checkpoints.load(run)
+        weights = {name: weight.clone() for name, weight in checkpoint.weights.items()}
+        weights["encoder.embeddings.word.weight"][checkpoint.tokenizer.pieces.index(piece)] = np.nan
+        made = tmp_path / f"broken-{run.name}"
+        checkpoints.save(checkpoints.replace(checkpoint, weights=weights), made)
+        return made
+
+    return copy
+
+
+def rows_with(store: Path, split: str, piece: str, most: int = 10**6) -> list[int]:
+    """The rows of a split among whose first `most` tokens a piece is."""
+    opened = open_store(store)
+    number = opened.tokenizer().pieces.index(piece)
+    columns = opened.split(split).columns
+    texts = [columns[name] for name in ("tokens", "tokens_b") if name in columns]
+    return [row for row in range(opened.split(split).rows)
+            if any(number in text[row][:most] for text in texts)]  # fmt: skip
+
+
+def said(split: str, bad: list[int], rows: int) -> str:
+    assert 8 < len(bad) < rows
+    some = ", ".join(map(str, bad[:8]))
+    return (f"error: the split '{split}': outputs are not finite in {len(bad)} of {rows} rows: "
+            f"{some} and {len(bad) - 8} more\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["classes", "scores", "pairs"])
+def test_outputs_that_are_not_finite_name_their_rows(
+    name: str, forks: Forks, data: Toys, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    word = "dan" if name == "scores" else WORDS[0]
+    store: Path = getattr(data, name)
+    expected = said("test", rows_with(store, "test", word), 60)
+    path, out = broken(learned[name], word), tmp_path / "out.json"
+    for ranks in (1, 2):
+        done = forks.run("evaluate.py", path, f"data={store}", f"out={out}", ranks=ranks)
+        assert (done.status, done.out, out.exists()) == (1, "", False)
+        assert done.err == expected
+
+
+def test_a_masked_loss_that_is_not_finite_names_its_rows(
+    forks: Forks, data: Toys, learned: Runs, broken: Breaker
+) -> None:
+    done = forks.run("evaluate.py", broken(learned["text"], WORDS[0]), f"data={data.text}")
+    refused(done, "the split 'test': outputs are not finite in ", " of 60 rows: ", status=1)
+    assert done.out == ""
+
+
+def test_labels_of_words_that_are_not_finite_name_their_rows(
+    forks: Forks, data: Toys, broken: Breaker, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(0)
+    for split, rows in (("train", 8), ("valid", 30)):
+        blocks = ["\n".join("\t".join(pair) for pair in row) for row in toy(draw, rows)]
+        (tmp_path / f"{split}.conll").write_text("\n\n".join(blocks) + "\n")
+    store = tmp_path / "store"
+    good(forks.run("preprocess.py", "task", "conll", "--input", tmp_path, "--tokenizer",
+                   data.tokenizer, "--output", store))  # fmt: skip
+    run = tmp_path / "run"
+    good(forks.run(*training("recipes/finetune/tag.toml", store, run, *TWO_STEPS)))
+    path = broken(run, WORDS[0])
+    expected = said("valid", rows_with(store, "valid", WORDS[0], 18), 30)
+    done = forks.run("evaluate.py", path, f"data={store}", "split=valid")
+    assert (done.status, done.err) == (1, expected)
+    (tmp_path / "raw.txt").write_text(f"{WORDS[1]} {WORDS[2]}\n{WORDS[3]} {WORDS[0]}\n")
+    done = forks.run("evaluate.py", path, f"input={tmp_path / 'raw.txt'}")
+    refused(done, "the input: outputs are not finite in 1 of 2 rows: 1", status=1)
+
+
+def test_answers_that_are_not_finite_name_their_windows(
+    forks: Forks, data: Toys, broken: Breaker, tmp_path: Path
+) -> None:
+    raw, store, run = tmp_path / "raw.json", tmp_path / "store", tmp_path / "run"
+    raw.write_text(json.dumps(squad(np.random.default_rng(1), 4, 5)))
+    good(forks.run("preprocess.py", "task", "squad", "--train", raw, "--valid", raw, "--tokenizer",
+                   data.tokenizer, "--max-tokens", "20", "--stride", "5", "--max-question", "2",
+                   "--output", store))  # fmt: skip
+    good(forks.run(*training("recipes/finetune/squad.toml", store, run, *TWO_STEPS)))
+    expected = said(
+        "valid", rows_with(store, "valid", WORDS[0]), open_store(store).split("valid").rows
+    )
+    done = forks.run("evaluate.py", broken(run, WORDS[0]), f"data={store}", "split=valid")
+    assert (done.status, done.err) == (1, expected)
+
+
+def test_predictions_that_are_not_finite_name_their_rows(
+    forks: Forks, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    raw, out = tmp_path / "raw.tsv", tmp_path / "out.tsv"
+    raw.write_text(f"text\n{WORDS[1]}\n{WORDS[0]}\n{WORDS[2]}\n")
+    path = broken(learned["classes"], WORDS[0])
+    done = forks.run("evaluate.py", path, f"input={raw}", f"out={out}")
+    refused(done, "the input: outputs are not finite in 1 of 3 rows: 1", status=1)
+    assert not out.exists()
+    done = forks.run("evaluate.py", broken(learned["text"], WORDS[0]), f"text={WORDS[0]} [MASK]")
+    refused(done, "the text: ", "not finite in 1 of 1 rows: 0", status=1)
+
+
+def test_validation_that_is_not_finite_ends_a_run(
+    forks: Forks, data: Toys, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    """It was never the best, without a word: here it is only the validation set that has the
+    unknown sign, so that training itself is finite."""
+    raw, store, run = tmp_path / "raw", tmp_path / "store", tmp_path / "run"
+    raw.mkdir()
+    lines = (data.raw / "classes/train.tsv").read_text().splitlines()
+    (raw / "train.tsv").write_text("\n".join(lines) + "\n")
+    lines[2] = lines[2].replace("\t", " \u4e2d\t")
+    (raw / "valid.tsv").write_text("\n".join(lines[:6]) + "\n")
+    make = ("preprocess.py", "task", "tsv", "--text", "text", "--label", "label", "--input", raw)
+    good(forks.run(*make, "--tokenizer", data.tokenizer, "--output", store))
+    init = broken(learned["classes"], "[UNK]")
+    done = forks.run(*training(CLASSIFY, store, run, f"init={init}", "train.steps=2"))
+    assert done.status == 1
+    assert done.err.endswith("error: the split 'valid': outputs are not finite in 1 of 5 rows: 1\n")
+    assert not (run / "result.json").exists()
+
+
+def test_an_infinite_label_is_named(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """preprocess.py refuses it; a store of another program's may hold it."""
+    store = tmp_path / "store"
+    good(forks.run("preprocess.py", "task", "tsv", "--input", data.raw / "scores", "--text", "text",
+                   "--label", "score", "--kind", "score", "--tokenizer", data.tokenizer,
+                   "--output", store))  # fmt: skip
+    path = next(store.glob("test/label*.npy"))
+    labels = np.load(path)
+    labels[[3, 5]] = np.inf
+    np.save(path, labels)
+    (store / "sums.json").unlink(missing_ok=True)
+    done = forks.run("evaluate.py", learned["scores"], f"data={store}")
+    refused(done, "the split 'test': 2 labels are not finite, those of the rows 3, 5")
+
+
+def test_correlations_refuse_what_is_not_finite() -> None:
+    rising = np.arange(5.0)
+    nan = np.where(rising == 3, np.nan, rising)
+    with pytest.raises(Failure, match=r"the predictions are not finite in 1 of 5 rows: 3"):
+        metrics.regression(nan, rising)
+    with pytest.raises(Failure, match=r"the labels are not finite in 1 of 5 rows: 3"):
+        metrics.regression(rising, nan)
+    constant = metrics.regression(np.ones(5), rising)
+    assert constant == {"pearson": 0.0, "spearman": 0.0}  # undefined, and not NaN
+    assert metrics.regression(rising, 2 * rising)["pearson"] == pytest.approx(1.0)
+
+
+def test_statistics_refuse_what_is_not_finite() -> None:
+    for bad in (np.nan, np.inf):
+        for pair in (([1.0, bad], [1.0, 2.0]), ([1.0, 2.0], [0.0, bad]), ([1.0, bad], [1.0, bad])):
+            with pytest.raises(BadInput, match=r"score 2 of 2 is (nan|inf)"):
+                compare(*pair)
+        with pytest.raises(BadInput, match=r"score 1 of 3 is (nan|inf)"):
+            summarise([bad, 1.0, 2.0])
+
+
+def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
+    from xformer.analysis.command import Output
+
+    with pytest.raises(Failure, match=r"toy: last\.cka is nan"):
+        publish(Output(out=str(tmp_path)), {"analysis": "toy"}, None, "", {"last": {"cka": np.nan}})
+    assert list(tmp_path.iterdir()) == []

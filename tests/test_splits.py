@@ -1,0 +1,323 @@
+"""Splits that a source names itself, and splits drawn with every class in proportion."""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Done, Forks, good, refused
+
+from xformer.data.store import Store, open_store
+
+Rows = list[dict[str, str]]
+HEAD = ["sequence", "target", "set", "validation"]
+LETTERS = list("ACDEFGHIKLMNPQRSTVWY")
+
+
+def proteins(number: int, seed: int = 0) -> list[str]:
+    draw = np.random.default_rng(seed)
+    return ["".join(draw.choice(LETTERS, 12)) for _ in range(number)]
+
+
+def flip(train: int, valid: int, test: int) -> Rows:
+    """Rows as FLIP's two_vs_rest.csv has them, in any order."""
+    marks = [("train", "")] * train + [("train", "True")] * valid + [("test", "")] * test
+    order = np.random.default_rng(1).permutation(len(marks))
+    return [
+        dict(zip(HEAD, (text, f"{i / 7:.3f}", *marks[i]), strict=True))
+        for i, text in zip(order, proteins(len(marks)), strict=True)
+    ]
+
+
+def write(rows: Rows, path: Path) -> Path:
+    """The rows in the form that the file's ending names."""
+    form, names = path.suffix, list(rows[0])
+    if form == ".parquet":
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif form == ".jsonl":
+        # what is empty is absent, as a program may leave it out
+        lines = [{k: v for k, v in row.items() if v != ""} for row in rows]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    elif form == ".fasta":
+        path.write_text("".join(
+            f">s{i} TARGET={r['target']} SET={r['set']} VALIDATION={bool(r['validation'])}\n"
+            f"{r['sequence']}\n" for i, r in enumerate(rows)
+        ))  # fmt: skip
+    else:
+        mark = "," if form == ".csv" else "\t"
+        path.write_text("\n".join(mark.join(line) for line in
+                                  [names, *(list(r.values()) for r in rows)]))  # fmt: skip
+    return path
+
+
+def task(forks: Forks, name: str, path: Path, *options: str) -> Done:
+    text = ["--text", "sequence", "--label", "target"] if name == "tsv" else []
+    tokenizer = ["--tokenizer", path.parent / "tok"] if name == "tsv" else []
+    output = ["--output", path.parent / "store", "--overwrite"]
+    return forks.run("preprocess.py", "task", name, "--input", path, *text, *tokenizer, *output,
+                     *options)  # fmt: skip
+
+
+def sizes(store: Store) -> dict[str, int]:
+    return {name: store.split(name).rows for name in store.splits}
+
+
+def tokenizer(forks: Forks, place: Path) -> None:
+    (place / "words.txt").write_text("\n".join(proteins(50)))
+    good(forks.run("preprocess.py", "tokenizer", "--kind", "wordpiece", "--vocab-size", "60",
+                   "--input", place / "words.txt", "--output", place / "tok"))  # fmt: skip
+
+
+# ------------------------------------------------------------------- what the source says
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet", "fasta"])
+def test_two_vs_rest(form: str, forks: Forks, tmp_path: Path) -> None:
+    """FLIP's columns are the splits, in every form of file, and that is said."""
+    rows = flip(381, 43, 830)
+    path = write(rows, tmp_path / f"two_vs_rest.{form}")
+    done = good(task(forks, "protein", path, "--kind", "score"))
+    store = open_store(tmp_path / "store")
+    assert sizes(store) == {"train": 381, "valid": 43, "test": 830}
+    case = str.upper if form == "fasta" else str
+    columns = [case("set"), case("validation")]
+    assert store.meta["origin"]["split_columns"] == columns
+    assert "seed" not in store.meta["origin"]
+    told = "name the splits: train 381, valid 43, test 830 rows"
+    assert done.err.splitlines() == [f"note: {columns[0]!r} and {columns[1]!r} of {path} {told}"]
+    labels = store.split("valid").columns["label"].tolist()
+    assert labels == pytest.approx([float(r["target"]) for r in rows if r["validation"]], rel=1e-6)
+
+
+def test_a_table_of_texts(forks: Forks, tmp_path: Path) -> None:
+    """`task tsv` and GLUE's copies read them too; the values may be written in any usual way."""
+    tokenizer(forks, tmp_path)
+    values = ["train", "Training", "TRAIN", "val", "dev", "Validation", "valid", "test", "Test "]
+    rows = [{"sequence": text, "target": "xy"[i % 2], "Split": values[i % 9]}
+            for i, text in enumerate(proteins(90))]  # fmt: skip
+    done = good(task(forks, "tsv", write(rows, tmp_path / "all.tsv")))
+    assert sizes(open_store(tmp_path / "store")) == {"train": 30, "valid": 40, "test": 20}
+    assert "note: 'Split' of" in done.err
+    named = [{"sentence": r["sequence"], "label": str(i % 2), "split": r["Split"]}
+             for i, r in enumerate(rows)]  # fmt: skip
+    good(forks.run("preprocess.py", "task", "glue/sst2", "--input",
+                   write(named, tmp_path / "sst2.csv"), "--tokenizer", tmp_path / "tok",
+                   "--output", tmp_path / "store", "--overwrite"))  # fmt: skip
+    assert sizes(open_store(tmp_path / "store")) == {"train": 30, "valid": 40, "test": 20}
+
+
+def test_a_column_of_marks_alone(forks: Forks, tmp_path: Path) -> None:
+    rows = [{**row, "set": ""} for row in flip(60, 9, 0)]
+    rows = [{k: v for k, v in row.items() if k != "set"} for row in rows]
+    done = good(task(forks, "protein", write(rows, tmp_path / "a.csv"), "--kind", "score"))
+    assert sizes(open_store(tmp_path / "store")) == {"train": 60, "valid": 9}
+    assert "note: 'validation' of" in done.err
+
+
+def test_without_a_row_to_validate_on(forks: Forks, tmp_path: Path) -> None:
+    path = write(flip(60, 0, 9), tmp_path / "a.csv")
+    done = good(task(forks, "protein", path, "--kind", "score"))
+    assert sizes(open_store(tmp_path / "store")) == {"train": 60, "test": 9}
+    assert "warning: no row is for validation: train with train.select=last" in done.err
+
+
+def test_another_column_or_none(forks: Forks, tmp_path: Path) -> None:
+    rows = [
+        {**row, "mine": "val" if i % 3 == 0 else "train"} for i, row in enumerate(flip(90, 0, 9))
+    ]
+    path = write(rows, tmp_path / "a.csv")
+    good(task(forks, "protein", path, "--kind", "score", "--split-column", "mine"))
+    assert sizes(open_store(tmp_path / "store")) == {"train": 66, "valid": 33}
+    done = good(task(forks, "protein", path, "--kind", "score", "--split-column", "none"))
+    store = open_store(tmp_path / "store")
+    assert sizes(store) == {"train": 89, "valid": 5, "test": 5}
+    assert store.meta["origin"]["seed"] == 0
+    assert "note" not in done.err
+
+
+@pytest.mark.parametrize("name", ["secondary_structure", "conservation"])
+def test_flips_own_headers(name: str, shared: Path, forks: Forks, tmp_path: Path) -> None:
+    """The split of each protein in FLIP's files: read from FASTA, and from the same as a csv."""
+    with zipfile.ZipFile(shared / f"protein/flip/{name}_splits.zip") as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "splits"
+    heads = [line[1:].split() for line in (folder / "sampled.fasta").read_text().splitlines()
+             if line.startswith(">")]  # fmt: skip
+    texts = (folder / "sequences.fasta").read_text().split(">")[1:]
+    sequences = {text.split()[0]: "".join(text.split()[1:]) for text in texts}
+    rows = [
+        {
+            "sequence": sequences[head[0]],
+            "target": str(len(sequences[head[0]])),
+            "set": head[1].removeprefix("SET="),
+            "validation": head[2].removeprefix("VALIDATION="),
+        }
+        for head in heads
+    ]
+    expected = {"secondary_structure": [9712, 1080, 364], "conservation": [9392, 555, 519]}[name]
+    task_name = "secondary" if name == "secondary_structure" else name
+    good(task(forks, f"protein/{task_name}", folder))
+    assert list(sizes(open_store(tmp_path / "store")).values()) == expected
+    good(task(forks, "protein", write(rows, tmp_path / "a.csv"), "--kind", "score"))
+    assert list(sizes(open_store(tmp_path / "store")).values()) == expected
+
+
+# ------------------------------------------------------------------- what is refused
+
+
+def changed(i: int, **values: str) -> Rows:
+    rows = flip(60, 9, 9)
+    rows[i] |= values
+    return rows
+
+
+LATE = [{k: v for k, v in row.items() if k in ("sequence", "target")} for row in flip(60, 0, 0)]
+REFUSED: list[tuple[Rows, str, list[str], str]] = [
+    (changed(4, set="holdout"), "a.csv", [],
+     "a.csv:6: column 'set' is 'holdout', which is none of train, training, valid"),
+    (changed(4, set=""), "a.csv", [], "a.csv:6: column 'set' is ''"),
+    (changed(4, set="7"), "a.jsonl", [], "a.jsonl:5: column 'set' is '7'"),
+    (changed(4, validation="maybe"), "a.csv", [],
+     "a.csv:6: column 'validation' is 'maybe', which is neither true nor false"),
+    (changed(4, set="test", validation="True"), "a.tsv", [],
+     "a.tsv:6: column 'set' is 'test', but column 'validation' is 'True'"),
+    (changed(4, set="holdout"), "a.fasta", [], "a.fasta:9: SET is 'holdout', which is none of"),
+    ([{**row, "split": "train"} for row in flip(60, 9, 9)], "a.csv", [],
+     "has the columns 'split' and 'set': which names the splits?"),
+    (flip(60, 9, 9), "a.csv", ["--split-column", "sett"], "no column 'sett'"),
+    (flip(60, 9, 9), "a.fasta", ["--split-column", "set"], "a.fasta has no named columns"),
+    ([*LATE, *flip(1, 1, 1)], "a.jsonl", [], "a.jsonl:61: this row has 'set', which the first"),
+    (flip(60, 9, 9), "train.csv", ["--train", "--split-column", "set"],
+     "is named as a file of the split train; give the file alone"),
+    (flip(60, 9, 9), "a.csv", ["--stratify"], "but the task has no classes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case[3] for case in REFUSED])
+def test_marks_that_cannot_be(
+    case: tuple[Rows, str, list[str], str], forks: Forks, tmp_path: Path
+) -> None:
+    """One line names the file, the line and the value; nothing is drawn, nothing is written."""
+    rows, name, options, words = case
+    path = write(rows, tmp_path / name)
+    if options[:1] == ["--train"]:
+        path, options = tmp_path, options[1:]
+    done = task(forks, "protein", path, "--kind", "score", *options)
+    refused(done, words)
+    assert not (tmp_path / "store").exists()
+
+
+def test_marks_that_cannot_be_are_left_out(forks: Forks, tmp_path: Path) -> None:
+    path = write(changed(4, set="holdout"), tmp_path / "a.csv")
+    good(task(forks, "protein", path, "--kind", "score", "--skip-bad"))
+    assert sum(sizes(open_store(tmp_path / "store")).values()) == 77
+
+
+def test_a_file_given_as_one_split_keeps_it(forks: Forks, tmp_path: Path) -> None:
+    """What the command line says goes before the file's marks, and that is said."""
+    for name in ("train.csv", "train.fasta"):
+        path = write(flip(60, 9, 9), tmp_path / name)
+        done = good(forks.run("preprocess.py", "task", "protein", "--train", path, "--kind",
+                              "score", "--output", tmp_path / f"{name}.store"))  # fmt: skip
+        assert sizes(open_store(tmp_path / f"{name}.store")) == {"train": 78}
+        assert "are of the split train, as the file is given: its" in done.err
+        assert "is not read" in done.err
+
+
+# ------------------------------------------------------------------- classes in proportion
+
+
+def classes(store: Store) -> dict[str, Counter[str]]:
+    return {
+        name: Counter(store.labels[i] for i in store.split(name).columns["label"])
+        for name in store.splits
+    }
+
+
+def test_classes_in_proportion(forks: Forks, tmp_path: Path) -> None:
+    """Of every class as many rows as its share, and equal texts stay together."""
+    counts = {"common": 400, "rare": 40, "other": 160, "two": 2}
+    names = [name for name, count in counts.items() for _ in range(count)]
+    texts = proteins(len(names))
+    rows = [{"sequence": t, "label": n} for t, n in zip(texts, names, strict=True)]
+    rows += [rows[i] for i in range(0, 600, 4)]  # the same texts again
+    order = np.random.default_rng(3).permutation(len(rows))
+    path = write([rows[i] for i in order], tmp_path / "a.csv")
+    whole = Counter(row["label"] for row in rows)
+    for seed in ("0", "1"):
+        good(task(forks, "protein", path, "--stratify", "--seed", seed))
+        store = open_store(tmp_path / "store")
+        found = classes(store)
+        for part in ("valid", "test"):
+            for name, count in whole.items():
+                assert found[part][name] == pytest.approx(0.05 * count, abs=2)
+        assert found["train"]["two"] == 2
+        assert sizes(store)["test"] == pytest.approx(0.05 * len(rows), abs=2)
+        of_split = [{bytes(c[i]) for i in range(len(c))} for c in
+                    (store.split(s).columns["tokens"] for s in store.splits)]  # fmt: skip
+        assert sum(map(len, of_split)) == len(set().union(*of_split)) == len(texts)
+        assert store.meta["origin"]["stratified"] is True
+
+
+def test_a_class_that_a_split_lacks(forks: Forks, tmp_path: Path) -> None:
+    """A warning names it, whether splits were drawn, and how, or published."""
+    names = ["a"] * 60 + ["b"] * 60 + ["c"] * 3
+    rows = [{"sequence": t, "label": n} for t, n in zip(proteins(123), names, strict=True)]
+    path = write(rows, tmp_path / "a.csv")
+    for options in ([], ["--stratify"]):
+        done = good(task(forks, "protein", path, *options))
+        found = classes(open_store(tmp_path / "store"))
+        for part in ("valid", "test"):
+            if lacking := sorted({"a", "b", "c"} - found[part].keys()):
+                said = f"warning: {part} has no rows of {len(lacking)} of the 3 classes: "
+                assert said + ", ".join(lacking) in done.err
+        assert "c" not in found["valid"] or "c" not in found["test"]
+    rows = [{**row, "set": "test" if i % 2 and row["label"] != "c" else "train"}
+            for i, row in enumerate(rows)]  # fmt: skip
+    done = good(task(forks, "protein", write(rows, tmp_path / "b.csv")))
+    assert "warning: test has no rows of 1 of the 3 classes: c" in done.err
+    refused(task(forks, "protein", tmp_path / "b.csv", "--stratify"),
+            "but the source names its splits")  # fmt: skip
+
+
+def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) -> None:
+    """Eleven places in the cell, from 63 to 1,411 proteins: each in each split, as its share is."""
+    (tmp_path / "in").symlink_to(shared / "protein/localization_multiloc/multiloc")
+    done = good(task(forks, "protein/localization", tmp_path / "in", "--stratify"))
+    found = classes(open_store(tmp_path / "store"))
+    whole = sum(found.values(), Counter())
+    for part in ("valid", "test"):
+        assert len(found[part]) == 11
+        for name, count in whole.items():
+            assert found[part][name] == pytest.approx(0.05 * count, abs=2)
+    assert "warning" not in done.err
+
+
+def test_segments_of_a_piece_stay_together(shared: Path, forks: Forks, tmp_path: Path) -> None:
+    """MAESTRO drawn anew, with composers in proportion: no piece in two splits."""
+    with (shared / "music/maestro-v1-subset/maestro-v1.0.0.csv").open() as file:
+        few = list(csv.DictReader(file))[::4]
+    for row in few:
+        place = tmp_path / row["midi_filename"]
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(shared / "music/maestro-v1-subset" / row["midi_filename"])
+    path = tmp_path / "maestro.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(few[0]))
+        writer.writeheader()
+        writer.writerows(few)
+    good(task(forks, "music/maestro", path, "--split-column", "none", "--stratify"))
+    store = open_store(tmp_path / "store")
+    pieces = []
+    for name in store.splits:
+        ids = store.split(name).columns["id"]
+        pieces.append({ids.text(i).rpartition(":")[0] for i in range(len(ids))})
+    assert sum(map(len, pieces)) == len(set().union(*pieces)) == len(few)
+    found, whole = sizes(store), sum(sizes(store).values())
+    assert found["test"] / whole == pytest.approx(0.05, abs=0.04)
