@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import looking
+import numpy as np
 import pytest
 import test_study
+import torch
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
 from test_study import changed, finish, plan_of
 from toys import Toys
 
-from xformer.config import read_recipe
+from preprocess import cli, dna, glue, protein, tags
+from xformer.checkpoint import Head
+from xformer.config import read_recipe, validate
 from xformer.data.errors import BadInput
+from xformer.data.files import write_json
+from xformer.model.attention import layout
+from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.heads import HeadKind, Model
 from xformer.study import page
 from xformer.study.cost import Costs
+from xformer.study.fit import check_plan
 from xformer.study.notes import PLACE, Notes, listed, shown
 from xformer.study.plan import Plan
 from xformer.study.results import Results
+from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
+from xformer.study.stores import Stores, made_kind
 from xformer.study.write import markdown
+from xformer.train import Recipe
 
-file, dna = test_study.file, test_study.data  # fixtures: the study "Letters"
+file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
 SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]
 
@@ -126,15 +139,17 @@ why = "mini"
 tables = ["main"]
 [[scales.paper.deviations]]
 what = "of another scale"
-paper = ""
-ours = ""
-why = ""
+paper = "p"
+ours = "o"
+why = "w"
 [needs.data]"""
 
 
-def test_deviations_stand_below_what_they_concern(file: Path, dna: Path, tmp_path: Path) -> None:
+def test_deviations_stand_below_what_they_concern(
+    file: Path, letters: Path, tmp_path: Path
+) -> None:
     changed(file, ("[needs.data]", DEVIATIONS))
-    plan = plan_of(file, tmp_path, data=str(dna))
+    plan = plan_of(file, tmp_path, data=str(letters))
     finish(plan, lambda **_: 0.5)
     for run in plan.runs("finetune"):
         lines = [f'{{"event": "train", "step": {i}, "loss": 1}}' for i in (1, 2)]
@@ -189,14 +204,6 @@ def test_typed_numbers_are_seen() -> None:
     assert typed("{finetune: runs} runs, 3 seeds") == "3"
     assert typed("Six mappings") == "Six"
     assert typed("a rate of 1e-4") == "1"
-
-
-@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
-def test_no_number_is_typed_by_hand(path: Path, scale: str, tmp_path: Path) -> None:
-    study = read_study(path, scale)
-    for text in (*study.notes, *(one.ours for one in study.deviations)):
-        assert not typed(text), f"{typed(text)} in {text!r}"
-    notes_of(Plan(study, tmp_path, {}))
 
 
 # ------------------------------------------------------------- runs and the models they start from
@@ -309,7 +316,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
 def test_what_does_not_fit_is_refused_before_anything_is_made(
     forks: Forks,
     file: Path,
-    dna: Path,
+    letters: Path,
     tmp_path: Path,
     changes: list[tuple[str, str]],
     words: list[str],
@@ -317,7 +324,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
     file.write_text(file.read_text().replace("[scales.mini]", f"{FITS}\n[scales.mini]"))
     changed(file, *changes)
     line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
-    for needs in ([], [f"needs.data={dna}"]):
+    for needs in ([], [f"needs.data={letters}"]):
         found = forks.run(*line, *needs)
         if words:
             refused(found, f"{file}: ", *words)
@@ -353,3 +360,156 @@ def test_a_transplant_reads_what_its_tokenizer_wrote(
     refused(forks.run(*line), "made with another tokenizer than the checkpoint's")
     words = f"surgery=[{{op='transplant', source='{learned['text']}'}}]"
     good(forks.run(*line, words))
+
+
+# ------------------------------------------------------------- every study, every stage, one batch
+
+
+def imported(path: Path, family: str, **sizes: int) -> Path:
+    """A Hugging Face directory as far as planning reads it: its config.json."""
+    layers, hidden = sizes.get("layers", 12), sizes.get("hidden", 768)
+    config = {
+        "model_type": family,
+        "vocab_size": sizes.get("vocab", 30522),
+        "max_position_embeddings": 514 if family == "roberta" else 512,
+        "type_vocab_size": 1 if family == "roberta" else 2,
+        "pad_token_id": 1 if family == "roberta" else 0,
+        "hidden_act": "gelu_new" if family == "albert" else "gelu",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 64 if layers > 6 else 12,
+        "intermediate_size": 4 * hidden,
+        "embedding_size": 128,
+    }
+    if family == "distilbert":
+        config |= {"n_layers": layers, "dim": hidden, "n_heads": 12, "hidden_dim": 4 * hidden}
+        config |= {"activation": "gelu", "sinusoidal_pos_embds": False}
+    path.mkdir()
+    write_json(path / "config.json", config)
+    return path
+
+
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "bert": ("bert", {}),
+    "bert-large": ("bert", {"layers": 24, "hidden": 1024}),
+    "roberta": ("roberta", {"vocab": 50265}),
+    "albert": ("albert", {"vocab": 30000}),
+    "bert-chinese": ("bert", {"vocab": 21128}),
+    "distilbert": ("distilbert", {"layers": 6}),
+    "minilm": ("bert", {"layers": 6, "hidden": 384}),
+    "de": ("bert", {"vocab": 30000}),
+    "zh": ("bert", {"vocab": 21128}),
+    "es": ("bert", {"vocab": 31002}),
+    "jp": ("bert", {"vocab": 32000}),
+}
+
+
+Planned = dict[tuple[Path, str], tuple[Plan, Shapes]]
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """Every study at every scale, with the shapes of its models known, and no data."""
+    root = tmp_path_factory.mktemp("models")
+    models = {name: imported(root / name, of, **sizes) for name, (of, sizes) in FAMILIES.items()}
+    found = {}
+    for path, scale in SCALES:
+        study = read_study(path, scale)
+        mini = {"bert": models["minilm"]} if scale == "mini" else {}  # so the need is called there
+        known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
+        plan = Plan(study, root / "studies", known)
+        found[path, scale] = plan, Costs(plan).shapes
+    return found
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> None:
+    plan, shapes = plans[path, scale]
+    for text in (*plan.study.notes, *(one.ours for one in plan.study.deviations)):
+        assert not typed(text), f"{typed(text)} in {text!r}"
+    found = Notes(plan, shapes)
+    said = [*found.notes, *(text for one in found.deviations for text in one.cells())]
+    assert "?" not in "".join(said)  # every value is known where the models are
+
+
+def longest_rows(
+    config: ModelConfig, head: HeadKind, length: int, outputs: int
+) -> tuple[Model, Packed]:
+    """A model without storage, and a batch of two rows of `length` tokens for it."""
+    assert length <= config.max_positions
+    ids = np.full(2 * length, config.vocab_size - 1)
+    places = np.tile(np.arange(length), 2)
+    second = (places >= length // 2).astype(np.int64)
+    some = np.arange(0, 2 * length, 7) if head in ("mlm", "tag") else None
+    labels = {"regress": np.zeros(2, np.float32), "span": np.zeros((2, 2), np.int64)}
+    label = labels.get(head, np.zeros(2, np.int64))
+    tensors = [
+        None if array is None else torch.from_numpy(array).to("meta")
+        for array in (ids, places, second, label, some, some)
+    ]
+    tokens, positions, segments, label, some, targets = tensors
+    ends = layout(np.array([0, length, 2 * length]), "meta")
+    with torch.device("meta"):
+        model = Model(config, head, outputs).eval()
+    table = model.encoder.embeddings.position
+    assert table is None or config.first_position + length <= table.num_embeddings
+    return model, Packed(tokens, positions, segments, ends, label, some, targets)
+
+
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
+    """Its longest rows, through the model that it trains, once for each shape."""
+    kinds: set[tuple[ModelConfig, HeadKind, int, int]] = set()
+    for path in STUDIES:
+        plan, shapes = plans[path, scale]
+        stores = Stores(plan)
+        check_plan(plan, shapes)
+        for work in plan.works.values():
+            if work.recipe is None:
+                continue
+            recipe = validate(Recipe, work.recipe)
+            config, store = shapes.of(work), stores.store(recipe.data.store)
+            assert config is not None, f"{path}: {work.name}: its model is not known"
+            assert store.kind is not None
+            assert store.words is not None
+            if config.vocab_size == 0:  # the tokenizer's
+                size = stores.words(str(work.path)).size
+                assert size, f"{path}: {work.name}: its vocabulary is not known"
+                config = config.model_copy(update={"vocab_size": size})
+            config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike
+            outputs = Head(recipe.head, ("a", "b", "c")).outputs
+            kinds.add((config, recipe.head, recipe.batch.max_tokens, outputs))
+    assert len(kinds) > 5
+    for config, head, length, outputs in kinds:
+        model, batch = longest_rows(config, head, length, outputs)
+        loss, _ = model.loss(batch)
+        assert loss.total.shape == ()
+        assert loss.count
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> None:
+    """A store's rows and their two special tokens fit the rows of a batch."""
+    plan, _ = plans[path, scale]
+    commands = {str(work.path): work.command for work in plan.works.values()}
+    for work in plan.works.values():
+        if work.recipe is not None and work.recipe["head"] == "mlm":
+            recipe = validate(Recipe, work.recipe)
+            options = dict(pairwise(commands[recipe.data.store]))
+            longest = options.get("--max-tokens") or options["--lengths"].partition(":")[2]
+            assert int(longest) + 2 <= recipe.batch.max_tokens, work.name
+
+
+def test_kinds_of_stores_are_those_that_the_commands_make() -> None:
+    forms = {name: form.kind for name, form in (dna.TASKS | protein.TASKS).items()}
+    kinds = forms | {name: "class" if task.labels else "score" for name, task in glue.TASKS.items()}
+    kinds |= dict.fromkeys(tags.ABOUTS, "tag") | {"tsv": None}
+    kinds |= {"dna/splice": "class", "music/maestro": "class"}
+    assert set(kinds) == set(cli.TASKS)
+    for name, kind in kinds.items():
+        command = ["preprocess.py", "task", name, "--input", "x"]
+        assert made_kind(command) == (kind or "class")
+        if kind is None:  # the user says
+            assert made_kind([*command, "--kind", "score"]) == "score"
+    assert made_kind(["preprocess.py", "task", "squad"]) == "span"
+    assert made_kind(["preprocess.py", "tokenizer"]) is None

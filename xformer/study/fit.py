@@ -41,7 +41,9 @@ class Fit:
         self._by_path = {str(work.path): work for work in plan.works.values()}
 
     def check(self, work: Work) -> None:
-        """Raise BadInput where a work cannot use what it reads."""
+        """Raise BadInput where a work cannot use what it reads; a finished one could."""
+        if work.done:
+            return
         if work.recipe is not None:
             self._training(work, validate(Recipe, work.recipe))
         match work.command:
