@@ -108,7 +108,14 @@ def test_a_wrong_placeholder_is_refused_at_planning(
     forks: Forks, file: Path, tmp_path: Path, note: str, words: str
 ) -> None:
     changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
-    line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "--dry-run",
+        f"output={tmp_path / 's'}",
+    ]
     found = forks.run(*line)
     refused(found, f"{file}: notes: ", words)
 
@@ -323,7 +330,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
 ) -> None:
     file.write_text(file.read_text().replace("[scales.mini]", f"{FITS}\n[scales.mini]"))
     changed(file, *changes)
-    line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "--dry-run",
+        f"output={tmp_path / 's'}",
+    ]
     for needs in ([], [f"needs.data={letters}"]):
         found = forks.run(*line, *needs)
         if words:
@@ -339,7 +353,14 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     need = '[needs.model]\nabout = "x"\nget = "x"\n[needs.data]'
     changed(file, ("[needs.data]", need), ("{stage.pretrain}", "{need.model}"))
     looking.checkpoint(tmp_path / "model", max_positions=20)
-    line = ["-m", "xformer.study", file, "scale=mini", "--dry-run", f"output={tmp_path / 's'}"]
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "--dry-run",
+        f"output={tmp_path / 's'}",
+    ]
     assert "missing: model" in good(forks.run(*line)).out
     found = forks.run(*line, f"needs.model={tmp_path / 'model'}")
     refused(found, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
@@ -441,19 +462,22 @@ def longest_rows(
     places = np.tile(np.arange(length), 2)
     second = (places >= length // 2).astype(np.int64)
     some = np.arange(0, 2 * length, 7) if head in ("mlm", "tag") else None
-    labels = {"regress": np.zeros(2, np.float32), "span": np.zeros((2, 2), np.int64)}
+    labels: dict[str, np.ndarray] = {
+        "regress": np.zeros(2, np.float32),
+        "span": np.zeros((2, 2), np.int64),
+    }
     label = labels.get(head, np.zeros(2, np.int64))
-    tensors = [
-        None if array is None else torch.from_numpy(array).to("meta")
-        for array in (ids, places, second, label, some, some)
-    ]
-    tokens, positions, segments, label, some, targets = tensors
+
+    def meta(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to("meta")
+
+    asked = None if some is None else meta(some)
     ends = layout(np.array([0, length, 2 * length]), "meta")
     with torch.device("meta"):
         model = Model(config, head, outputs).eval()
     table = model.encoder.embeddings.position
     assert table is None or config.first_position + length <= table.num_embeddings
-    return model, Packed(tokens, positions, segments, ends, label, some, targets)
+    return model, Packed(meta(ids), meta(places), meta(second), ends, meta(label), asked, asked)
 
 
 @pytest.mark.parametrize("scale", ["mini", "paper"])
