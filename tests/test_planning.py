@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
+import looking
+import numpy as np
 import pytest
 import test_study
-from helpers import ROOT, Forks, good, refused
+import torch
+from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
 from test_study import changed, finish, plan_of
+from toys import Toys
 
-from xformer.config import read_recipe
+from preprocess import cli, dna, glue, protein, tags
+from xformer.checkpoint import Head
+from xformer.config import read_recipe, validate
 from xformer.data.errors import BadInput
+from xformer.data.files import write_json
+from xformer.model.attention import layout
+from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.heads import HeadKind, Model
 from xformer.study import page
 from xformer.study.cost import Costs
+from xformer.study.fit import check_plan
 from xformer.study.notes import PLACE, Notes, listed, shown
 from xformer.study.plan import Plan
 from xformer.study.results import Results
+from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
+from xformer.study.stores import Stores, made_kind
 from xformer.study.write import markdown
+from xformer.train import Recipe
 
-file, data = test_study.file, test_study.data  # fixtures: the study "Letters"
+file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
 SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]
 
@@ -93,8 +108,15 @@ def test_a_wrong_placeholder_is_refused_at_planning(
     forks: Forks, file: Path, tmp_path: Path, note: str, words: str
 ) -> None:
     changed(file, ("[needs.data]", f"notes = ['{note}']\n[needs.data]"))
-    found = forks.run("-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}",
-                      "--dry-run")  # fmt: skip
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "--dry-run",
+        f"output={tmp_path / 's'}",
+    ]
+    found = forks.run(*line)
     refused(found, f"{file}: notes: ", words)
 
 
@@ -124,15 +146,17 @@ why = "mini"
 tables = ["main"]
 [[scales.paper.deviations]]
 what = "of another scale"
-paper = ""
-ours = ""
-why = ""
+paper = "p"
+ours = "o"
+why = "w"
 [needs.data]"""
 
 
-def test_deviations_stand_below_what_they_concern(file: Path, data: Path, tmp_path: Path) -> None:
+def test_deviations_stand_below_what_they_concern(
+    file: Path, letters: Path, tmp_path: Path
+) -> None:
     changed(file, ("[needs.data]", DEVIATIONS))
-    plan = plan_of(file, tmp_path, data=str(data))
+    plan = plan_of(file, tmp_path, data=str(letters))
     finish(plan, lambda **_: 0.5)
     for run in plan.runs("finetune"):
         lines = [f'{{"event": "train", "step": {i}, "loss": 1}}' for i in (1, 2)]
@@ -189,14 +213,6 @@ def test_typed_numbers_are_seen() -> None:
     assert typed("a rate of 1e-4") == "1"
 
 
-@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
-def test_no_number_is_typed_by_hand(path: Path, scale: str, tmp_path: Path) -> None:
-    study = read_study(path, scale)
-    for text in (*study.notes, *(one.ours for one in study.deviations)):
-        assert not typed(text), f"{typed(text)} in {text!r}"
-    notes_of(Plan(study, tmp_path, {}))
-
-
 # ------------------------------------------------------------- runs and the models they start from
 
 
@@ -210,100 +226,314 @@ command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tok
 [made.alphabet]
 command = ["preprocess.py", "tokenizer", "--kind", "symbols", "--alphabet", "ACGT", "--output",
            "{{out}}"]
-[made.short]
+[made.four]
 command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
            "{{made.alphabet}}", "--output", "{{out}}"]
 [stages.wide]
 recipe = "{ROOT}/recipes/pretrain/smoke.toml"
-settings.data = "{{made.short}}"
+settings.data = "{{made.four}}"
 settings.model = {{ hidden = 32, intermediate = 16, layers = 1 }}
 [stages.look]
-command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64", "out={{out}}"]
-[[curves]]
-name = "look"
-title = "look"
-stage = "look"
-panels = "seed"
-lines = "seed"
-[stages.look.vary]
-seed = [0]
+command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64"]
+vary.seed = [0]
 [stages.score]
-command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}", "out={{out}}/result.json"]
-[stages.score.vary]
-seed = [0]
-start.pretrained = {{}}
-rate.low = {{}}
+command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}"]
+vary.seed = [0]
+vary.start.pretrained = {{}}
+vary.rate.low = {{}}
+"""
+for stage in ("look", "score"):
+    FITS += f"""
 [[curves]]
-name = "score"
-title = "score"
-stage = "score"
+name = "{stage}"
+title = "{stage}"
+stage = "{stage}"
 panels = "seed"
 lines = "seed"
 """
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([], []),  # as it is, all fits
-        # of the model that another stage makes
-        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.batch.max_tokens = 129")],
-         ["finetune seed=0", "batch.max_tokens=129: the model takes 128 at most"]),
-        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.layers = 2")],
-         ["finetune seed=0", "model.layers=2: the checkpoint given as init has 1"]),
-        ([("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.model.hidden = 32")],
-         ["finetune seed=0", "model.hidden=32 is no multiple of model.heads=12"]),
-        ([("classify.toml", "regress.toml"),
-          ('columns = "rate"\n', 'columns = "rate"\nmetric = "spearman"\n')],
-         ["finetune seed=0", "head=regress needs a store of kind score; made.task is class"]),
-        ([("classify.toml", "squad.toml"),
-          ('columns = "rate"\n', 'columns = "rate"\nmetric = "f1"\n')],
-         ["batch.max_tokens=384: the model takes 128 at most"]),
-        ([('settings.data = "{made.task}"', 'settings.data = "{made.letters}"')],
-         ["head=classify needs a store of kind class; made.letters is text"]),
-        # words of its own, letters of the task
-        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"')],
-         ["finetune seed=0", "made.task was made with another tokenizer than the checkpoint's",
-          "mapping=: ids, shift:K"]),
-        ([('settings.data = "{made.letters}"', 'settings.data = "{made.wordy}"'),
-          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'shift:5'")],
-         ["mapping=shift:5 needs a store made with the checkpoint's own tokenizer"]),
-        # 9 ids of four letters for the pre-trained model, 90 of words for the task
-        ([('settings.data = "{made.letters}"', 'settings.data = "{made.short}"'),
-          ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"'),
-          ("settings.train.epochs = 1", "settings.train.epochs = 1\nsettings.mapping = 'ids'")],
-         ["finetune seed=0", "mapping=ids: made.task has 90 ids, the model 9 embeddings"]),
-        ([('settings.data = "{made.letters}"',
-           'settings.data = "{made.short}"\nsettings.model.vocab_size = 8'),
-          ("settings.model = {", "settings.optim = {"), ("hidden = 16, intermediate = 16, layers = 1",
-                                                        "lr = 1e-3")],
-         ["pretrain: ", "model.vocab_size=8 is below the tokenizer's 9"]),
-        ([("settings.train = { steps = 4 }", "settings.train = { steps = 4 }\nsettings.batch.tokens = 32")],
-         ["pretrain: ", "batch.tokens=32 is below one row's batch.max_tokens"]),
-        ([('surgery = [{ op = "clean" }]',
-           'surgery = [{ op = "transplant", source = "{stage.wide}" }]')],
-         ["finetune seed=0 start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
-        ([('surgery = [{ op = "clean" }]',
-           'surgery = [{ op = "substitute_unused", store = "{made.wordy}" }]')],
-         ["store=made.wordy was made with another tokenizer than the checkpoint's"]),
-        # commands
-        ([('"max_tokens=64"', '"max_tokens=200"')],
-         ["look seed=0", "max_tokens=200: pretrain takes rows of 128 at most"]),
-        ([('"data={made.task}", "out', '"data={made.letters}", "out')],
-         ["score seed=0", "head=classify needs a store of kind class; made.letters is text"]),
-    ],
-)  # fmt: skip
+def finetune(setting: str) -> tuple[str, str]:
+    """A change that gives the fine-tuning another setting."""
+    return "settings.train.epochs = 1", f"settings.train.epochs = 1\nsettings.{setting}"
+
+
+def pretrain(setting: str) -> tuple[str, str]:
+    return "settings.train = { steps = 4 }", f"settings.train.steps = 4\nsettings.{setting}"
+
+
+def metric(name: str) -> tuple[str, str]:
+    return 'columns = "rate"\n', f'columns = "rate"\nmetric = "{name}"\n'
+
+
+def corpus(name: str) -> tuple[str, str]:
+    """A change that pre-trains on another store."""
+    return 'settings.data = "{made.letters}"', f'settings.data = "{{made.{name}}}"'
+
+
+def surgery(operation: str) -> tuple[str, str]:
+    return '{ op = "clean" }', operation
+
+
+TRANSPLANT = '{ op = "transplant", source = "{stage.wide}" }'
+SUBSTITUTE = '{ op = "substitute_unused", store = "{made.wordy}" }'
+OTHER = "made.task was made with another tokenizer than the checkpoint's"
+BY_WORDS = ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"')
+TINY = ("{ hidden = 16, intermediate = 16, layers = 1 }", "{ vocab_size = 8 }")
+MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
+    ([], []),  # as it is, all fits
+    # the model that another stage makes
+    ([finetune("batch.max_tokens = 129")], ["batch.max_tokens=129: the model takes 128 at most"]),
+    ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
+    ([finetune("model.hidden = 32")], ["model.hidden=32 is no multiple of model.heads=12"]),
+    ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below one row's batch.max_tokens"]),
+    # kinds of stores and heads
+    (
+        [("classify.toml", "regress.toml"), metric("spearman")],
+        ["head=regress needs a store of kind score; made.task is class"],
+    ),
+    (
+        [("classify.toml", "squad.toml"), finetune("batch.max_tokens = 64"), metric("f1")],
+        ["head=span needs a store of kind span; made.task is class"],
+    ),
+    (
+        [('data = "{made.task}"', 'data = "{made.letters}"')],
+        ["head=classify needs a store of kind class; made.letters is text"],
+    ),
+    # vocabularies: a model of words, or of four letters and five special tokens
+    ([corpus("wordy")], [OTHER, "mapping=: ids, shift:K"]),
+    ([corpus("wordy"), finetune("mapping = 'shift:5'")], ["mapping=shift:5 needs a store"]),
+    (
+        [corpus("four"), BY_WORDS, finetune("mapping = 'ids'")],
+        ["mapping=ids: made.task has 90 ids, the model 9 embeddings"],
+    ),
+    ([corpus("four"), TINY], ["pretrain: model.vocab_size=8 is below the tokenizer's 9"]),
+    ([surgery(TRANSPLANT)], ["start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
+    ([surgery(SUBSTITUTE)], ["store=made.wordy was made with another tokenizer"]),
+    # commands
+    ([("max_tokens=64", "max_tokens=200")], ["max_tokens=200: pretrain takes rows of 128 at most"]),
+    (
+        [('"data={made.task}"', '"data={made.letters}"')],
+        ["score seed=0", "head=classify needs a store of kind class; made.letters is text"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), MISFITS)
 def test_what_does_not_fit_is_refused_before_anything_is_made(
-    forks: Forks, file: Path, data: Path, tmp_path: Path, changes: list[tuple[str, str]],
+    forks: Forks,
+    file: Path,
+    letters: Path,
+    tmp_path: Path,
+    changes: list[tuple[str, str]],
     words: list[str],
-) -> None:  # fmt: skip
+) -> None:
     file.write_text(file.read_text().replace("[scales.mini]", f"{FITS}\n[scales.mini]"))
     changed(file, *changes)
-    for needs in ([], [f"needs.data={data}"]):
-        found = forks.run("-m", "xformer.study", file, "scale=mini", "--dry-run", *needs,
-                          f"output={tmp_path / 's'}")  # fmt: skip
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "--dry-run",
+        f"output={tmp_path / 's'}",
+    ]
+    for needs in ([], [f"needs.data={letters}"]):
+        found = forks.run(*line, *needs)
         if words:
             refused(found, f"{file}: ", *words)
         else:
             assert "works" in good(found).out
     assert not (tmp_path / "s").exists()
+
+
+def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
+    forks: Forks, file: Path, tmp_path: Path
+) -> None:
+    need = '[needs.model]\nabout = "x"\nget = "x"\n[needs.data]'
+    changed(file, ("[needs.data]", need), ("{stage.pretrain}", "{need.model}"))
+    looking.checkpoint(tmp_path / "model", max_positions=20)
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "--dry-run",
+        f"output={tmp_path / 's'}",
+    ]
+    assert "missing: model" in good(forks.run(*line)).out
+    found = forks.run(*line, f"needs.model={tmp_path / 'model'}")
+    refused(found, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
+    changed(file, finetune("batch.max_tokens = 20"))
+    refused(forks.run(*line, f"needs.model={tmp_path / 'model'}"), "another tokenizer")
+    changed(file, finetune("mapping = 'symbols:0'"))
+    good(forks.run(*line, f"needs.model={tmp_path / 'model'}"))
+
+
+def test_a_transplant_reads_what_its_tokenizer_wrote(
+    forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
+) -> None:
+    """An encoder of letters with the words of another one reads that one's words."""
+    start = training(SMOKE, data.splice, tmp_path / "letters", "train.steps=1")
+    good(forks.run(*start))
+    line = training(CLASSIFY, data.classes, tmp_path / "run", f"init={tmp_path / 'letters'}",
+                    "train.steps=1")  # fmt: skip
+    refused(forks.run(*line), "made with another tokenizer than the checkpoint's")
+    words = f"surgery=[{{op='transplant', source='{learned['text']}'}}]"
+    good(forks.run(*line, words))
+
+
+# ------------------------------------------------------------- every study, every stage, one batch
+
+
+def imported(path: Path, family: str, **sizes: int) -> Path:
+    """A Hugging Face directory as far as planning reads it: its config.json."""
+    layers, hidden = sizes.get("layers", 12), sizes.get("hidden", 768)
+    config = {
+        "model_type": family,
+        "vocab_size": sizes.get("vocab", 30522),
+        "max_position_embeddings": 514 if family == "roberta" else 512,
+        "type_vocab_size": 1 if family == "roberta" else 2,
+        "pad_token_id": 1 if family == "roberta" else 0,
+        "hidden_act": "gelu_new" if family == "albert" else "gelu",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 64 if layers > 6 else 12,
+        "intermediate_size": 4 * hidden,
+        "embedding_size": 128,
+    }
+    if family == "distilbert":
+        config |= {"n_layers": layers, "dim": hidden, "n_heads": 12, "hidden_dim": 4 * hidden}
+        config |= {"activation": "gelu", "sinusoidal_pos_embds": False}
+    path.mkdir()
+    write_json(path / "config.json", config)
+    return path
+
+
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "bert": ("bert", {}),
+    "bert-large": ("bert", {"layers": 24, "hidden": 1024}),
+    "roberta": ("roberta", {"vocab": 50265}),
+    "albert": ("albert", {"vocab": 30000}),
+    "bert-chinese": ("bert", {"vocab": 21128}),
+    "distilbert": ("distilbert", {"layers": 6}),
+    "minilm": ("bert", {"layers": 6, "hidden": 384}),
+    "de": ("bert", {"vocab": 30000}),
+    "zh": ("bert", {"vocab": 21128}),
+    "es": ("bert", {"vocab": 31002}),
+    "jp": ("bert", {"vocab": 32000}),
+}
+
+
+Planned = dict[tuple[Path, str], tuple[Plan, Shapes]]
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """Every study at every scale, with the shapes of its models known, and no data."""
+    root = tmp_path_factory.mktemp("models")
+    models = {name: imported(root / name, of, **sizes) for name, (of, sizes) in FAMILIES.items()}
+    found = {}
+    for path, scale in SCALES:
+        study = read_study(path, scale)
+        mini = {"bert": models["minilm"]} if scale == "mini" else {}  # so the need is called there
+        known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
+        plan = Plan(study, root / "studies", known)
+        found[path, scale] = plan, Costs(plan).shapes
+    return found
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> None:
+    plan, shapes = plans[path, scale]
+    for text in (*plan.study.notes, *(one.ours for one in plan.study.deviations)):
+        assert not typed(text), f"{typed(text)} in {text!r}"
+    found = Notes(plan, shapes)
+    said = [*found.notes, *(text for one in found.deviations for text in one.cells())]
+    assert "?" not in "".join(said)  # every value is known where the models are
+
+
+def longest_rows(
+    config: ModelConfig, head: HeadKind, length: int, outputs: int
+) -> tuple[Model, Packed]:
+    """A model without storage, and a batch of two rows of `length` tokens for it."""
+    assert length <= config.max_positions
+    ids = np.full(2 * length, config.vocab_size - 1)
+    places = np.tile(np.arange(length), 2)
+    second = (places >= length // 2).astype(np.int64)
+    some = np.arange(0, 2 * length, 7) if head in ("mlm", "tag") else None
+    labels: dict[str, np.ndarray] = {
+        "regress": np.zeros(2, np.float32),
+        "span": np.zeros((2, 2), np.int64),
+    }
+    label = labels.get(head, np.zeros(2, np.int64))
+
+    def meta(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to("meta")
+
+    asked = None if some is None else meta(some)
+    ends = layout(np.array([0, length, 2 * length]), "meta")
+    with torch.device("meta"):
+        model = Model(config, head, outputs).eval()
+    table = model.encoder.embeddings.position
+    assert table is None or config.first_position + length <= table.num_embeddings
+    return model, Packed(meta(ids), meta(places), meta(second), ends, meta(label), asked, asked)
+
+
+@pytest.mark.parametrize("scale", ["mini", "paper"])
+def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
+    """Its longest rows, through the model that it trains, once for each shape."""
+    kinds: set[tuple[ModelConfig, HeadKind, int, int]] = set()
+    for path in STUDIES:
+        plan, shapes = plans[path, scale]
+        stores = Stores(plan)
+        check_plan(plan, shapes)
+        for work in plan.works.values():
+            if work.recipe is None:
+                continue
+            recipe = validate(Recipe, work.recipe)
+            config, store = shapes.of(work), stores.store(recipe.data.store)
+            assert config is not None, f"{path}: {work.name}: its model is not known"
+            assert store.kind is not None
+            assert store.words is not None
+            if config.vocab_size == 0:  # the tokenizer's
+                size = stores.words(str(work.path)).size
+                assert size, f"{path}: {work.name}: its vocabulary is not known"
+                config = config.model_copy(update={"vocab_size": size})
+            config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike
+            outputs = Head(recipe.head, ("a", "b", "c")).outputs
+            kinds.add((config, recipe.head, recipe.batch.max_tokens, outputs))
+    assert len(kinds) > 5
+    for config, head, length, outputs in kinds:
+        model, batch = longest_rows(config, head, length, outputs)
+        loss, _ = model.loss(batch)
+        assert loss.total.shape == ()
+        assert loss.count
+
+
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> None:
+    """A store's rows and their two special tokens fit the rows of a batch."""
+    plan, _ = plans[path, scale]
+    commands = {str(work.path): work.command for work in plan.works.values()}
+    for work in plan.works.values():
+        if work.recipe is not None and work.recipe["head"] == "mlm":
+            recipe = validate(Recipe, work.recipe)
+            options = dict(pairwise(commands[recipe.data.store]))
+            longest = options.get("--max-tokens") or options["--lengths"].partition(":")[2]
+            assert int(longest) + 2 <= recipe.batch.max_tokens, work.name
+
+
+def test_kinds_of_stores_are_those_that_the_commands_make() -> None:
+    forms = {name: form.kind for name, form in (dna.TASKS | protein.TASKS).items()}
+    kinds = forms | {name: "class" if task.labels else "score" for name, task in glue.TASKS.items()}
+    kinds |= dict.fromkeys(tags.ABOUTS, "tag") | {"tsv": None}
+    kinds |= {"dna/splice": "class", "music/maestro": "class"}
+    assert set(kinds) == set(cli.TASKS)
+    for name, kind in kinds.items():
+        command = ["preprocess.py", "task", name, "--input", "x"]
+        assert made_kind(command) == (kind or "class")
+        if kind is None:  # the user says
+            assert made_kind([*command, "--kind", "score"]) == "score"
+    assert made_kind(["preprocess.py", "task", "squad"]) == "span"
+    assert made_kind(["preprocess.py", "tokenizer"]) is None

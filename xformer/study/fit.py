@@ -41,7 +41,9 @@ class Fit:
         self._by_path = {str(work.path): work for work in plan.works.values()}
 
     def check(self, work: Work) -> None:
-        """Raise BadInput where a work cannot use what it reads."""
+        """Raise BadInput where a work cannot use what it reads; a finished one could."""
+        if work.done:
+            return
         if work.recipe is not None:
             self._training(work, validate(Recipe, work.recipe))
         match work.command:
@@ -76,8 +78,10 @@ class Fit:
             mapping.check_other(recipe.mapping, store.name)
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and store.words.size and store.words.size > pieces:
-            raise BadInput(f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
-                           f"the model {pieces} embeddings")  # fmt: skip
+            raise BadInput(
+                f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
+                f"the model {pieces} embeddings"
+            )
 
     def _surgery(self, recipe: Recipe, start: ModelConfig | None) -> Words:
         """The model's tokenizer after the operations. Raises BadInput where one cannot be done."""

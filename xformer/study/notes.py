@@ -26,7 +26,7 @@ from xformer.config import all_keys, nearest, validate
 from xformer.data.errors import BadInput
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
-from xformer.study.spec import Deviation, Levels
+from xformer.study.spec import Curves, Deviation, Levels, Picture, Table
 from xformer.train import Recipe
 
 PLACE = re.compile(r"\{([^{}:]*):([^{}]*)\}")
@@ -52,13 +52,18 @@ class Notes:
             *self.study.curves,
             *self.study.pictures,
         )
-        self.deviations = tuple(self._deviation(one) for one in self.study.deviations
-                                if any(one.concerns(shown) for shown in shows))  # fmt: skip
+        self.deviations = tuple(
+            self._deviation(one)
+            for one in self.study.deviations
+            if any(one.concerns(shown) for shown in shows)
+        )
 
     def _deviation(self, one: Deviation) -> Deviation:
         place = f"deviation {one.what!r}"
-        texts = {name: self._filled(getattr(one, name), place)
-                 for name in ("what", "paper", "ours", "why")}  # fmt: skip
+        texts = {
+            name: self._filled(getattr(one, name), place)
+            for name in ("what", "paper", "ours", "why")
+        }
         return one.model_copy(update=texts)
 
     def _filled(self, text: str, place: str) -> str:
@@ -71,8 +76,10 @@ class Notes:
         done = PLACE.sub(value, text)
         rest = PLACE.sub("", text)
         if "{" in rest or "}" in rest:
-            raise BadInput(f"{self.study.path}: {place}: {text!r} has a brace that belongs to no "
-                           "placeholder; one is written {STAGE: KEY}")  # fmt: skip
+            raise BadInput(
+                f"{self.study.path}: {place}: {text!r} has a brace that belongs to no "
+                "placeholder; one is written {STAGE: KEY}"
+            )
         return done
 
     def _value(self, of: str, key: str) -> str:

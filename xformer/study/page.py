@@ -146,9 +146,11 @@ def _table(table: Table, cells: list[list[Cell]]) -> str:
 
 
 def _deviations(results: Results, shown: Table | Curves | Picture) -> str:
-    rows = ["".join(f"<td class=words>{escape(text)}" for text in
-                    (one.what, one.paper, one.ours, one.why))
-            for one in results.deviations if one.concerns(shown)]  # fmt: skip
+    rows = [
+        "".join(f"<td class=words>{escape(text)}" for text in one.cells())
+        for one in results.deviations
+        if one.concerns(shown)
+    ]
     return _rows(list(DEVIATION), rows) if rows else ""
 
 

@@ -189,13 +189,13 @@ class Claim(Settings):
 class Deviation(Settings):
     """Where a study does not do what the paper did. Reports say so below what it concerns."""
 
-    what: str
+    what: str = Field(min_length=1)
     """What differs, such as "weight decay of fine-tuning"."""
-    paper: str
+    paper: str = Field(min_length=1)
     """What the paper did; "not said" where it leaves it open."""
-    ours: str
+    ours: str = Field(min_length=1)
     """What the study does; its numbers are placeholders (see xformer.study.notes)."""
-    why: str
+    why: str = Field(min_length=1)
     """The reason."""
     tables: tuple[str, ...] = ()
     """Names of the tables that it concerns."""
@@ -203,6 +203,10 @@ class Deviation(Settings):
     """Names of the curves that it concerns."""
     pictures: tuple[str, ...] = ()
     """Names of the pictures that it concerns. Without any name it concerns everything."""
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """What a report says of it, in the order of a table's columns."""
+        return self.what, self.paper, self.ours, self.why
 
     def concerns(self, shown: Table | Curves | Picture) -> bool:
         """Whether it belongs below a table or figure."""

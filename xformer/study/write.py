@@ -102,8 +102,7 @@ def _deviations(results: Results, shown: Table | Curves | Picture) -> str:
         return ""
     lines = [f"| {' | '.join(DEVIATION)} |", "|---" * len(DEVIATION) + "|"]
     for one in found:
-        cells = (one.what, one.paper, one.ours, one.why)
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+        lines.append(f"| {' | '.join(map(_cell, one.cells()))} |")
     return "\n".join(lines)
 
 
