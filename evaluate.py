@@ -3,7 +3,7 @@
     python evaluate.py runs/cola data=stores/cola split=test out=scores.json
     python evaluate.py runs/cola data=stores/cola split=valid predictions=rows.tsv
     python evaluate.py runs/english text='The [MASK] sat on the mat.' top=10
-    python evaluate.py runs/cola input=sentences.tsv out=predictions.tsv
+    python evaluate.py runs/cola input=sentences.csv out=predictions.tsv
 
 CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
 """
@@ -13,9 +13,10 @@ from xformer.start import run
 
 def main() -> None:
     # imported here: torch may be imported only after `run` has prepared this process
+    from preprocess.predict import write_rows
     from xformer.evaluate import main
 
-    main()
+    main(write_rows)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def outputs() -> Iterator[str]:
         return
     for dtype in oracle.LIMITS:
         found = oracle.real_parity(Path(package.get_model_path()), dtype)
-        yield row("MiniLM", "none", dtype, found)
+        yield row("MiniLM (sentence-tuned)", "none", dtype, found)
 
 
 def row(name: str, head: str, dtype: torch.dtype, found: dict[str, float]) -> str:

@@ -40,7 +40,7 @@ def shape(layers: int, hidden: int, heads: int) -> ModelConfig:
 
 MODELS = {
     "4 x 256 (`mini`)": shape(4, 256, 4),
-    "6 x 384 (MiniLM)": shape(6, 384, 12),
+    "6 x 384 (MiniLM's shape)": shape(6, 384, 12),
     "12 x 768 (BERT-base)": BASE,
     "24 x 1024 (BERT-large)": LARGE,
     "24 x 2048": shape(24, 2048, 32),

@@ -143,7 +143,7 @@ def make_parser() -> Parser:
     )
     for name, reader in TASKS.items():
         add = partial(tasks.add_arguments, add_own=reader.add_arguments)
-        _add(names, name, add, partial(tasks.run, reader.read), reader.about)
+        _add(names, name, add, partial(tasks.run, name, reader.read), reader.about)
     _add(names, "squad", squad.add_arguments, squad.run, squad.ABOUT)
     about = "Make an artificial corpus, straight into a store."
     names = commands.add_parser("synthetic", help=about, description=about).add_subparsers(

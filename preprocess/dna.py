@@ -55,7 +55,7 @@ def read(arguments: argparse.Namespace) -> Task:
     splits.refuse_columns(arguments.split_column, path)
     bad = BadRows(arguments.skip_bad)
     return Task(
-        rows=lambda: _splice_rows(path, bad),
+        rows=lambda: splice_rows(path, bad),
         files=[path],
         kind="class",
         metric="accuracy",
@@ -66,7 +66,8 @@ def read(arguments: argparse.Namespace) -> Task:
     )
 
 
-def _splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+def splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+    """The rows of UCI's file: class, name, sequence."""
     for number, line in read_lines(path, bad):
         if not line.strip():
             continue

@@ -55,7 +55,7 @@ def read(arguments: argparse.Namespace) -> Task:
     if source is None or arguments.train or arguments.valid or arguments.test:
         raise BadInput("the table of pieces names the splits; give --input FILE|DIR alone")
     bad = BadRows(arguments.skip_bad)
-    table = _table(source) if source.is_dir() else source
+    table = table_of(source) if source.is_dir() else source
     if table is not None and ending(table) not in TABLES:
         raise BadInput(f"{table} is no table of pieces; give maestro*.csv or .json, or a directory")
     used = set[str]()
@@ -67,7 +67,7 @@ def read(arguments: argparse.Namespace) -> Task:
     if not pieces:
         raise BadInput(f"{source} names no piece")
     return Task(
-        rows=lambda: _rows(pieces, arguments.segment, bad),
+        rows=lambda: rows(pieces, arguments.segment, bad),
         files=[*([table] if table else []), *(p.path for p in pieces if p.path.is_file())],
         kind="class",
         metric="accuracy",
@@ -78,7 +78,7 @@ def read(arguments: argparse.Namespace) -> Task:
     )
 
 
-def _table(directory: Path) -> Path | None:
+def table_of(directory: Path) -> Path | None:
     """MAESTRO's table of pieces in its directory."""
     files = [path for path in sorted(directory.glob("maestro*")) if ending(path) in TABLES]
     return min(files, key=ending, default=None)  # csv before json
@@ -115,7 +115,8 @@ def _by_directory(directory: Path) -> list[Piece]:
             for path, name in zip(files, names, strict=True)]  # fmt: skip
 
 
-def _rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
+def rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
+    """The segments of every piece, each a row."""
     for piece in pieces:
         try:
             notes = pitches(piece.path)

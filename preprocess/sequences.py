@@ -86,7 +86,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
 
     def rows() -> Iterator[Row]:
         for split, path in places:
-            for record in _records(path, classes.get(path), found[path], form, bad, marks[path]):
+            for record in records(path, classes.get(path), found[path], form, bad, marks[path]):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
                 if wrong := sorted(set(sequence) - letters):
@@ -97,9 +97,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
                 elif label and label == form.without:
                     left_out(path, record.line, f"{label} is no class of this task")
                 else:
-                    if arguments.longest and len(sequence) > arguments.longest:
-                        head = -(-arguments.longest // 2)
-                        sequence = sequence[:head] + sequence[head - arguments.longest :]
+                    sequence = both_ends(sequence, arguments.longest)
                     where = split or record.split
                     yield Row(where, (sequence,), label or None, path, record.line, record.id)
 
@@ -119,6 +117,14 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
         tokenizer=tokenizers.symbols(form.alphabet),
         split_columns=used,
     )  # fmt: skip
+
+
+def both_ends(sequence: str, longest: int | None) -> str:
+    """The sequence, without its middle if it is longer than `longest`."""
+    if not longest or len(sequence) <= longest:
+        return sequence
+    head = -(-longest // 2)
+    return sequence[:head] + sequence[head - longest :]
 
 
 def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
@@ -187,10 +193,11 @@ def _first_line(path: Path) -> str:
     return next(filter(None, lines), "")
 
 
-def _records(
+def records(
     path: Path, label: str | None, columns: list[str] | None, form: Sequences, bad: BadRows,
     marks: Marks,
 ) -> Iterator[Record]:  # fmt: skip
+    """The records of a file, of whatever form; `label` is that of all, if the file's name says."""
     if isinstance(marks, splits.SplitColumns):
         for split, line, values in marks.rows(Table(path), columns or [], bad):
             found = values[1] if values[1:] else None

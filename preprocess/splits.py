@@ -125,7 +125,7 @@ def find(
                 "give the file alone, as --input FILE"
             )
         if named or mark:
-            note_unread(table.path, f"column {(named or [mark])[0]!r}", split)
+            note_unread(table.path, f"column {named[0] if named else mark!r}", split)
         return SplitColumns(used, split)
     if given is None and len(named) > 1:
         raise BadInput(

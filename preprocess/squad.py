@@ -105,10 +105,15 @@ def run(arguments: argparse.Namespace) -> None:
     with create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store:
         counts = {}
         for name, path in files.items():
+            paragraphs = list(read_articles(path, bad, name == "train"))
+            if not any(questions for *_, questions in paragraphs):
+                bad.report()
+                raise BadInput(f"{path} holds no question that can be used")
             with store.split(name) as split:
-                counts[name] = _Writer(split, tokenizer, arguments, bad).write(path)
+                counts[name] = Writer(split, tokenizer, arguments, bad).write(paragraphs)
         options = {key: getattr(arguments, key) for key in ("max_tokens", "stride", "max_question")}
-        columns = {"text": "question", "text_b": "context", "label": "answers"}
+        columns = {"text": "question", "text_b": "context", "label": "answers",
+                   "task": "squad", "options": options}  # fmt: skip
         record = origin() | {
             "sources": sources([*files.values()]),
             "columns": columns,
@@ -178,6 +183,11 @@ def read_articles(
         ) from None
 
 
+def is_squad(data: Any) -> bool:
+    """Whether a JSON value is of SQuAD's form: an object with a list of articles."""
+    return isinstance(data, dict) and isinstance(data.get("data"), list)
+
+
 def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question, str]:
     """A question, and what is wrong with it."""
     answers = qa.get("answers")
@@ -202,7 +212,7 @@ def token_span(starts: np.ndarray, ends: np.ndarray, first: int, end: int) -> tu
     return (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
 
 
-class _Writer:
+class Writer:
     """Writes one split."""
 
     def __init__(
@@ -212,11 +222,8 @@ class _Writer:
         self.counts = Counts()
         self.contexts = 0
 
-    def write(self, path: Path) -> Counts:
-        paragraphs = list(read_articles(path, self.bad, self.split.directory.name == "train"))
-        if not any(questions for *_, questions in paragraphs):
-            self.bad.report()
-            raise BadInput(f"{path} holds no question that can be used")
+    def write(self, paragraphs: list[tuple[str, str, list[Question]]]) -> Counts:
+        """Write the rows of all questions: (title, context, its questions) of every paragraph."""
         with progress(
             f"encoding {self.split.directory.name}", len(paragraphs), "contexts"
         ) as shown:
@@ -243,6 +250,8 @@ class _Writer:
                 self._windows(next(encoded)[: self.arguments.max_question], ids, span)
                 self.counts.questions += 1
             self.split.append_texts("question.id", [q.id for q in asked])
+            if "question.input" in self.split.offsets:
+                self.split.append_texts("question.input", [q.text for q in asked])
             self.split.append("question.context", np.full(len(asked), self.contexts))
             self.split.append_texts("question.answers", [_answers(q) for q in asked])
             self.split.append_texts("context.text", [text])

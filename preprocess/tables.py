@@ -66,7 +66,7 @@ class Table:
         elif self.kind in (".jsonl", ".json"):
             self.columns = list(next(self._objects(bad), (0, {}))[1])
         else:
-            row = next(self._delimited(bad), (0, []))[1]
+            row = next(self.delimited(bad), (0, []))[1]
             numbers = [str(i) for i in range(1, len(row) + 1)]
             self.columns = [name.strip() for name in row] if self.form.header else numbers
         if not self.columns:
@@ -121,7 +121,7 @@ class Table:
         self, places: list[int], bad: BadRows
     ) -> Iterator[tuple[int, list[str | None]]]:
         width = len(self.columns) if self.form.header else max(places) + 1
-        rows = self._delimited(bad)
+        rows = self.delimited(bad)
         if self.form.header:
             next(rows, None)
         for line, row in rows:
@@ -131,7 +131,7 @@ class Table:
             else:
                 yield line, [row[place] for place in places]
 
-    def _delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    def delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
         """(number of the row's last line, its columns); lines without a character are left out."""
         if self.form.quote is None:
             for number, line in read_lines(self.path, bad):

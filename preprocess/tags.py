@@ -76,7 +76,7 @@ def read_conll(arguments: argparse.Namespace) -> Task:
     columns: dict[Path, Columns] = {}
     label: int | None = arguments.label
     for split, path in places:  # training first: its last column is the label's in all files
-        columns[path] = _columns(path, split, arguments.word, label)
+        columns[path] = columns_of(path, split, arguments.word, label)
         label = label or columns[path].width
     bad = BadRows(arguments.skip_bad)
 
@@ -97,7 +97,7 @@ def read_conll(arguments: argparse.Namespace) -> Task:
     )
 
 
-def _columns(path: Path, split: str, word: int, label: int | None) -> Columns:
+def columns_of(path: Path, split: str, word: int, label: int | None) -> Columns:
     """The form of a file, by its first line with a word; `label` None is the last column. Raises
     BadInput where a column lacks."""
     lines = (line for _, line in read_lines(path, BadRows(skip=True)) if line.strip())

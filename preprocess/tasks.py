@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,9 +153,9 @@ def write_task(
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
-            writer = _Writer(splits, Encoder(tokenizer), labels)
+            writer = Writer(splits, Encoder(tokenizer), labels)
             with progress("encoding", sum(survey.rows.values()), "rows") as shown:
-                for batch in _batches(_rows(task, drawn)):
+                for batch in batches(_rows(task, drawn)):
                     writer.append(batch)
                     shown.add(len(batch))
         origin = {**origin, "sources": sources(task.files), "columns": task.columns}
@@ -365,7 +365,7 @@ def _unseen(survey: Survey, labels: list[str], what: str) -> dict[str, dict[str,
     return found
 
 
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Rows in batches of about BATCH characters."""
     batch: list[Row] = []
     size = 0
@@ -379,8 +379,8 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-class _Writer:
-    """Appends rows to their splits."""
+class Writer:
+    """Appends rows to their splits; the columns `input` and `input_b` get the texts themselves."""
 
     def __init__(self, splits: dict[str, SplitWriter], encoder: Encoder, labels: list[str]):
         self.splits, self.encoder = splits, encoder
@@ -399,6 +399,9 @@ class _Writer:
                     texts = [row.texts[i] for row in rows]
                     split.append_ragged(column, *self.encoder.encode(texts))
                 split.append("label", np.array([self._label(row.label) for row in rows]))
+            for i, shown in enumerate(("input", "input_b")):
+                if shown in split.offsets:
+                    split.append_texts(shown, [row.texts[i] for row in rows])
             if "id" in split.offsets:
                 split.append_texts("id", [row.id or "" for row in rows])
             if "group" in split.writers:
@@ -526,18 +529,26 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         "proportion (default: draw them without regard to classes).")  # fmt: skip
     add("--skip-bad", action="store_true", help="Leave out rows that cannot be read, list and "
         "count them (default: the first one ends the command).")  # fmt: skip
+    shared = {action.dest for action in parser._actions}
     add_own(parser)
+    own = [action.dest for action in parser._actions if action.dest not in shared]
+    parser.set_defaults(own=own)
     add_output(parser, "STORE")
 
 
-def run(read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespace) -> None:
-    """Encode a labelled task into a store."""
+def run(
+    name: str, read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespace
+) -> None:
+    """Encode the labelled task `name` into a store."""
     check_output(arguments.output, arguments.overwrite, "store.json")
     if arguments.input is not None and not arguments.input.exists():
         raise BadInput(f"{arguments.input} does not exist")
     tokenizer = tokenizers.load(arguments.tokenizer) if arguments.tokenizer else None
     started = time.monotonic()
     task = read(arguments)
+    # `evaluate.py input=` reads the rows to predict by the same task and options
+    options = {key: getattr(arguments, key) for key in arguments.own}
+    task = replace(task, columns={**task.columns, "task": name, "options": options})
     tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:
         raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")

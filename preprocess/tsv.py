@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "numbers from 1.")  # fmt: skip
 
 
-def _form(path: Path, arguments: argparse.Namespace) -> Form:
+def form_of(path: Path, arguments: argparse.Namespace) -> Form:
+    """How a file's lines fall into columns, by the options of the task and the file's name."""
     delimiter = arguments.delimiter or ("," if ending(path) == ".csv" else "\t")
     delimiter = NAMED.get(delimiter, delimiter)
     if len(delimiter) != 1:
@@ -62,7 +63,7 @@ def read(arguments: argparse.Namespace) -> Task:
     others, used = [*names, arguments.label], set[str]()
     for split, paths in files.items():
         for path in paths:
-            table = Table(path, _form(path, arguments))
+            table = Table(path, form_of(path, arguments))
             labelled = arguments.label in table.columns
             for name in names if not labelled and split == "test" else [*names, arguments.label]:
                 if name not in table.columns:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,14 @@ def _free_port() -> int:
 def serve() -> None:
     """Fork a process for each request line, or wait for one."""
     from preprocess import cli
+    from preprocess.predict import write_rows
     from xformer import evaluate, train
 
     for late in ("scipy.stats", "sklearn.metrics", "tensorboard.compat.proto.event_pb2",
                  "tensorboard.summary.writer.record_writer", "torch.distributed.fsdp"):  # fmt: skip
         import_module(late)
-    mains = {"train.py": train.main, "evaluate.py": evaluate.main, "preprocess.py": cli.main}
+    mains = {"train.py": train.main, "evaluate.py": partial(evaluate.main, write_rows),
+             "preprocess.py": cli.main}  # fmt: skip
     for name in ("xformer.convert", "xformer.study", "xformer.surgery"):
         mains[f"-m {name}"] = import_module(f"{name}.__main__").main
     print(json.dumps("ready"), flush=True)

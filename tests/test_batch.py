@@ -602,10 +602,30 @@ def test_ragged_arange() -> None:
     assert ragged_arange(starts, lengths).tolist() == [7, 8, 9, 100, 5, 6]
 
 
-def test_share_truncated_counts_rows_that_lose_tokens() -> None:
-    """Lengths 1 to 10 with two special tokens in 8: those of 7 and more are cut."""
-    lengths = np.arange(1, 11)
+def rows_of(lengths: list[int]) -> Assembler:
+    """Rows of these lengths, with two special tokens in at most 8."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     column = Ragged(np.full(offsets[-1], 5), offsets)
-    rows = Assembler(Split("train", 10, 55, {"tokens": column}), tokenizers.symbols("ACGT"), 8)
-    assert rows.share_truncated() == pytest.approx(0.4)
+    split = Split("train", len(lengths), int(offsets[-1]), {"tokens": column})
+    return Assembler(split, tokenizers.symbols("ACGT"), 8)
+
+
+def test_truncation_is_told_as_it_matters() -> None:
+    """Rows of 7 tokens and more are cut: none, few, below a tenth, above."""
+
+    def told(lengths: list[int]) -> str:
+        return rows_of(lengths).truncation("batch.max_tokens=8", 512)
+
+    are = "rows are longer than batch.max_tokens=8 and are truncated"
+    assert told([6] * 50) == ""
+    assert told([6] * 4999 + [7]) == f"1 of the 5,000 {are}"
+    assert told([6] * 1999 + [7]) == f"0.05 % of the 2,000 {are}"
+    assert told([6] * 95 + [7] * 5) == f"5 % of the 100 {are}"
+    tail = "; the longest needs 12 (the model takes up to 512)"
+    assert told(list(range(1, 11))) == f"WARNING: 40 % of the 10 {are}{tail}"
+    assert told([10] * 7) == f"WARNING: 100 % of the 7 {are}{tail}"
+    assert told([6] + [10] * 4999) == f"WARNING: 99.9 % of the 5,000 {are}{tail}"
+    tail = "; the longest needs 1002, 99 % of the rows need at most 12 (the model takes up to 512)"
+    assert told([10] * 999 + [1000]) == f"WARNING: 100 % of the 1,000 {are}{tail}"
+    most = rows_of([6] * 100_000 + [7])
+    assert most.truncation("batch.max_tokens=8", 512) == ""

@@ -210,7 +210,7 @@ def others(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -
 
 # which run, what is given to it, and words of the answer
 BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
-    ("classes", [], ["give one of data=STORE, text='...' and input=FILE.tsv"]),
+    ("classes", [], ["give one of data=STORE, text='...' and input=FILE"]),
     ("classes", ["data=x", "text=y"], ["give one of data=STORE"]),
     ("classes", ["data={data}/absent"], ["absent is not a store"]),
     ("classes", ["data={data}/classes", "split=dev"], ["no split 'dev'", "train, valid, test"]),
@@ -233,15 +233,16 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("text", ["text="], ["put [MASK] where a word is wanted"]),
     ("text", ["text=[MASK] {long}"], ["tokens; the model takes 64"]),
     ("classes", ["text=bam [MASK]"], ["no MLM head"]),
-    ("text", ["input={others}/header.tsv"], ["needs a checkpoint with a class, score or tag"]),
+    ("text", ["input={others}/header.tsv"], ["needs a checkpoint with a class, score, span or"]),
     ("classes", ["input={others}/absent.tsv"], ["absent.tsv does not exist"]),
     ("classes", ["input={others}"], ["is a directory"]),
     ("classes", ["input={others}/empty.tsv"], ["empty.tsv is empty"]),
     ("classes", ["input={others}/header.tsv"], ["header.tsv has a header and no row"]),
-    ("classes", ["input={others}/three.tsv"], ["three.tsv:1", "the column text", "has 3"]),
-    ("classes", ["input={others}/short.tsv"], ["short.tsv:3 has 1 column"]),
-    ("classes", ["input={others}/latin.tsv"], ["latin.tsv:2 is not UTF-8"]),
-    ("pairs", ["input={others}/three.tsv"], ["three.tsv:1", "left or right", "2 columns"]),
+    ("classes", ["input={others}/three.tsv"], ["three.tsv:1: the header lacks the column 'text'",
+                                              "it has 3 columns, 'a', 'b', 'c'"]),
+    ("classes", ["input={others}/short.tsv"], ["short.tsv:3: 1 column instead of 2"]),
+    ("classes", ["input={others}/latin.tsv"], ["latin.tsv:2: not valid UTF-8"]),
+    ("pairs", ["input={others}/three.tsv"], ["three.tsv:1", "'left' or 'right'", "2 columns"]),
 ]  # fmt: skip
 
 

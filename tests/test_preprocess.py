@@ -285,8 +285,12 @@ def test_task_from_a_directory(base, tmp_path):
     ]
     assert found.split("train").columns["label"].tolist() == [1, 0]
     assert found.split("test").columns["label"].tolist() == [-1, -1]
-    columns = {"text": "one", "text_b": "two", "label": "Quality"}
-    assert found.meta["origin"]["columns"] == columns
+    columns = found.meta["origin"]["columns"]
+    assert {name: columns[name] for name in ("text", "text_b", "label")} == {
+        "text": "one", "text_b": "two", "label": "Quality"
+    }  # fmt: skip
+    assert columns["task"] == "tsv"
+    assert columns["options"]["metric"] == "f1"
 
 
 def test_task_with_scores_in_a_quoted_csv(base, tmp_path):

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NO_DROPOUT, SMOKE, Forks, command, good, refused, training
+from helpers import CLASSIFY, NO_DROPOUT, SMOKE, Forks, command, good, refused, training
 from test_train import AT_STEP, drawn_once, log, same
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import Failure
-from xformer.data.files import read_json, write_json
+from xformer.data.files import RUN_MANIFEST, read_json, write_json
+from xformer.model import native
 from xformer.monitor import cut_log, records
 from xformer.writer import Writer
 
@@ -299,6 +300,7 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
     records[2]["loss"] = loss + 1e-12
     (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     made["numpy"] = content["starts"][0]["environment"]["numpy"] = "1.0"
+    (run / RUN_MANIFEST).unlink()  # as of a run that an earlier version finished
     write_json(run / "config.json", content)
     changed = f"train at step 6: loss {loss + 1e-12} is now {loss}"
     refused(forks.run(*verify, run, "steps=6"), changed, "numpy 1.0 is now ", status=1)
@@ -315,6 +317,100 @@ def test_two_runs_on_cuda_are_bit_identical_where_that_is_asked_for(
     for run in runs:  # processes of their own: CUDA bears no fork
         good(command(*training(SMOKE, data.text, run, *STEPS, *asked)))
     same(*runs)
+
+
+# Python that makes this process seem to run elsewhere
+ELSEWHERE = """
+import os
+from xformer import provenance
+from xformer.model import native
+if os.environ.get("RANK", "0") in {ranks!r}:
+    versions = provenance.versions()
+    provenance.versions = lambda: {{**versions, **{versions!r}}}
+    native.identity = lambda: {kernels!r}
+    provenance.processor_model = lambda: "Abacus 3"
+"""
+
+
+def test_a_start_that_differs_says_so(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """In versions, kernels, processor, threads, precision: each against the start that made the
+    checkpoint, also where the start between was killed before it made one."""
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *STEPS)
+    elsewhere = ELSEWHERE.format(ranks="0", versions={"torch": "2.11.0"}, kernels="native old")
+
+    def stopped(step: int, *more: str, before: str = "", number: str = "SIGTERM") -> list[str]:
+        stop = AT_STEP.format(step=step, signal=number, ranks="0")
+        done = forks.run(*line, *more, before=before + stop)
+        assert done.status in (128 + signal.SIGTERM, -signal.SIGKILL), done
+        return [text for text in done.err.splitlines() if text.startswith("since the last start")]
+
+    assert stopped(2, before=elsewhere) == []
+    assert stopped(4, before=elsewhere) == []
+    for number, steps in (("SIGKILL", 6), ("SIGTERM", 7)):
+        (said,) = stopped(steps, "system.threads=2", "system.precision=bf16", number=number)
+        assert f"torch 2.11.0 -> {torch.__version__}, " in said
+        assert "kernels native old -> " in said
+        assert "processor Abacus 3 -> " in said
+        assert (
+            "threads 1 -> 2, system.precision fp32 -> bf16; results may not be bit for bit" in said
+        )
+    content = read_json(run / "config.json")
+    for start in (content, *content["starts"]):
+        del start["environment"]["kernels"], start["environment"]["processor"]
+    write_json(run / "config.json", content)  # as an earlier version wrote it
+    (said,) = stopped(10, "batch.accumulate=2")
+    assert said == (
+        "since the last start: threads 2 -> 1, system.precision bf16 -> fp32, "
+        "batch.accumulate 1 -> 2; results may not be bit for bit those of one uninterrupted run"
+    )
+    done = good(forks.run(*line, "batch.accumulate=2"))
+    assert "since the last start" not in done.err
+
+
+@pytest.mark.parametrize("what", ["torch", "xformer", "kernels"])
+@pytest.mark.parametrize("door", ["train.py", "evaluate.py"])
+def test_ranks_that_differ_are_refused(
+    door: str, what: str, forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
+    versions = {what: "9.9"} if what != "kernels" else {}
+    kernels = "other kernels" if what == "kernels" else native.identity()
+    other = ELSEWHERE.format(ranks="12", versions=versions, kernels=kernels)
+    line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
+    line = line if door == "train.py" else [door, learned["text"], f"data={data.text}"]
+    done = forks.run(*line, ranks=3, before=other)
+    value = "other kernels" if what == "kernels" else "9.9"
+    refused(done, f"the ranks differ in {what}: ", " on rank 0, ", f"{value} on ranks 1, 2")
+    assert not (tmp_path / "run").exists()
+
+
+def test_changed_steps_of_an_unfinished_run_are_said(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """The old and the new rate, by steps and by epochs, also where the start that raised them was
+    killed before it made a checkpoint."""
+    for name, unit, recipe, store in (
+        ("steps", 1, SMOKE, data.text), ("epochs", 8, CLASSIFY, data.classes)
+    ):  # fmt: skip
+        run = tmp_path / name
+        more = ["optim.warmup=0", "optim.schedule=linear", "train.checkpoint_every=4"]
+        more += ["train.steps=0", "train.epochs=0.5"] if name == "epochs" else []
+        line = training(recipe, store, run, *STEPS, *more)
+        before = "0.5" if name == "epochs" else "15"
+        after = "2.0" if name == "epochs" else "30"
+        share = 4 * unit / (150 if name == "epochs" else 15)
+        shares = share, share / (4 if name == "epochs" else 2)
+        old, new = (f"{1e-3 * (1 - share):.3g}" for share in shares)
+        stop = AT_STEP.format(step=5 * unit, signal="SIGKILL", ranks="0")
+        assert forks.run(*line, before=stop).status == -signal.SIGKILL
+        for step in (6, 7, 0):
+            stop = AT_STEP.format(step=step * unit, signal="SIGKILL", ranks="0")
+            done = forks.run(*line, f"train.{name}={after}", before=stop)
+            assert done.status == (-signal.SIGKILL if step else 0), done
+            said = [text for text in done.err.splitlines() if f"train.{name} was" in text]
+            assert len(said) == 1, done.err
+            assert said[0].startswith(f"train.{name} was {before} and is now {after}: ")
+            assert said[0].endswith(f"the rate goes on at {new}; it stood at {old}")
 
 
 def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -344,3 +440,130 @@ def test_a_log_that_was_cut_is_read_to_its_last_whole_line(tmp_path: Path) -> No
     assert records(tmp_path) == [{"event": "train", "step": 1, "loss": 0.1}]
     cut_log(tmp_path, 1)
     assert (tmp_path / "log.jsonl").read_text() == whole
+
+
+# ------------------------------------------------------------------------- damage of a run's files
+
+
+def test_damaged_lines_of_the_log_are_kept_aside(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Those up to the checkpoint. The rest of the log is as of a run that never stopped."""
+    runs = [tmp_path / "straight", tmp_path / "run"]
+    lines = [training(SMOKE, data.text, run, *STEPS) for run in runs]
+    path = runs[1] / "log.jsonl"
+    good(forks.run(*lines[0]))
+    stop = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
+    forks.run(*lines[1], before=stop)
+    whole = path.read_bytes().splitlines(keepends=True)
+    asides = []
+    for number, bad in enumerate((b"\xff\x00{", b'{"event": "train"}', b"[]"), 1):
+        found = path.read_bytes().splitlines(keepends=True)
+        found[1], found[2] = bad + b"\n", b"{" + found[2]
+        path.write_bytes(b"".join([*found, b"no event\n", b'{"torn']))
+        asides.append(path.read_bytes())
+        again = AT_STEP.format(step=10, signal="SIGKILL", ranks="0")
+        done = forks.run(*lines[1], before=again)
+        name = "log.jsonl.damaged" if number == 1 else f"log.jsonl.damaged.{number}"
+        said = f"{path} is damaged: lines 2, 3, 5 cannot be read and are left out; "
+        said += f"the damaged log is kept as {name}"
+        assert [text for text in done.err.splitlines() if "is damaged" in text] == [said]
+        assert (runs[1] / name).read_bytes() == asides[-1]
+        path.write_bytes(b"".join(whole))
+    assert (runs[1] / "log.jsonl.damaged").read_bytes() == asides[0]  # nothing is overwritten
+    path.write_bytes(b"".join(whole) + b'{"torn')  # as a kill leaves it: said by nobody
+    done = good(forks.run(*lines[1]))
+    assert "is damaged" not in done.err
+    assert len(list(runs[1].glob("log.jsonl.damaged*"))) == 3
+    same(runs[1], runs[0])
+    good(forks.run(*lines[1], "overwrite=true"))
+    assert not list(runs[1].glob("log.jsonl.damaged*"))
+
+
+def test_what_of_a_log_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    events = [f'{{"event": "train", "step": {step}}}\n' for step in (3, 6, 9)]
+    for content, step, lines in (
+        ("".join(events), 6, ""),
+        ("".join(events) + "torn", 9, ""),
+        (events[0] + "x\n" + events[2], 9, "line 2"),
+        (events[0] + "x\n" + events[2], 6, "line 2"),  # it may have been that of step 6
+        (events[0] + events[2] + "x\n", 6, ""),  # all of that is made again
+        (events[0] + "x\n", 6, "line 2"),
+        ("x\n" * 12 + events[1], 6, "lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more"),
+        ("x\n" + events[0], -1, "line 1"),
+        ("", 6, ""),
+    ):
+        for aside in tmp_path.glob("*.damaged*"):
+            aside.unlink()
+        path.write_text(content)
+        said = cut_log(tmp_path, step)
+        assert (f": {lines} cannot be read" in said) if lines else said == "", content
+        assert (tmp_path / "log.jsonl.damaged").exists() == bool(lines)
+    path.write_text("x\n")
+    cut_log(tmp_path, 1)
+    path.write_text("x\n")  # killed before the log was mended: the same damage is kept once
+    cut_log(tmp_path, 1)
+    assert len(list(tmp_path.glob("*.damaged*"))) == 2
+
+
+def test_a_changed_byte_of_a_finished_run_is_noticed(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """In result.json and config.json, by all that read them; and runs without a manifest read."""
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *STEPS)
+    good(forks.run(*line))
+    readers: dict[str, list[list[str | Path]]] = {
+        "result.json": [
+            [*line], [*line, "train.steps=18"], ["evaluate.py", run, f"data={data.text}"],
+            [*training(SMOKE, data.text, tmp_path / "next", f"init={run}")],
+            ["-m", "xformer.convert", "inspect", run],
+        ],
+        "config.json": [[*line], [*line, "train.steps=18"], ["-m", "xformer.study", "verify", run]],
+    }  # fmt: skip
+    for name, commands in readers.items():
+        content = (run / name).read_bytes()
+        place = content.index(b"0.") + 2  # a digit: it is JSON as before
+        changed = bytearray(content)
+        changed[place] = ord("1") + (changed[place] == ord("1"))
+        (run / name).write_bytes(changed)
+        for words in commands:
+            refused(forks.run(*words), f"{run / name} is damaged: its checksum is not")
+        (run / name).write_bytes(content)
+    manifest = (run / RUN_MANIFEST).read_text()
+    (run / RUN_MANIFEST).write_text("{}\n")
+    refused(forks.run(*line), f"{run / RUN_MANIFEST} is damaged")
+    (run / RUN_MANIFEST).write_text(manifest)
+    (run / "result.json").unlink()  # what the message says
+    good(forks.run(*line))
+    (run / RUN_MANIFEST).unlink()  # as of an earlier version
+    assert "is finished" in good(forks.run(*line)).err
+    good(forks.run("evaluate.py", run, f"data={data.text}"))
+    good(forks.run(*line, "train.steps=18"))
+    assert (run / RUN_MANIFEST).is_file()
+    assert "is finished" in good(forks.run(*line, "train.steps=18")).err
+
+
+def test_a_study_notices_a_changed_result(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY.format(recipe=Path(SMOKE).resolve(), data=data.text))
+    line = ["-m", "xformer.study", study, "scale=mini", f"output={tmp_path / 'out'}", "jobs=1"]
+    good(forks.run(*line))
+    (result,) = (tmp_path / "out/runs").glob("*/result.json")
+    result.write_bytes(result.read_bytes().replace(b"accuracy", b"accurate"))
+    refused(forks.run(*line), f"{result} is damaged: its checksum is not")
+
+
+STUDY = """
+title = "t"
+question = "?"
+paper = "p"
+[stages.a]
+recipe = "{recipe}"
+vary.seed = [0]
+[stages.a.settings]
+data = "{data}"
+model = {{ layers = 1, hidden = 32, heads = 2, intermediate = 64, max_positions = 64 }}
+batch = {{ rows = 8, max_tokens = 20 }}
+train = {{ steps = 2 }}
+[scales.mini]
+"""

@@ -1,9 +1,10 @@
-"""Settings that follow the optimizer, and results that are not finite."""
+"""Settings that follow optimizer and paper, numbers that are not finite, labels of results."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
 from xformer import metrics
-from xformer.analysis.command import publish
+from xformer.analysis.command import Output, publish
 from xformer.config import load, validate
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
@@ -145,8 +146,8 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         assert found == {0.0}, name
     if scale == "paper":  # Chiang & Lee, table 2
         words = next(recipe for work, recipe in runs("chiang2020-table6") if work.stage == "words")
-        table = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
-        assert table == (150, 5e-5, 200_000, 10_000)
+        found_words = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
+        assert found_words == (150, 5e-5, 200_000, 10_000)
     for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):
         for table in read_study(ROOT / f"recipes/studies/{name}.toml", scale).tables:
             if table.columns == "task":  # the mean of both sets
@@ -363,8 +364,56 @@ def test_statistics_refuse_what_is_not_finite() -> None:
 
 
 def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
-    from xformer.analysis.command import Output
-
     with pytest.raises(Failure, match=r"toy: last\.cka is nan"):
-        publish(Output(out=str(tmp_path)), {"analysis": "toy"}, None, "", {"last": {"cka": np.nan}})
+        publish(
+            Output(out=str(tmp_path)),
+            {"analysis": "toy"},
+            lambda *_: None,
+            "",
+            {"last": {"cka": np.nan}},
+        )
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------- MiniLM is sentence-tuned
+
+WEIGHTS = re.compile(r"MiniLM(?!'s (size|shape))")  # its size alone is no result of its weights
+LABEL = "sentence-tuned"
+
+
+def parts(text: str) -> Iterator[str]:
+    """The sections of a page, and its tables."""
+    yield from re.split(r"(?m)^#+ ", text)
+    yield from re.findall(r"(?m)(?:^\|.*\n)+", text)
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+         if page.name != "log.md"]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_result_of_minilm_is_labelled(page: Path) -> None:
+    for part in parts(page.read_text()):
+        assert LABEL in part or not WEIGHTS.search(part), part[:200]
+
+
+def test_the_findings_say_what_minilm_was_tuned_on() -> None:
+    text = " ".join((ROOT / "docs/findings.md").read_text().split())
+    for word in ("contrastively", "MultiNLI", "SNLI", "QQP", "close to what MiniLM was tuned for"):
+        assert word in text
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_studies_of_minilm_say_it_below_every_table(path: Path, tmp_path: Path) -> None:
+    """Studies that take its shape alone, or only the papers' models, have nothing to say."""
+    study = read_study(path, "mini")
+    if not any(WEIGHTS.search(need.about) for need in study.needs.values()):
+        return
+    assert all(LABEL in need.about for need in study.needs.values() if "MiniLM" in need.about)
+    if path.stem == "kao2021-optimizers":  # every run is from scratch
+        return
+    plan = Plan(study, tmp_path, {})
+    said = [one for one in Notes(plan, Shapes(plan)).deviations if LABEL in one.ours]
+    assert len(said) == 1
+    assert said[0].tables + said[0].curves + said[0].pictures == ()  # it concerns everything
+    assert all(LABEL in note for note in study.notes if "MiniLM (" in note)

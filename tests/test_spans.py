@@ -279,9 +279,7 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
         assert f"train unanswerable_f1 {unanswerable:.4f}" in done.out
         assert ("" in json.loads(said.read_text()).values()) == bool(unanswerable)
     refused(forks.run("evaluate.py", run, f"data={store}"), "no answers to score against")
-    refused(
-        forks.run("evaluate.py", run, "input=x.tsv"), "needs a checkpoint with a class, score or"
-    )
+    refused(forks.run("evaluate.py", run, "input=x.tsv"), "x.tsv does not exist")
 
 
 def answered_there(forks: Forks, run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:

@@ -97,7 +97,7 @@ def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, 
     rows = np.arange(split.rows)
     sizes = Assembler(split, found.tokenizer(), 60).sizes(rows)
     assert sizes.max() == 60  # nothing is truncated when a batch is built
-    assert Assembler(split, found.tokenizer(), 60).share_truncated() == 0
+    assert Assembler(split, found.tokenizer(), 60).truncation("batch.max_tokens=60", 512) == ""
 
 
 def test_a_label_is_in_every_window_that_holds_the_answer(monkeypatch, tmp_path, tokenizer):

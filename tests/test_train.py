@@ -666,7 +666,7 @@ def test_help_explains_every_key() -> None:
         "  data.store: str (required)",
         "  init: str (optional)",
         '  head: "mlm" | "classify" | "regress" | "span" | "tag" (required)',
-        "  optim.betas: [float, float] = [0.9, 0.999]",
+        "  optim.betas: [float, float] = [0.95, 0.98] for novograd, [0.9, 0.999] for all others",
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",
         '        {op = "clean", seed = int, distribution = "normal" | "truncated"}',

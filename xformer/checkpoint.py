@@ -33,6 +33,7 @@ from xformer.data.files import (
     load_array,
     read_json,
     read_own_json,
+    read_run_json,
     refuse_existing,
     sync,
     write_file,
@@ -314,7 +315,7 @@ def resolve(path: str | Path) -> Path:
     if (path / "manifest.json").is_file():
         return path
     if (path / "result.json").is_file():
-        result = read_json(path / "result.json")
+        result = read_run_json(path / "result.json")
         if not isinstance(result, dict) or not isinstance(result.get("selected"), str):
             raise BadInput(f"{path / 'result.json'} is damaged: it names no selected checkpoint")
         return path / result["selected"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, metrics, predict, spans, tags
+from xformer import distributed, metrics, predict, provenance, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
@@ -22,12 +25,15 @@ from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.errors import BadInput, put, say
 from xformer.data.files import write_text
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
+from xformer.data.tokenizers import Tokenizer
 from xformer.distributed import Ranks, SystemConfig
 from xformer.model import native
 from xformer.model.encoder import to_device
 from xformer.model.heads import HeadKind, Model, padded
 from xformer.shard import is_divided
 
+# writes a file's rows as the split `input` of a new store: path, head, tokenizer, store
+Read = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
 PAIRS = Head("classify", ("0", "1"))  # what the pair head beside an MLM head is scored as
 MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
 
@@ -36,7 +42,7 @@ MASKING_SEED = 0  # one set of validation masks for all runs, so that their loss
 FORMS = {
     "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
-    "input": ("out", "system"),
+    "input": ("out", "threshold", "system"),
 }
 
 
@@ -50,8 +56,8 @@ class EvaluateConfig(Settings):
     out: str | None = None
     """Write the scores as JSON to this file; with `input` the predictions."""
     predictions: str | None = None
-    """Write a tab-separated line for each row of the split to this file; for span heads JSON from
-    each question's id to its answer; for tag heads the labels of each row's words."""
+    """Write a tab-separated table to this file, with a header and a line for each row of the split;
+    for span heads JSON from each question's id to its answer."""
     threshold: float | None = None
     """For span heads: leave a question unanswered where "no answer" scores higher than its best
     span by more than this, such as the best_threshold that scoring the split valid prints; absent:
@@ -61,8 +67,9 @@ class EvaluateConfig(Settings):
     top: int = Field(5, ge=1)
     """How many fillings to print."""
     input: str | None = None
-    """A tab-separated file of raw rows to predict; for tag heads a text a line, whose words stand
-    between white space."""
+    """Raw rows to predict, in any form that preprocess.py reads for the checkpoint's task: FASTA,
+    csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing. A file of
+    just the texts needs no header."""
     mapping: str | None = None
     """What the store's ids mean to the model; absent: as in training."""
     system: SystemConfig = SystemConfig()
@@ -158,12 +165,7 @@ def _check_finite(sums: np.ndarray, outputs: np.ndarray, assembler: Assembler, h
     each token. The loss of masked tokens is known by chunk alone: all rows of the chunk are named.
     """
     split = assembler.split
-    if head.kind == "tag":
-        bad = tags.broken(outputs, np.asarray(split.columns["tokens"].offsets))
-    elif head.kind == "span":  # a window without any text has no span: its score is -inf
-        bad = ~np.isfinite(outputs[:, 0]) | np.isnan(outputs[:, 1]) | np.isposinf(outputs[:, 1])
-    else:
-        bad = ~np.isfinite(outputs).all(1)
+    bad = predict.not_finite(head, outputs, split)
     for part, its in zip(chunks(assembler, split.rows), sums, strict=True):
         if not bad[part].any() and not np.isfinite(its).all():
             bad[part] = True
@@ -246,8 +248,8 @@ def check_task(store: Store, head: Head) -> None:
 # -------------------------------------------------------------------------------- the command
 
 
-def main() -> None:
-    """`python evaluate.py CHECKPOINT key=value ...`"""
+def main(read: Read | None = None) -> None:
+    """`python evaluate.py CHECKPOINT key=value ...`; `read` reads the rows of `input=`."""
     arguments = sys.argv[1:]
     if any(a in ("-h", "--help") for a in arguments):
         say(*help_text(EvaluateConfig).split("\n"))
@@ -256,15 +258,17 @@ def main() -> None:
         config = _config(arguments)
         checkpoint = checkpoints.load(arguments[0])
         ranks = distributed.start(config.system)
+        provenance.refuse_unlike_ranks(ranks)
         slow = distributed.slow_precision(ranks.device, config.system.precision)
         for note in filter(None, (slow, native.note(ranks.device))):
             if ranks.rank == 0:
                 say(note, error=True)
         if config.data is not None:
             _score_split(checkpoint, config, arguments[0], ranks)
+        elif ranks.rank == 0 and config.text is not None:
+            _fill_masks(checkpoint, config, ranks)
         elif ranks.rank == 0:
-            act = _fill_masks if config.text is not None else _predict_file
-            act(checkpoint, config, ranks)
+            _predict_file(checkpoint, config, ranks, read)
 
 
 def _config(arguments: list[str]) -> EvaluateConfig:
@@ -275,7 +279,7 @@ def _config(arguments: list[str]) -> EvaluateConfig:
         values["data"] = values["data"].get("store")
     config = validate(EvaluateConfig, values)
     if sum(x is not None for x in (config.data, config.text, config.input)) != 1:
-        raise BadInput("give one of data=STORE, text='...' and input=FILE.tsv")
+        raise BadInput("give one of data=STORE, text='...' and input=FILE")
     form = next(name for name in FORMS if getattr(config, name) is not None)
     given = set(values) - set(FORMS[form]) - {form}
     if given:
@@ -309,6 +313,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         scores = score(model, assembler, head, ranks, config.system.precision, config.threshold)
     if ranks.rank != 0:
         return
+    _say_truncated(checkpoint, assembler)
     labels = np.asarray(assembler.split.columns.get("label", ()))
     if head.kind == "classify" and (unseen := int((labels == UNSEEN).sum())):
         say(
@@ -330,27 +335,36 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     if config.predictions and head.kind == "span" and scores.outputs is not None:
         answers = spans.predictions(scores.outputs, assembler.split, config.threshold)
         write_text(Path(config.predictions), json.dumps(answers, ensure_ascii=False) + "\n")
-    elif config.predictions and head.kind == "tag" and scores.outputs is not None:
-        lines = tags.lines(scores.outputs, assembler.split, head.labels)
-        write_text(Path(config.predictions), lines)
     elif config.predictions and scores.outputs is not None:
-        outputs = predict.probabilities(scores.outputs) if head.labels else scores.outputs
-        rows = [[str(row)] for row in range(len(outputs))]
-        lines = predict.as_lines(head, outputs, rows, "row")
+        lines = predict.predictions(head, scores.outputs, assembler.split)
         write_text(Path(config.predictions), lines)
 
 
-def _predict_file(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
+def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:
+    """Say on standard error how many rows lose tokens."""
+    limit = f"the checkpoint's batch.max_tokens={assembler.max_tokens}"
+    if note := assembler.truncation(limit, checkpoint.config.max_positions):
+        say(note, error=True)
+
+
+def _predict_file(
+    checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks, read: Read | None
+) -> None:
     head, precision = checkpoint.head, config.system.precision
-    if head is None or head.kind in ("mlm", "span"):
-        raise BadInput("input= needs a checkpoint with a class, score or tag head")
-    if head.kind == "tag":
-        texts = predict.read_texts(Path(str(config.input)))
-        lines = tags.predict(checkpoint, texts, ranks, precision)
-    else:
-        rows = predict.read_rows(Path(str(config.input)), head)
-        outputs = predict.predict_rows(checkpoint, rows, ranks, precision)
-        lines = predict.as_lines(head, outputs, rows)
+    if head is None or head.kind == "mlm":
+        raise BadInput("input= needs a checkpoint with a class, score, span or tag head")
+    if config.threshold is not None and head.kind != "span":
+        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
+    if read is None:
+        raise BadInput("input= needs the readers of preprocess.py: start evaluate.py")
+    with TemporaryDirectory(prefix="xformer-") as directory:
+        store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
+        read(Path(str(config.input)), asdict(head), tokenizer, store)
+        split = open_store(store).split("input")
+        assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
+        _say_truncated(checkpoint, assembler)
+        outputs = predict.outputs(checkpoint, assembler, ranks, precision)
+        lines = predict.predictions(head, outputs, split, config.threshold)
     if config.out:
         write_text(Path(config.out), lines)
     else:

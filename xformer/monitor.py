@@ -191,26 +191,71 @@ def _show(value: float) -> str:
 def records(run: Path) -> list[dict[str, Any]]:
     """The events of a run's log, in order. What is no event is left out, such as the last line of a
     run that was killed while it wrote."""
-    found = []
-    for line in (run / "log.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and "event" in record:
-            found.append(record)
-    return found
+    lines = (run / "log.jsonl").read_bytes().split(b"\n")
+    return [record for line in lines if (record := _record(line)) is not None]
 
 
-def cut_log(run: Path, step: int) -> None:
-    """Drop the events after `step`, and an end, so that a restarted run's log is one run's."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The event in a line of a log; None where there is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = (
+        isinstance(record, dict)
+        and isinstance(record.get("event"), str)
+        and isinstance(record.get("step"), int)
+    )
+    return record if whole else None
+
+
+def cut_log(run: Path, step: int) -> str:
+    """Drop the events after `step`, and an end, so that a restarted run's log is one run's.
+
+    If lines up to `step` cannot be read, the damaged log is kept beside, and a line about it is
+    returned. A torn last line is no damage: a killed run leaves one. As the log is on the disk
+    before a checkpoint is, that line lies after the checkpoint, and its step is made again.
+    """
     path = run / "log.jsonl"
-    kept = [json.dumps(record) + "\n" for record in (records(run) if path.exists() else [])
-            if record["step"] <= step and record["event"] != "end"]  # fmt: skip
+    content = path.read_bytes() if path.exists() else b""
+    *lines, torn = content.split(b"\n")
+    kept, broken = [], []
+    for number, line in enumerate([*lines, torn] if _record(torn) else lines, 1):
+        record = _record(line)
+        if record is None:
+            broken.append(str(number))
+        elif record["step"] > step:
+            break
+        elif record["event"] != "end":
+            kept.append(json.dumps(record) + "\n")
+    damage = ""
+    if broken:
+        aside = _kept_aside(path, content)
+        more = f" and {len(broken) - 10} more" if broken[10:] else ""
+        what = f"line {broken[0]} cannot be read and is"
+        if broken[1:]:
+            what = f"lines {', '.join(broken[:10])}{more} cannot be read and are"
+        damage = f"{path} is damaged: {what} left out; the damaged log is kept as {aside}"
     temporary = path.with_suffix(".jsonl.partial")
     temporary.write_text("".join(kept), encoding="utf-8")
     sync(temporary)
     temporary.replace(path)
+    return damage
+
+
+def _kept_aside(path: Path, content: bytes) -> str:
+    """Write what a file holds beside it, under a name that is free; that name."""
+    for number in range(1, 1000):
+        aside = path.with_name(f"{path.name}.damaged{f'.{number}' if number > 1 else ''}")
+        if aside.exists() and aside.read_bytes() == content:  # killed before the log was mended
+            return aside.name
+        if not aside.exists():
+            temporary = path.with_suffix(".jsonl.partial")
+            temporary.write_bytes(content)
+            sync(temporary)
+            temporary.replace(aside)
+            return aside.name
+    raise Failure(f"{path} is damaged, and a thousand damaged ones lie beside it")
 
 
 def peak_memory(device: torch.device) -> float:

@@ -1,20 +1,21 @@
-"""Predictions without a store: fill the masks of a text, predict raw rows of a file."""
+"""Predictions: fill the masks of a text, say what a model makes of rows."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from xformer import metrics
+from xformer import metrics, spans, tags
 from xformer.checkpoint import Checkpoint, Head
 from xformer.data.batch import Assembler, Batch, chunks
-from xformer.data.errors import BadInput, say
+from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
 from xformer.distributed import ALONE, Ranks
 from xformer.model.encoder import to_device
+from xformer.model.heads import padded
+
+TEXTS = ("input", "input_b", "id")  # columns of texts that stand beside predictions
+Table = dict[str, list[str]]  # columns of a table by name
 
 
 def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
@@ -58,97 +59,44 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
     ]
 
 
-def predict_rows(checkpoint: Checkpoint, texts: list[list[str]], ranks: Ranks = ALONE,
-                 precision: str = "fp32") -> np.ndarray:  # fmt: skip
-    """Outputs (N, K) for raw rows of one or two texts each: probabilities, or (N, 1) scores.
+def outputs(checkpoint: Checkpoint, assembler: Assembler, ranks: Ranks = ALONE,
+            precision: str = "fp32") -> np.ndarray:  # fmt: skip
+    """What the model says of a split without labels: (N, K) logits or (N, 1) scores by row, (N, 4)
+    of spans as `spans.best_spans` has them, (S, 2) of tokens as `tags.outcome` has them.
 
-    Raises Failure that names the rows where they are not finite.
+    Raises Failure that names the rows whose outputs are not finite.
     """
-    head = checkpoint.head
+    head, split = checkpoint.head, assembler.split
     assert head is not None
-    source = checkpoint.source or checkpoint.tokenizer
-    columns: dict[str, Ragged | np.ndarray] = {}
-    for name, column in zip(("tokens", "tokens_b"), zip(*texts, strict=True), strict=False):
-        column = tuple(_prepared(text, head.columns or {}) for text in column)
-        encoded = source.encode_batch(column)
-        offsets = np.concatenate([[0], np.cumsum([len(e) for e in encoded])])
-        columns[name] = Ragged(np.concatenate(encoded), offsets)
-    split = Split("input", len(texts), 0, columns)
-    assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
+    width = {"span": 4, "tag": tags.WIDTH}.get(head.kind, head.outputs)
+    found = np.zeros((split.tokens if head.kind == "tag" else split.rows, width), np.float32)
     model = checkpoint.model().to(ranks.device)
-    outputs = np.zeros((len(texts), head.outputs), np.float32)
     with torch.no_grad(), ranks.autocast(precision):
-        for part in chunks(assembler, len(texts)):
+        for part in chunks(assembler, split.rows):
             batch = assembler.batch(part)
-            logits = model.logits(to_device(batch, ranks.device))
-            outputs[batch.rows] = logits.float().cpu().numpy()
-    metrics.check_finite(outputs, "the input: outputs")
-    return probabilities(outputs) if head.kind == "classify" else outputs
+            packed = to_device(batch, ranks.device)
+            if head.kind == "tag":
+                places, values = tags.outcome(model, packed, batch, assembler)
+                found[places.cpu().numpy()] = values.float().cpu().numpy()
+                continue
+            values = model.logits(packed).float()
+            if head.kind == "span":
+                b = torch.from_numpy(assembler.lengths(batch.rows)[1]).to(ranks.device)
+                second = packed.layout.cu_seqlens.diff() - 1 - b
+                values = spans.best_spans(padded(values, packed), second, b)
+            found[batch.rows] = values.cpu().numpy()
+    bad = not_finite(head, found, split)
+    metrics.check_finite(np.where(bad, np.nan, 0.0), "the input: outputs")
+    return found
 
 
-def _prepared(text: str, columns: dict[str, Any]) -> str:
-    """A raw text as its task's rows were prepared: capital letters, both ends of a long one."""
-    if columns.get("uppercase"):
-        text = text.strip().upper()
-    longest = columns.get("longest")
-    if longest and len(text) > longest:
-        head = -(-longest // 2)
-        return text[:head] + text[head - longest :]
-    return text
-
-
-def read_texts(path: Path) -> list[str]:
-    """The lines of a file. Raises BadInput where it is absent, empty or not UTF-8."""
-    try:
-        content = path.read_bytes()
-        lines = [line.removesuffix("\r") for line in content.decode("utf-8-sig").split("\n")]
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise BadInput(f"{path} is a directory; give a file of rows") from None
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise BadInput(f"{path}:{line} is not UTF-8") from None
-    if not any(lines):
-        raise BadInput(f"{path} is empty")
-    return lines[:-1] if lines[-1] == "" else lines
-
-
-def read_rows(path: Path, head: Head) -> list[list[str]]:
-    """The raw texts of a tab-separated file, one or two a row.
-
-    The columns are those the task was made from where a header names them (of sequences also
-    `sequence`, as FASTA names no columns); else the file must have exactly as many columns as
-    there are texts. Raises BadInput naming file and line.
-    """
-    wanted = 2 if head.pair else 1
-    if path.suffix.lower() == ".csv":
-        raise BadInput(f"{path}: rows to predict are separated by tabs; give a .tsv file")
-    columns = head.columns or {}
-    names = [str(columns.get("text")), str(columns.get("text_b"))][:wanted]
-    rows = [(i, line.split("\t")) for i, line in enumerate(read_texts(path), 1)]
-    rows = [(i, row) for i, row in rows if row != [""]]  # as the task's rows were read
-    header = [name.strip() for name in rows[0][1]]
-    letters = bool(columns.get("uppercase"))
-    if letters and names[0] not in header and "sequence" in header:
-        names = ["sequence"]
-    named = set(names) <= set(header)
-    if not named and len(header) != wanted:
-        raise BadInput(
-            f"{path}:1: its header lacks the column {' or '.join(names)}; without a header each "
-            f"row must hold just {wanted} column{'s' * (wanted > 1)}, this one has {len(header)}"
-        )
-    if not named and not names[0].isdigit() and not letters:
-        say(f"{path} has no header {' '.join(names)!r}: line 1 is a row too", error=True)
-    where = [header.index(name) for name in names] if named else list(range(wanted))
-    texts = []
-    for number, row in rows[1:] if named else rows:
-        if len(row) <= max(where):
-            raise BadInput(f"{path}:{number} has {len(row)} columns; {max(where) + 1} are needed")
-        texts.append([row[i] for i in where])
-    if not texts:
-        raise BadInput(f"{path} has a header and no row")
-    return texts
+def not_finite(head: Head, found: np.ndarray, split: Split) -> np.ndarray:
+    """Which rows have outputs that are not finite numbers, (rows,)."""
+    if head.kind == "tag":
+        return tags.broken(found, np.asarray(split.columns["tokens"].offsets))
+    if head.kind == "span":  # a window without any text has no span: its score is -inf
+        return ~np.isfinite(found[:, 0]) | np.isnan(found[:, 1]) | np.isposinf(found[:, 1])
+    return ~np.isfinite(found).all(1)
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -157,12 +105,74 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return exponent / exponent.sum(1, keepdims=True)
 
 
-def as_lines(head: Head, outputs: np.ndarray, inputs: list[list[str]], title: str = "input") -> str:
-    """A tab-separated table: the label and its probability, or the score, and the input."""
-    lines = [f"label\tprobability\t{title}" if head.kind == "classify" else f"score\t{title}"]
-    for output, texts in zip(outputs, inputs, strict=True):
-        shown = [f"{output[0]:.4f}"]
-        if head.kind == "classify":
-            shown = [head.labels[int(output.argmax())], f"{output.max():.4f}"]
-        lines.append("\t".join([*shown, *texts]))
-    return "\n".join(lines) + "\n"
+def predictions(head: Head, found: np.ndarray, split: Split, threshold: float | None = None) -> str:
+    """A tab-separated table of what `outputs` found: a header, and a line for each row of the
+    split. Rows that were read to be predicted have a line for each piece or question instead.
+
+    The first columns are the label and its probability, the score, the labels of the words, or the
+    answer and how far "no answer" lies above it. Then come the texts as they were read (`input`,
+    `input_b`) or the number of the row, and the row's `id` if it has one.
+    """
+    columns = split.columns
+    if head.kind == "span":
+        return as_table(_answers(found, split, threshold))
+    if "input" in columns and "group" in columns and head.kind == "classify":
+        return as_table(_votes(head, found, split))
+    if head.kind == "classify":
+        table = _labels(head, probabilities(found))
+    elif head.kind == "regress":
+        table = {"score": [f"{score:.4f}" for score in found[:, 0]]}
+    else:
+        table = {"labels": tags.words(found, split, head.labels)}
+    if "input" not in columns:
+        table["row"] = [str(row) for row in range(split.rows)]
+    table |= {name: _texts(columns[name]) for name in TEXTS if name in columns}
+    return as_table(table)
+
+
+def _labels(head: Head, chances: np.ndarray, best: np.ndarray | None = None) -> Table:
+    """The likeliest class of each row, or the `best` as given, and its probability."""
+    best = chances.argmax(1) if best is None else best
+    return {
+        "label": [head.labels[i] for i in best],
+        "probability": [f"{chance:.4f}" for chance in chances[np.arange(len(best)), best]],
+    }
+
+
+def _votes(head: Head, found: np.ndarray, split: Split) -> Table:
+    """A line for each group, for whose class its rows vote, as evaluation scores groups; the
+    probability is the mean over the rows."""
+    groups, chances = np.asarray(split.columns["group"]), probabilities(found)
+    best = metrics.vote(np.log(np.maximum(chances, 1e-30)), groups).argmax(1)
+    table = _labels(head, metrics.mean_by_group(chances, groups), best)
+    _, first, counts = np.unique(groups, return_index=True, return_counts=True)
+    ids = split.columns["id"]
+    return table | {"rows": [str(n) for n in counts], "id": [ids.text(int(row)) for row in first]}
+
+
+def _answers(found: np.ndarray, split: Split, threshold: float | None) -> Table:
+    texts, margin = spans.answers(found, split)
+    limit = float("inf") if threshold is None else threshold
+    return {
+        "answer": spans.answered(texts, margin, limit),
+        "no_answer": [f"{value:.4f}" for value in margin],
+        "input": _texts(split.columns["question.input"]),
+        "id": _texts(split.columns["question.id"]),
+    }
+
+
+def _texts(column: Ragged) -> list[str]:
+    return [column.text(row) for row in range(len(column))]
+
+
+def as_table(columns: Table) -> str:
+    """Columns as tab-separated lines under a header, which csv and pandas read back unchanged."""
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    return "".join("\t".join(map(_cell, row)) + "\n" for row in rows)
+
+
+def _cell(text: str) -> str:
+    """A text as one cell: in quotes if it is empty, or holds a tab, a line end or a quote."""
+    if text and not any(mark in text for mark in '\t\n\r"'):
+        return text
+    return '"' + text.replace('"', '""') + '"'

@@ -3,16 +3,19 @@
 RUN/config.json   the resolved recipe, the keys of store and initial checkpoint, versions
 RUN/code.diff     what the code had in it that its git revision has not
 RUN/log.jsonl     every event      RUN/tensorboard/   drawn from it
+RUN/log.jsonl.damaged  a log of which some lines could not be read, as it was
 RUN/dropped.json  the steps whose update was dropped for trouble, by their first sample
 RUN/checkpoints/step_N/            the newest `keep_last`, each `keep_every` steps, and the best;
                                    without `keep_state` at the end the selected one's weights alone
 RUN/result.json   scores, and the checkpoint that train.select chose
+RUN/run_manifest.json  the SHA-256 of a finished run's result.json and config.json
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +23,16 @@ from typing import Any, TextIO
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import BadInput, say
-from xformer.data.files import make_directory, read_json, write_json
+from xformer.data.files import (
+    RUN_MANIFEST,
+    file_checksum,
+    json_text,
+    make_directory,
+    read_json,
+    read_run_json,
+    write_json,
+    write_text,
+)
 
 # keys that may be others where a run goes on
 FREE = {
@@ -58,6 +70,14 @@ class Run:
             return path
         return None
 
+    def made_by(self, step: int) -> dict[str, Any] | None:
+        """The `config` and `environment` of the start that made the checkpoint of a step, of a run
+        that has begun. A start that was killed before its first checkpoint made none."""
+        if self.earlier is None:
+            return None
+        starts = [start for start in self.earlier["starts"] if start["step"] < step]
+        return starts[-1] if starts else None
+
     def begin(self, config: dict[str, Any], step: int) -> None:
         """Note what the run is made with from `step` on, and clear what a killed process left half
         done. `starts` in config.json keeps what it was made with before.
@@ -66,10 +86,13 @@ class Run:
         """
         now = {name: config[name] for name in ("config", "environment")}
         earlier = self.earlier or {}
-        starts = [start for start in earlier.get("starts", []) if start["step"] < step]
+        first = [{**earlier, "step": 0}] if now.keys() <= earlier.keys() else []
+        starts = [start for start in earlier.get("starts", first) if start["step"] < step]
         if not starts or any(starts[-1][name] != now[name] for name in now):
             starts.append({"step": step, **now})
-        write_json(self.path / "config.json", {**config, "starts": starts})
+        (self.path / RUN_MANIFEST).unlink(missing_ok=True)  # it covers a finished run alone
+        self.earlier = {**config, "starts": starts}
+        write_json(self.path / "config.json", self.earlier)
         code = self.path / "code.diff"
         if diff := provenance.diff(now["environment"]["git"]):
             code.write_text(diff, encoding="utf-8")
@@ -81,6 +104,16 @@ class Run:
             leftover.unlink()
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the result, which is what makes the run finished, after the manifest of it."""
+        text = json_text(result)
+        sums = {
+            "result.json": hashlib.sha256(text.encode()).hexdigest(),
+            "config.json": file_checksum(self.path / "config.json"),
+        }
+        write_json(self.path / RUN_MANIFEST, {"sha256": sums})
+        write_text(self.path / "result.json", text)
 
     def prune(self, best_step: int, keep_last: int, keep_every: int) -> None:
         """Delete all checkpoints but the newest, one each `keep_every` steps, and the best."""
@@ -142,7 +175,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
         raise BadInput(
             f"run={path} exists and is not a run (it holds {strangers[0]}); give another"
         )
-    earlier = read_json(known) if known.exists() and not overwrite else None
+    earlier = read_run_json(known) if known.exists() and not overwrite else None
     if earlier is not None:
         _refuse_other_settings(path, earlier, config)
     make_directory(path, "run=")
@@ -154,7 +187,10 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
     if overwrite:  # the checkpoints first, and last what makes it a run, lest this is cut short
         for name in ("checkpoints", "tensorboard", "profile"):
             shutil.rmtree(path / name, ignore_errors=True)
-        for name in ("result.json", "log.jsonl", "dropped.json", "code.diff", "config.json"):
+        for damaged in path.glob("log.jsonl.damaged*"):
+            damaged.unlink()
+        for name in (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff",
+                     "config.json"):  # fmt: skip
             (path / name).unlink(missing_ok=True)
     return Run(path, lock, earlier)
 

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from xformer import metrics
-from xformer.checkpoint import Checkpoint
-from xformer.data.batch import Assembler, Batch, chunks, ragged_arange
+from xformer.data.batch import Assembler, Batch, ragged_arange
 from xformer.data.errors import BadInput
-from xformer.data.store import UNLABELLED, Ragged, Split
-from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
-from xformer.distributed import ALONE, Ranks
-from xformer.model.encoder import Packed, to_device
+from xformer.data.store import UNLABELLED, Split
+from xformer.data.tags import IGNORED, NO_LABEL, is_bio
+from xformer.model.encoder import Packed
 from xformer.model.heads import Model
 
 WIDTH = 2  # numbers kept of every token: 1 + its likeliest class (0: it was cut), its loss
@@ -75,37 +73,13 @@ def has_labels(split: Split) -> bool:
     return bool(((labels != IGNORED) & (labels != UNLABELLED)).any())
 
 
-def lines(outputs: np.ndarray, split: Split, classes: tuple[str, ...]) -> str:
-    """A line a row: the predicted class of each of its words; NO_LABEL of those that were cut."""
+def words(outputs: np.ndarray, split: Split, classes: tuple[str, ...]) -> list[str]:
+    """The predicted class of each word of a row, with spaces between; NO_LABEL of those that were
+    cut."""
     names = np.array([NO_LABEL, *classes], object)
     column = split.columns["labels"]
     found = []
     for row in range(split.rows):
-        words = column.offsets[row] + np.flatnonzero(column[row] != IGNORED)
-        found.append(" ".join(names[outputs[words, 0].astype(np.int64)]))
-    return "".join(f"{line}\n" for line in found)
-
-
-def predict(checkpoint: Checkpoint, texts: list[str], ranks: Ranks = ALONE,
-            precision: str = "fp32") -> str:  # fmt: skip
-    """`lines` for raw texts, whose words stand between white space."""
-    head = checkpoint.head
-    assert head is not None
-    encoded = encode_words(checkpoint.source or checkpoint.tokenizer, texts)
-    offsets = np.cumsum([0, *(len(ids) for ids, _ in encoded)])
-    labels = np.full(offsets[-1], IGNORED)
-    for (_, first), start in zip(encoded, offsets, strict=False):
-        labels[start + first] = UNLABELLED
-    tokens = np.concatenate([ids for ids, _ in encoded])
-    columns = {"tokens": Ragged(tokens, offsets), "labels": Ragged(labels, offsets)}
-    split = Split("input", len(texts), len(tokens), columns)
-    assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
-    model = checkpoint.model().to(ranks.device)
-    outputs = np.zeros((len(tokens), WIDTH), np.float32)
-    with torch.no_grad(), ranks.autocast(precision):
-        for part in chunks(assembler, len(texts)):
-            batch = assembler.batch(part)
-            where, found = outcome(model, to_device(batch, ranks.device), batch, assembler)
-            outputs[where.cpu().numpy()] = found.float().cpu().numpy()
-    metrics.check_finite(np.where(broken(outputs, offsets), np.nan, 0.0), "the input: outputs")
-    return lines(outputs, split, head.labels)
+        places = column.offsets[row] + np.flatnonzero(column[row] != IGNORED)
+        found.append(" ".join(names[outputs[places, 0].astype(np.int64)]))
+    return found

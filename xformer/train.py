@@ -26,7 +26,7 @@ from xformer.config import Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, Failure, Interrupted, say
-from xformer.data.files import read_json, sync, write_json
+from xformer.data.files import read_json, sync
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import UNLABELLED, Store, open_store
@@ -404,18 +404,17 @@ def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
     optimizer = shard.place(model, recipe.optim, ranks, recipe.system.shard)
     if found:
         optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
-    if ranks.rank == 0:
-        cut_log(run.path, state.step if found else -1)
+    damage = cut_log(run.path, state.step if found else -1) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     bar = job.progress(state.step, state.position)
     with Monitor(run.path, ranks.rank == 0, state.step if found else -1, *bar, unit) as monitor:
         if found:
             monitor.say(f"continuing {run.path} from step {state.step}")
-            _say_longer(job, run, state, monitor)
+            _say_changes(job, run, state, config, monitor)
         else:
             _announce(job, model, monitor)
         slow = distributed.slow_precision(ranks.device, recipe.system.precision)
-        for note in filter(None, (slow, native.note(ranks.device))):
+        for note in filter(None, (damage, slow, native.note(ranks.device))):
             monitor.say(note)
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         with _signals() as signals, Writer(monitor.say) as writer:
@@ -645,6 +644,7 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
     read = [operations.content(operation) for operation in job.recipe.surgery]
     if any(read):  # what operations read beside the checkpoint
         identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
+    provenance.refuse_unlike_ranks(job.ranks)
     environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(job.recipe.run)
@@ -656,10 +656,9 @@ def _open(job: Job) -> tuple[Run, dict[str, Any]]:
 def _announce(job: Job, model: Model, monitor: Monitor) -> None:
     for note in (*job.notes, *job.recipe.optim.notes()):
         monitor.say(note)
-    cut = job.train.share_truncated()
-    if cut > 0:
-        longest = job.recipe.batch.max_tokens
-        monitor.say(f"{cut:.1%} of the rows are cut to batch.max_tokens={longest}")
+    limit = f"batch.max_tokens={job.recipe.batch.max_tokens}"
+    if note := job.train.truncation(limit, job.start.config.max_positions):
+        monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     split = job.train.split
     monitor.event("start", 0, parameters=parameters, rows=job.samples.per_epoch,
@@ -707,11 +706,19 @@ def _warmup_share(job: Job, length: int) -> float:
     return warmup * rows / length
 
 
-def _say_longer(job: Job, run: Run, state: State, monitor: Monitor) -> None:
-    """Say what a raised train.steps or train.epochs does to the learning rate."""
-    if run.earlier is None:
+def _say_changes(job: Job, run: Run, state: State, config: dict[str, Any],
+                 monitor: Monitor) -> None:  # fmt: skip
+    """Say what differs from the start that made the checkpoint: what changes the bits of a result,
+    and what a raised train.steps or train.epochs does to the learning rate."""
+    earlier = run.made_by(state.step)
+    if earlier is None:
         return
-    before, now = run.earlier["config"]["train"], job.recipe.train
+    if differing := provenance.changes(earlier, config):
+        monitor.say(
+            f"since the last start: {', '.join(differing)}; results may not be bit for bit those "
+            "of one uninterrupted run"
+        )
+    before, now = earlier["config"]["train"], job.recipe.train
     name = "steps" if now.steps else "epochs"
     if before[name] == getattr(now, name):
         return
@@ -838,7 +845,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
             "real_tokens_per_second": state.real_tokens / max(state.seconds, 1e-9),
         }
         _sync_told(run)
-        write_json(run.path / "result.json", result)
+        run.finish(result)
         if not job.recipe.train.keep_state:
             run.forget_state()
 

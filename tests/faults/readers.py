@@ -29,6 +29,7 @@ from helpers import CLASSIFY, ROOT, SMOKE, TINY
 from safetensors.torch import load_file
 
 from preprocess import cli, fetch, unpack
+from preprocess.predict import write_rows
 from xformer import checkpoint as checkpoints
 from xformer import evaluate, monitor, run, train
 from xformer.analysis import capture, curves, hdf5
@@ -284,6 +285,11 @@ def mend_run(path: Path, file: str) -> None:
     mend_checkpoint(path / place, Path(file).name)
 
 
+def mend_finished(path: Path, file: str) -> None:
+    """Make it a run that was finished before there was a manifest of its own files."""
+    (path / files.RUN_MANIFEST).unlink(missing_ok=True)
+
+
 def mend_meta(path: Path, file: str) -> None:
     """Write the fingerprint that a tokenizer has into its description, if it has one."""
     with contextlib.suppress(Exception):
@@ -355,7 +361,7 @@ def fill_masks(path: Path) -> None:
 def predict_rows(path: Path) -> None:
     sys.argv = ["evaluate.py", str(path.parent / "ground/finetuned"), f"input={path / 'c.tsv'}"]
     with silent():
-        evaluate.main()
+        evaluate.main(write_rows)
 
 
 def resume(path: Path) -> None:
@@ -495,11 +501,12 @@ READERS = [
     Reader("command line", "raw", "words", read_words, None, (
         b"optim.lr=1e-4\nsurgery=[{op='clean'}]\nsymbols:3\nkeep_layers(first=6)\nseed=1",)),
     Reader("run state.json", "run", "checkpoints/step_2/state.json", resume, mend_run),
-    Reader("run config.json", "run", "config.json", resume),
+    Reader("run config.json", "run", "config.json", resume, mend_finished),
     Reader("run log.jsonl", "run", "log.jsonl", resume),
-    Reader("run result.json", "run", "result.json", read_result),
+    Reader("run result.json", "run", "result.json", read_result, mend_finished),
+    Reader("run_manifest.json", "run", "run_manifest.json", read_result),
     Reader("curves log.jsonl", "run", "log.jsonl", draw_curves),
-    Reader("curves config.json", "run", "config.json", draw_curves),
+    Reader("curves config.json", "run", "config.json", draw_curves, mend_finished),
     Reader("capture", "h5", "f.h5", read_capture),
     Reader("capture part", "h5", "f.h5.parts/00000.h5", read_capture, mend_capture),
     Reader("rows to predict", "raw", "c.tsv", predict_rows),

@@ -38,7 +38,7 @@ from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import validate
 from xformer.data.errors import BadInput, say
-from xformer.data.files import make_directory, read_json
+from xformer.data.files import make_directory, read_run_json
 from xformer.distributed import Ranks, SystemConfig, slow_precision
 from xformer.model.attention import layout
 from xformer.model.encoder import Packed
@@ -249,7 +249,7 @@ def seconds_to_make(path: str, others: dict[str, Checkpoint], directory: Path) -
         return _again(path, others, base, directory)
     result = Path(path) / "result.json"
     if result.is_file():
-        return {"how": "training", "seconds": float(read_json(result)["seconds"])}
+        return {"how": "training", "seconds": float(read_run_json(result)["seconds"])}
     return _again(path, others, path, directory)
 
 

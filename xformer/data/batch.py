@@ -127,12 +127,35 @@ class Assembler:
             return np.minimum(a, budget), np.zeros_like(a)
         return truncate(a, columns["tokens_b"].lengths(rows), budget)
 
-    def share_truncated(self, most: int = 100_000) -> float:
-        """Share of rows that lose tokens to `max_tokens`, among the first `most`."""
+    def whole_sizes(self, most: int = 100_000) -> np.ndarray:
+        """Tokens of each of the first `most` rows with its special ones, before truncation."""
         rows = np.arange(min(self.split.rows, most))
-        texts = (name for name in ("tokens", "tokens_b") if name in self.split.columns)
-        whole = sum(self.split.columns[name].lengths(rows) for name in texts)
-        return float((whole + self.extra > self.max_tokens).mean()) if len(rows) else 0.0
+        columns = [self.split.columns.get(name) for name in ("tokens", "tokens_b")]
+        texts = [column.lengths(rows) for column in columns if column is not None]
+        return np.sum(texts, 0) + self.extra
+
+    def truncation(self, limit: str, longest: int) -> str:
+        """A sentence that says how many rows are longer than `max_tokens`; "" if none is.
+
+        If more than a tenth are, it is a warning with the length that would fit. `limit` is the
+        user's name for max_tokens, `longest` the longest row in tokens that the model takes.
+        """
+        sizes = self.whole_sizes()
+        cut = int((sizes > self.max_tokens).sum())
+        if not cut:
+            return ""
+        first = "first " if len(sizes) < self.split.rows else ""
+        share = min(100 * cut / len(sizes), 99.9) if cut < len(sizes) else 100.0
+        shown = f"{share:.3g} % of the {first}" if share >= 0.05 else f"{cut:,} of the {first}"
+        line = f"{shown}{len(sizes):,} rows are longer than {limit} and are truncated"
+        if share <= 10:
+            return line
+        most = int(sizes.max())
+        fit = int(np.quantile(sizes, 0.99, method="higher"))
+        needs = f"the longest needs {most}"
+        if fit <= 0.8 * most:
+            needs += f", 99 % of the rows need at most {fit}"
+        return f"WARNING: {line}; {needs} (the model takes up to {longest})"
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Tokens of each row in a batch, special ones included."""

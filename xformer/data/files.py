@@ -23,6 +23,7 @@ from xformer.data.errors import OF_THE_DISK, BadInput, Failure
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 PIECE = 8 * 2**20  # bytes of it in memory at once
+RUN_MANIFEST = "run_manifest.json"  # the checksums of a finished run's result.json and config.json
 
 
 def cache_folder() -> Path:
@@ -48,9 +49,33 @@ def read_own_json(path: Path) -> Any:
     return found
 
 
+def read_run_json(path: Path) -> Any:
+    """The result.json or config.json of a run. Raises BadInput if it is missing, is not JSON, or
+    differs from what the run's end noted in its manifest. Runs of earlier versions have none."""
+    found, manifest = read_json(path), path.parent / RUN_MANIFEST
+    if not manifest.exists():
+        return found
+    content = read_own_json(manifest)
+    sums = content.get("sha256") if isinstance(content, dict) else None
+    if not isinstance(sums, dict) or path.name not in sums:
+        raise BadInput(f"{manifest} is damaged: it lists no checksum of {path.name}")
+    if sums[path.name] != file_checksum(path):
+        cure = "or give overwrite=true to train.py, which makes the run anew"
+        if path.name == "result.json":
+            cure = "or delete it: train.py makes it again, unless train.keep_state=false"
+        why = f"its checksum is not the one in {manifest.name}"
+        raise BadInput(f"{path} is damaged: {why}; restore it from a copy, {cure}")
+    return found
+
+
+def json_text(value: Any) -> str:
+    """A value as the text of a JSON file."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value))
 
 
 def write_text(path: Path, text: str) -> None:

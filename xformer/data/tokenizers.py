@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_json, read_run_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -206,7 +206,7 @@ def load(directory: str | Path) -> Tokenizer:
     """
     path = Path(directory)
     if (path / "result.json").is_file():
-        path = path / str(read_json(path / "result.json")["selected"])
+        path = path / str(read_run_json(path / "result.json")["selected"])
     if not (path / META).is_file():
         raise BadInput(f"{path} holds no tokenizer ({META} is missing)")
     meta = read_json(path / META)

@@ -110,12 +110,16 @@ def _compiled() -> Path:
 
 def _processor() -> str:
     """What -march=native depends on."""
+    return "\n".join(processor_lines("model", "flags", "Features")) or platform.processor()
+
+
+def processor_lines(*kinds: str) -> list[str]:
+    """The lines of these kinds that Linux has about its processors, each once."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    kinds = ("model", "flags", "Features")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(kinds)))
+        return []
+    return list(dict.fromkeys(line for line in lines if line.startswith(kinds)))
 
 
 def _run(command: list[str]) -> None:

@@ -8,7 +8,7 @@ from statistics import median
 from xformer import cost
 from xformer.config import validate
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_json, read_run_json
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
 from xformer.train import Recipe
@@ -59,7 +59,7 @@ class Costs:
 
 
 def _seconds(result: Path) -> float:
-    content = read_json(result)
+    content = read_run_json(result)
     seconds = content.get("seconds") if isinstance(content, dict) else None
     if not isinstance(seconds, int | float):
         raise BadInput(f"{result} is damaged: it does not say how many seconds the run took")

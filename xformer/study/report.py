@@ -12,7 +12,7 @@ import numpy as np
 
 from xformer import checkpoint as checkpoints
 from xformer import predict
-from xformer.data.files import read_json
+from xformer.data.files import read_run_json
 from xformer.data.store import Store, open_store
 from xformer.monitor import records
 from xformer.study.statistics import compare
@@ -38,7 +38,7 @@ class FineTuned:
     runs: list[Path]
 
     def scores(self, metric: str, split: str = "test") -> list[float]:
-        return [read_json(r / "result.json")["metrics"][split][metric] for r in self.runs]
+        return [read_run_json(r / "result.json")["metrics"][split][metric] for r in self.runs]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: lis
         "|---|---|---|---|---|",
     ]
     for p, unigram in zip(pre_trained, baselines, strict=True):
-        result = read_json(p.run / "result.json")
+        result = read_run_json(p.run / "result.json")
         valid = result["metrics"]["valid"]
         lines.append(
             f"| {p.name} | {valid['loss']:.3f} | {unigram:.3f} | {valid['accuracy']:.3f} "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_run_json
 from xformer.study.notes import Notes
 from xformer.study.plan import Plan, Work
 from xformer.study.pool import Outcome
@@ -86,7 +86,7 @@ class Results:
                    for metric in _metrics(table))  # fmt: skip
         for work in plan.works.values():
             if work.stage and work.done:
-                content = read_json(work.proof)
+                content = read_run_json(work.proof)
                 found = content.get("metrics") if isinstance(content, dict) else None
                 if found is not None and "split" in content:  # evaluate.py scores one split
                     found = {content["split"]: found}
@@ -340,7 +340,8 @@ def rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, A
                   "state": outcome.state if outcome else "", **work.levels}  # fmt: skip
         metrics = results.metrics.get(work.key, {})
         if metrics:
-            common["seconds"] = read_json(work.proof).get("seconds", "")  # a dict: it has scores
+            result = read_run_json(work.proof)  # a dict, since it has scores
+            common["seconds"] = result.get("seconds", "")
         scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:

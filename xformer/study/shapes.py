@@ -8,7 +8,7 @@ from pathlib import Path
 from xformer.config import validate
 from xformer.convert import hf
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_json, read_run_json
 from xformer.model.encoder import ModelConfig
 from xformer.study.plan import Plan, Work
 from xformer.surgery.operations import Operation, Transplant, parse, shape_after
@@ -84,7 +84,7 @@ def _read(path: Path, of_hf: bool = False) -> ModelConfig | None:
         if of_hf:
             return hf.shape(path)
         if (path / "result.json").is_file():
-            path = path / read_json(path / "result.json")["selected"]
+            path = path / read_run_json(path / "result.json")["selected"]
         return validate(ModelConfig, read_json(path / "config.json")["model"])
     except (BadInput, KeyError, TypeError, OSError):
         return None  # whoever reads it in earnest will say what is wrong

@@ -18,7 +18,7 @@ from pydantic import Field
 from xformer import distributed, provenance, start, train
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data.errors import BadInput, Failure, say
-from xformer.data.files import read_json
+from xformer.data.files import read_json, read_run_json
 from xformer.monitor import records
 from xformer.run import is_run
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     if not is_run(run / "config.json"):
         raise BadInput(f"{run} is not a run: it has no config.json that training wrote")
     steps = validate(Verify, parse_overrides(Verify, arguments[1:])).steps
-    content = read_json(run / "config.json")
+    content = read_run_json(run / "config.json")
     starts = content.get("starts") or [{"step": 0, **content}]
     if starts[0]["step"]:
         raise BadInput(f"{run} does not say what its first steps were made with")
@@ -112,8 +112,8 @@ def _first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What a run is made with now, where that is another thing than before."""
-    pairs = [f"{k} {before.get(k)} is now {v}" for k, v in now.items()
-             if k != "command" and before.get(k) != v]  # fmt: skip
+    pairs = [f"{k} {before[k]} is now {v}" for k, v in now.items()
+             if k != "command" and k in before and before[k] != v]  # fmt: skip
     return f" ({'; '.join(pairs)})" if pairs else " with the same versions"
 
 

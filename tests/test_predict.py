@@ -1,0 +1,463 @@
+"""`evaluate.py input=`: raw rows go through the readers of preprocess.py, whatever their form; and
+every table of predictions is a rectangle."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import CLASSIFY, REGRESS, Forks, good, refused, training
+from toys import Toys
+
+from xformer import checkpoint as checkpoints
+from xformer.data.files import read_json
+from xformer.data.store import open_store
+from xformer.predict import as_table
+
+LIVELY = ["optim.lr=5e-3", "batch.rows=16", "train.epochs=2", "optim.warmup=0.1"]
+SQUAD, TAG = "recipes/finetune/squad.toml", "recipes/finetune/tag.toml"
+Table = list[dict[str, str]]
+
+
+def read(text: str) -> Table:
+    """A table of predictions, by csv; every row has as many fields as the header."""
+    rows = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True))
+    assert {len(row) for row in rows} == {len(rows[0])}
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+def predict(forks: Forks, run: Path, file: Path, *more: str) -> Table:
+    return read(good(forks.run("evaluate.py", run, f"input={file}", "system.threads=1", *more)).out)
+
+
+def of_split(forks: Forks, run: Path, store: Path, split: str) -> Table:
+    out = run / f"{split}.tsv"
+    good(forks.run("evaluate.py", run, f"data={store}", f"split={split}", f"predictions={out}",
+                   "system.threads=1"))  # fmt: skip
+    with out.open(newline="") as file:
+        return read(file.read())
+
+
+def answers(table: Table) -> list[list[str]]:
+    """The label and its probability, or the score, of each row."""
+    return [[row[name] for name in ("label", "probability", "score") if name in row]
+            for row in table]  # fmt: skip
+
+
+def trained(forks: Forks, place: Path, recipe: str, task: Sequence[object],
+            *overrides: str) -> tuple[Path, Path]:  # fmt: skip
+    """A store of a task, and a short run on it."""
+    store, run = place / "store", place / "run"
+    line = ["task", *map(str, task), "--output", str(store)]
+    good(forks.run("preprocess.py", *line))
+    good(forks.run(*training(recipe, store, run, *LIVELY, *overrides)))
+    return store, run
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Rows in the form that the file's ending names."""
+    if path.suffix == ".parquet":
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            mark = "," if path.suffix == ".csv" else "\t"
+            writer = csv.DictWriter(file, list(rows[0]), delimiter=mark, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else lines)
+    return path
+
+
+# ------------------------------------------------------------------------------ sequences
+
+
+@pytest.fixture(scope="module")
+def dna(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    """A run on DNA, its store, and the sequences of the test split."""
+    place = tmp_path_factory.mktemp("dna")
+    draw = np.random.default_rng(0)
+    made = ["".join(draw.choice(list("ACGT"), 16)) for _ in range(90)]
+    for split, some in (("train", made[:60]), ("valid", made[60:70]), ("test", made[70:])):
+        lines = [f">{split}{i} {'xy'[i % 2]}\n{text}\n" for i, text in enumerate(some)]
+        (place / f"{split}.fasta").write_text("".join(lines))
+    store, run = trained(forks, place, CLASSIFY, ["dna", "--input", place])
+    return store, run, made[70:]
+
+
+def test_sequences_in_every_form(
+    dna: tuple[Path, Path, list[str]], forks: Forks, tmp_path: Path
+) -> None:
+    """FASTA, three lines, csv, JSON and the rest give the predictions of the store, in their order;
+    labels may be there or not."""
+    store, run, texts = dna
+    expected = of_split(forks, run, store, "test")
+    assert [row["id"] for row in expected] == [f"test{i}" for i in range(20)]
+    fasta = "".join(f">s{i} of E. coli\n{t[:9].lower()}\n{t[9:]}\n" for i, t in enumerate(texts))
+    three = "".join(f">s{i}\n{t}\nx\n" for i, t in enumerate(texts))
+    (tmp_path / "a.fasta").write_text(fasta)
+    (tmp_path / "b.txt").write_text(fasta)
+    (tmp_path / "c.fa.gz").write_bytes(gzip.compress(fasta.encode()))
+    (tmp_path / "d.txt").write_text(three)
+    (tmp_path / "e.tsv").write_text("\n".join(texts))
+    (tmp_path / "f.csv").write_text("seq\n" + "\n".join(texts))
+    rows = [{"id": f"s{i}", "sequence": text, "note": 'a, "b"'} for i, text in enumerate(texts)]
+    for form in ("csv", "tsv", "jsonl", "json", "parquet"):
+        write(tmp_path / f"g.{form}", rows)
+    write(tmp_path / "h.csv", [{**row, "label": "x"} for row in rows])
+    for file in sorted(tmp_path.iterdir()):
+        found = predict(forks, run, file)
+        assert answers(found) == answers(expected), file
+        assert [row["input"] for row in found] == texts, file
+        if file.name[0] in "abcgh":
+            assert [row["id"] for row in found] == [f"s{i}" for i in range(20)], file
+
+
+REFUSED = {
+    "a.fasta": (">one\nACGT\n>two\nACQT\n", "a.fasta:3: letters other than ACGTNRYSWKMBDHV: 'Q'"),
+    "b.fasta": (">one\nACGT\n>two\nAC-T\n", "b.fasta:4: '-' is no letter of a sequence"),
+    "c.fasta": (">one\nACGT\n>two\n>three\nAC\n", "c.fasta:3: a record without a sequence"),
+    "d.fasta": ("ACGT\n>one\nACGT\n", "d.fasta:1: text before the first header"),
+    "e.csv": ("sequence,id\nACGT,1\nACXT,2\n", "e.csv:3: letters other than ACGTNRYSWKMBDHV: 'X'"),
+    "f.csv": ("name,dna\na,ACGT\n", "f.csv:1: the header lacks the column 'sequence'; it has 2 c"),
+    "g.csv": (
+        "dna\nACGT\n",
+        "g.csv:1: the header lacks the column 'sequence'; it has 1 column, 'd",
+    ),
+    "h.tsv": ("name\tdna\na\tACGT\n", "h.tsv:1: the header lacks the column 'sequence'"),
+    "i.tsv": ("ACGT\nACGT\tx\n", "i.tsv:2: 2 columns instead of 1"),
+    "j.tsv": ("promoter\nACGT\n", "j.tsv:1: letters other than ACGTNRYSWKMBDHV: 'EOP'"),
+    "k.jsonl": ('{"dna": "ACGT"}\n', "k.jsonl has no column 'sequence'; it has 'dna'"),
+    "l.jsonl": ('{"sequence": "ACGT"}\n{"seq": "A"}\n', "l.jsonl:2: there is no 'sequence'"),
+    "m.csv": ("sequence\nACGT\n\n ,\n", "m.csv:4: 2 columns instead of 1"),
+    "n.csv": ("sequence,x\nACGT,1\n,1\n", "n.csv:3: the sequence is empty"),
+    "o.csv": ("sequence\n", "o.csv has a header and no row"),
+    "p.fasta": ("", "p.fasta is empty"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_cannot_be_read(
+    name: str, dna: tuple[Path, Path, list[str]], forks: Forks, tmp_path: Path
+) -> None:
+    content, words = REFUSED[name]
+    (tmp_path / name).write_text(content)
+    before = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}"
+    done = forks.run("evaluate.py", dna[1], f"input={tmp_path / name}", before=before)
+    refused(done, words)
+    assert done.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == [name]  # no temporary store is left
+
+
+def without_its_task(run: Path, place: Path) -> Path:
+    """The run's checkpoint, as one from before tasks were recorded."""
+    checkpoint = checkpoints.load(run)
+    assert checkpoint.head is not None
+    columns = {k: v for k, v in (checkpoint.head.columns or {}).items()
+               if k not in ("task", "options")}  # fmt: skip
+    head = replace(checkpoint.head, columns=columns)
+    checkpoints.save(replace(checkpoint, head=head), place)
+    return place
+
+
+def test_older_checkpoints_read_by_their_columns(
+    dna: tuple[Path, Path, list[str]], data: Toys, learned: dict[str, Path], forks: Forks,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    store, run, _ = dna
+    expected = answers(of_split(forks, run, store, "test"))
+    old = without_its_task(run, tmp_path / "old")
+    assert answers(predict(forks, old, store.parent / "test.fasta")) == expected
+    (tmp_path / "a.fasta").write_text(REFUSED["a.fasta"][0])
+    refused(forks.run("evaluate.py", old, f"input={tmp_path / 'a.fasta'}"),
+            "a.fasta:3: letters other than ACGTNRYSWKMBDHV: 'Q'")  # fmt: skip
+    old = without_its_task(learned["pairs"], tmp_path / "pairs")
+    expected = answers(of_split(forks, learned["pairs"], data.pairs, "test"))
+    assert answers(predict(forks, old, data.raw / "pairs/test.tsv")) == expected
+
+
+def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
+    """The published files themselves are predicted: E. coli's promoters in csv, GFP in JSON lines,
+    and proteins in FASTA, as the rows of their stores are."""
+    ecoli = shared / "dna/ecoli_promoter/v9d3.csv"
+    store, run = trained(forks, tmp_path, CLASSIFY, ["dna", "--input", ecoli], "train.steps=2",
+                         "batch.max_tokens=64")  # fmt: skip
+    found = predict(forks, run, ecoli)
+    lines = ecoli.read_text().split()[1:]
+    assert [row["input"] for row in found] == [line.split(",")[0].upper() for line in lines]
+    by_text = {row["input"]: row["label"] for row in found}
+    tokens, tokenizer = open_store(store).split("test").columns["tokens"], open_store(store)
+    letters = tokenizer.tokenizer().pieces
+    for row, said in enumerate(of_split(forks, run, store, "test")):
+        assert said["label"] == by_text["".join(letters[i] for i in tokens[row])]
+
+    gfp = tmp_path / "gfp"
+    gfp.mkdir()
+    for split in ("train", "valid", "test"):
+        with (shared / f"protein/fluorescence/fluorescence_{split}.jsonl").open() as file:
+            (gfp / f"{split}.jsonl").write_text("".join(next(file) for _ in range(40)))
+    store, run = trained(forks, gfp, REGRESS, ["protein/fluorescence", "--input", gfp],
+                         "train.steps=2")  # fmt: skip
+    expected = answers(of_split(forks, run, store, "test"))
+    assert answers(predict(forks, run, gfp / "test.jsonl")) == expected
+    bare = [{"primary": json.loads(line)["primary"]}
+            for line in (gfp / "test.jsonl").read_text().splitlines()]  # fmt: skip
+    assert answers(predict(forks, run, write(gfp / "bare.csv", bare))) == expected
+
+    places = tmp_path / "places"
+    places.mkdir()
+    for name in ("ER", "Golgi"):
+        text = (shared / f"protein/localization_multiloc/multiloc/{name}.fasta").read_text()
+        (places / f"{name}.fasta").write_text(">".join(text.split(">")[:41]))
+    store, run = trained(forks, places, CLASSIFY, ["protein/localization", "--input", places,
+                         "--longest", 50], "train.steps=2")  # fmt: skip
+    found = predict(forks, run, places / "ER.fasta")
+    heads = [line[1:].split()[0] for line in (places / "ER.fasta").read_text().splitlines()
+             if line.startswith(">")]  # fmt: skip
+    assert [row["id"] for row in found] == heads
+    assert max(len(row["input"]) for row in found) == 50  # cut as in training
+    known = {row["id"]: row["label"] for row in of_split(forks, run, store, "train")}
+    assert {row["id"]: row["label"] for row in found}.items() >= {
+        name: label for name, label in known.items() if name in heads
+    }.items()
+
+
+def test_splice_as_it_is_published(
+    learned: dict[str, Path], data: Toys, forks: Forks, tmp_path: Path
+) -> None:
+    """UCI's file, whose labels and names stand beside the sequences."""
+    found = predict(forks, learned["splice"], data.raw / "splice.data")
+    lines = [line.split(",") for line in (data.raw / "splice.data").read_text().splitlines()]
+    assert [row["input"] for row in found] == [sequence for *_, sequence in lines]
+    (tmp_path / "a.fasta").write_text("".join(f">{n}\n{s}\n" for _, n, s in lines))
+    again = predict(forks, learned["splice"], tmp_path / "a.fasta")
+    assert answers(again) == answers(found)
+    assert [row["id"] for row in again] == [name for _, name, _ in lines]
+
+
+# ------------------------------------------------------------------------------ text
+
+
+def test_texts_in_every_form(
+    data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    for name, columns in (
+        ("classes", ["text"]),
+        ("pairs", ["left", "right"]),
+        ("scores", ["text"]),
+    ):
+        run = learned[name]
+        expected = answers(of_split(forks, run, getattr(data, name), "test"))
+        with (data.raw / name / "test.tsv").open() as file:
+            whole = list(csv.DictReader(file, delimiter="\t"))
+        bare = [{c: row[c] for c in columns} for row in whole]
+        for form in ("csv", "jsonl", "parquet"):
+            for rows in (whole, bare, [{"id": str(i), **row} for i, row in enumerate(bare)]):
+                found = predict(forks, run, write(tmp_path / f"{name}.{form}", rows))
+                assert answers(found) == expected
+                shown = ["input", "input_b"][: len(columns)]
+                assert [[r[c] for c in shown] for r in found] == [list(r.values()) for r in bare]
+                assert [r.get("id") for r in found] == [r.get("id") for r in rows]
+
+
+def test_other_files_are_refused(
+    data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    for name, content, words in (
+        ("x.fasta", ">a\nACGT\n", "was trained on text, not on .fasta files"),
+        ("x.csv", "sentence,id\nbam,1\n", "x.csv:1: the header lacks the column 'text'; it has 2"),
+        ("x.jsonl", '{"sentence": "bam"}\n', "no column 'text'; it has 'sentence'"),
+        ("x.csv", "text,id\nbam,1\nban\n", "x.csv:3: 1 column instead of 2"),
+    ):
+        (tmp_path / name).write_text(content)
+        refused(forks.run("evaluate.py", learned["classes"], f"input={tmp_path / name}"), words)
+
+
+# ------------------------------------------------------------------------------ music
+
+
+def test_pieces(shared: Path, forks: Forks, tmp_path: Path) -> None:
+    """MIDI files, a directory of them and MAESTRO's table: a line a piece, whose segments vote as
+    they do in the score of the store."""
+    pytest.importorskip("symusic")
+    with (shared / "music/maestro-v1-subset/maestro-v1.0.0.csv").open() as file:
+        few = list(csv.DictReader(file))[::12]
+    for row in few:
+        place = tmp_path / row["midi_filename"]
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(shared / "music/maestro-v1-subset" / row["midi_filename"])
+    table = write(tmp_path / "maestro.csv", few)
+    task = ["music/maestro", "--input", table, "--segment", 60]
+    store, run = trained(forks, tmp_path, CLASSIFY, task, "train.steps=20", "batch.max_tokens=62")
+    found = predict(forks, run, table)
+    assert [row["id"] for row in found] == [row["midi_filename"] for row in few]
+    names = [{k: v for k, v in row.items() if k == "midi_filename"} for row in few]
+    assert answers(predict(forks, run, write(tmp_path / "names.csv", names))) == answers(found)
+    opened, said = open_store(store), {row["id"]: row["label"] for row in found}
+    for split in opened.splits:
+        pieces = [row for row in few if row["split"].startswith(split)]
+        right = np.mean([said[row["midi_filename"]] == row["canonical_composer"] for row in pieces])
+        score = read_json(run / "result.json")["metrics"].get(split, {}).get("accuracy")
+        assert split == "train" or right == pytest.approx(score)
+    one = predict(forks, run, tmp_path / few[0]["midi_filename"])
+    assert answers(one) == answers(found)[:1]
+    year = Path(few[0]["midi_filename"]).parent
+    there = predict(forks, run, tmp_path / year)
+    assert {row["id"]: row["label"] for row in there} == {
+        Path(name).name: label for name, label in said.items() if Path(name).parent == year
+    }
+    (tmp_path / "bad.mid").write_bytes(b"no music")
+    refused(forks.run("evaluate.py", run, f"input={tmp_path / 'bad.mid'}"), "bad.mid:1: not a MIDI")
+    (tmp_path / "p.tsv").write_text("pitches\n60 61\n60 200\n")
+    refused(forks.run("evaluate.py", run, f"input={tmp_path / 'p.tsv'}"), "p.tsv:3: '200' is no pi")
+
+
+# ------------------------------------------------------------------------------ questions
+
+
+def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> None:
+    """SQuAD's JSON, with and without answers, and tables with a question and its context."""
+    raw = json.loads((shared / "squad/train-subset-1.json").read_text())
+    paragraphs = raw["data"][0]["paragraphs"][:4]
+    for paragraph in paragraphs:
+        paragraph["qas"] = paragraph["qas"][:3]
+    small = {"data": [{"title": "t", "paragraphs": paragraphs}]}
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(small))
+    task = ["squad", "--input", tmp_path, "--tokenizer", data.tokenizer, "--max-tokens", 64,
+            "--stride", 20, "--max-question", 20]  # fmt: skip
+    store, run = trained(forks, tmp_path, SQUAD, task, "train.steps=3", "batch.max_tokens=64")
+    said = tmp_path / "said.json"
+    good(forks.run("evaluate.py", run, f"data={store}", "split=valid", f"predictions={said}"))
+    expected = json.loads(said.read_text())
+    asked = [(qa["id"], qa["question"], p["context"]) for p in paragraphs for qa in p["qas"]]
+    for paragraph in paragraphs:
+        paragraph["qas"] = [{"id": qa["id"], "question": qa["question"]} for qa in paragraph["qas"]]
+    (tmp_path / "hidden.json").write_text(json.dumps(small))
+    rows = [dict(zip(("id", "question", "context"), one, strict=True)) for one in asked]
+    files = [tmp_path / "dev.json", tmp_path / "hidden.json"]
+    files += [write(tmp_path / f"rows.{form}", rows) for form in ("jsonl", "csv", "json")]
+    for file in files:
+        found = predict(forks, run, file)
+        assert {row["id"]: row["answer"] for row in found} == expected, file
+        assert [(row["id"], row["input"]) for row in found] == [one[:2] for one in asked]
+    bare = write(
+        tmp_path / "bare.csv", [{k: row[k] for k in ("question", "context")} for row in rows]
+    )
+    found = predict(forks, run, bare)
+    assert [row["answer"] for row in found] == list(expected.values())
+    assert [row["id"] for row in found] == [str(i) for i in range(12)]
+    assert {row["answer"] for row in predict(forks, run, bare, "threshold=-1e9")} == {""}
+    (tmp_path / "x.csv").write_text("question\nwho?\n")
+    refused(forks.run("evaluate.py", run, f"input={tmp_path / 'x.csv'}"),
+            "x.csv:1: the header lacks the column 'question' or 'context'; it has 1")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ words
+
+
+def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
+    """CoNLL's columns under any name are not taken for text; text is, a sentence a line."""
+    draw = np.random.default_rng(0)
+    words = [
+        list(draw.choice(["bam", "ban", "dan", "fan"], draw.integers(2, 6))) for _ in range(40)
+    ]
+    blocks = ["\n".join(f"{w} NN {'B-X' if w == 'bam' else 'O'}" for w in row) for row in words]
+    for split, some in (("train", blocks[:30]), ("valid", blocks[30:]), ("test", blocks[30:])):
+        (tmp_path / f"{split}.conll").write_text("\n\n".join(some) + "\n")
+    task = ["conll", "--input", tmp_path, "--tokenizer", data.tokenizer]
+    store, run = trained(forks, tmp_path, TAG, task)
+    expected = [row["labels"] for row in of_split(forks, run, store, "test")]
+    plain = [" ".join(row) for row in words[30:]]
+    (tmp_path / "plain.txt").write_text("\n".join(plain) + "\n")
+    (tmp_path / "columns.txt").write_text("\n\n".join(blocks[30:]))
+    tabs = [block.replace(" ", "\t") for block in blocks[30:]]
+    (tmp_path / "tabs.txt").write_text("\n\n".join(tabs))
+    (tmp_path / "words.conll").write_text("\n\n".join("\n".join(row) for row in words[30:]))
+    for name in ("plain.txt", "columns.txt", "tabs.txt", "words.conll", "test.conll"):
+        found = predict(forks, run, tmp_path / name)
+        assert [row["labels"] for row in found] == expected, name
+        assert [row["input"] for row in found] == plain, name
+    (tmp_path / "x.jsonl").write_text('{"text": "bam"}\n')
+    refused(
+        forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give a sentence a line"
+    )
+
+
+def test_amino_acids(forks: Forks, tmp_path: Path) -> None:
+    """A label a letter: proteins come as FASTA, or one a line with or without spaces."""
+    draw = np.random.default_rng(0)
+    made = {f"p{i}": "".join(draw.choice(list("ACDEF"), 9)) for i in range(30)}
+    fasta = "".join(f">{name}\n{text}\n" for name, text in made.items())
+    marks = [("train", False)] * 20 + [("train", True)] * 5 + [("test", False)] * 5
+    labels = "".join(f">{name} SET={s} VALIDATION={v}\n{'HC' * 4}H\n"
+                     for name, (s, v) in zip(made, marks, strict=True))  # fmt: skip
+    (tmp_path / "sequences.fasta").write_text(fasta)
+    (tmp_path / "sampled.fasta").write_text(labels)
+    store, run = trained(forks, tmp_path, TAG, ["protein/secondary", "--input", tmp_path])
+    expected = [row["labels"] for row in of_split(forks, run, store, "test")]
+    some = list(made.items())[25:]
+    (tmp_path / "a.fasta").write_text("".join(f">{name}\n{text}\n" for name, text in some))
+    (tmp_path / "b.txt").write_text("\n".join(text for _, text in some))
+    (tmp_path / "c.txt").write_text("\n".join(" ".join(text) for _, text in some))
+    for name in ("a.fasta", "b.txt", "c.txt"):
+        found = predict(forks, run, tmp_path / name)
+        assert [row["labels"] for row in found] == expected, name
+    assert [row["id"] for row in predict(forks, run, tmp_path / "a.fasta")] == [n for n, _ in some]
+
+
+# ------------------------------------------------------------------------------ rectangles
+
+ODD = ["bam\tban", 'say "bam" ban', '"bam', "bam\nban", "bam\r\nban", "bam\rban", "", "NA", " bam ",
+       "'bam'", "bam,ban", "\u2028bam"]  # fmt: skip
+
+
+def same(text: str, expected: Table) -> None:
+    """The table is read back unchanged by csv, and by pandas where it is there."""
+    assert read(text) == expected
+    try:
+        pandas: Any = import_module("pandas")
+    except ImportError:
+        return
+    frame = pandas.read_csv(io.StringIO(text, newline=""), sep="\t", dtype=str,
+                            keep_default_na=False)  # fmt: skip
+    assert frame.to_dict("records") == expected
+
+
+def test_odd_texts_in_every_table(
+    data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    """Tabs, quotes and line ends in texts, of one text, of two, and of scores."""
+    for name, columns in (
+        ("classes", ["text"]),
+        ("pairs", ["left", "right"]),
+        ("scores", ["text"]),
+    ):
+        rows = [dict.fromkeys(columns, text) | {"id": text} for text in ODD]
+        out = tmp_path / "out.tsv"
+        file = write(tmp_path / "odd.jsonl", rows)
+        good(forks.run("evaluate.py", learned[name], f"input={file}", f"out={out}"))
+        with out.open(newline="") as opened:
+            text = opened.read()
+        found = read(text)
+        same(text, found)
+        for shown in ["input", "input_b"][: len(columns)]:
+            assert [row[shown] for row in found] == ODD
+        assert [row["id"] for row in found] == ODD
+
+
+def test_a_table_of_anything() -> None:
+    rows = [{"a": one, "b": two} for one in ODD for two in ODD]
+    columns = {name: [row[name] for row in rows] for name in ("a", "b")}
+    same(as_table(columns), rows)
