@@ -21,7 +21,7 @@ from helpers import CLASSIFY, ROOT, SMOKE, Done, Forks, good, refused, training
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xformer.data.errors import BadInput, escaped, one_line
+from xformer.data.errors import BadInput, escaped, one_line, put
 from xformer.data.store import create_store, open_store
 
 INPUTS = 3  # random ones a reader
@@ -204,6 +204,18 @@ def test_hostile_labels_and_titles_are_escaped(
         f"stop word={shown}: failed",
         f"cannot stop {escaped(EVIL.split(chr(13))[0])}",
     )
+
+
+def test_data_on_a_terminal_is_escaped_and_in_a_pipe_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Predictions keep their tabs and lines on both."""
+    for terminal, wanted in ((True, f"a\t{escaped(EVIL)}\nb\n"), (False, f"a\t{EVIL}\nb\n")):
+        shown = io.StringIO()
+        monkeypatch.setattr(shown, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr("sys.stdout", shown)
+        put(f"a\t{EVIL}\nb\n")
+        assert shown.getvalue() == wanted
 
 
 STUDY = """

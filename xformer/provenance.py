@@ -26,11 +26,12 @@ PATIENCE = 20  # seconds for git
 def environment(ranks: Ranks) -> dict[str, Any]:
     """Versions, processes and processor: what may change a result, and the command line."""
     cuda = ranks.device.type == "cuda"
+    gpu = torch.cuda.get_device_name(ranks.device) if cuda else ""
     return {
         **versions(),
         "git": revision(),
-        "device": torch.cuda.get_device_name(ranks.device) if cuda else processor(),
-        "processor": processor_model(),
+        "device": gpu or processor(),
+        "processor": gpu or processor_model(),
         "kernels": kernels(ranks),
         "world_size": ranks.world_size,
         "threads": torch.get_num_threads(),
