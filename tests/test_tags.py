@@ -382,7 +382,12 @@ def store(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_path: Path) -> None:
     run, said = tmp_path / "run", tmp_path / "labels.txt"
     lively = ["batch.rows=16", "optim.lr=3e-3", "train.epochs=3"]
-    good(forks.run(*training(TAG, store, run, *NO_DROPOUT, *lively)))
+    done = good(forks.run(*training(TAG, store, run, *NO_DROPOUT, *lively)))
+    cut = (
+        "rows are longer than {} and are truncated; the longest needs 26 (the model takes up to 64)"
+    )
+    assert "WARNING: " in done.err
+    assert cut.format("batch.max_tokens=20") in done.err
     result = json.loads((run / "result.json").read_text())["metrics"]
     assert result["test"].keys() == {"loss", "accuracy", "f1", "entity_f1"}
     assert result["test"]["entity_f1"] > 0.97
@@ -390,6 +395,7 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     rows = [[line.split("\t") for line in block.split("\n")] for block in blocks]
     done = good(forks.run("evaluate.py", run, f"data={store}", f"predictions={said}"))
     assert f"test accuracy {result['test']['accuracy']:.4f}" in done.out
+    assert cut.format("the checkpoint's batch.max_tokens=20") in done.err
     table = [line.split("\t") for line in said.read_text().splitlines()]
     assert table[0] == ["labels", "row"]
     lines = [labels.split() for labels, _ in table[1:]]
@@ -407,6 +413,7 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     raw = tmp_path / "raw.txt"
     raw.write_text("\n".join([*(" ".join(word for word, _ in row) for row in rows), "", "dan"]))
     done = good(forks.run("evaluate.py", run, f"input={raw}"))
+    assert cut.format("the checkpoint's batch.max_tokens=20") in done.err
     read = list(csv.reader(io.StringIO(done.out), delimiter="\t"))
     assert read[0] == ["labels", "input"]
     assert [labels for labels, _ in read[1:]] == [labels for labels, _ in table[1:]] + [
