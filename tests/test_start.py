@@ -39,6 +39,7 @@ def ranks_of(run: Path) -> list[int]:
 def test_ranks_end_with_their_torchrun(data: Toys, tmp_path: Path, moment: str) -> None:
     """torchrun is killed when its ranks begin, a second later, and when they train."""
     run = tmp_path / "run"
+    log = run / "log.jsonl"
     line = training(SMOKE, data.text, run, "train.steps=1000000", "train.log_every=1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     quiet = subprocess.DEVNULL
@@ -49,7 +50,7 @@ def test_ranks_end_with_their_torchrun(data: Toys, tmp_path: Path, moment: str) 
     begun = {
         "first": lambda: bool(ranks_of(run)),
         "importing": lambda: len(ranks_of(run)) == 2,
-        "training": lambda: (run / "log.jsonl").exists(),
+        "training": lambda: log.exists() and '"train"' in log.read_text(),
     }[moment]
     try:
         while not begun():
