@@ -261,7 +261,8 @@ def test_a_stream_equals_the_matrix_in_memory() -> None:
     pieces = [(torch.from_numpy(x[a:b]), torch.from_numpy(y[a:b])) for a, b in pairwise(cuts)]
     pair = analysis._joint(iter(pieces))
     expected = in_memory(x, y)
-    assert similarity(pair.x, pair.y, pair.inner).pwcca == pytest.approx(expected, abs=1e-10)
+    # off by up to 2e-10, as below; how much depends on the processor
+    assert similarity(pair.x, pair.y, pair.inner).pwcca == pytest.approx(expected, abs=1e-9)
     assert pair.x.rank == d
     assert pair.y.rank == e
 

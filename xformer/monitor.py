@@ -72,14 +72,13 @@ class Monitor:
         if self.active:
             self.bar.update(done - self.bar.n)
 
-    def say(self, line: str) -> None:
-        """A line for the person watching; not part of the log."""
-        if not self.active:
-            return
-        if self.terminal:
-            self.bar.write(escaped(line), file=sys.stderr)
-        else:
-            say(line, error=True)
+    def say(self, *lines: str) -> None:
+        """Lines for the person watching; not part of the log."""
+        for line in lines if self.active else ():
+            if self.terminal:
+                self.bar.write(escaped(line), file=sys.stderr)
+            else:
+                say(line, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Log one event; numbers become TensorBoard curves under their event's name."""

@@ -41,7 +41,7 @@ class Profiler:
     Use as a context manager, and call `step` after every step.
     """
 
-    def __init__(self, run: Path, active: bool, device: torch.device, say: Callable[[str], None]):
+    def __init__(self, run: Path, active: bool, device: torch.device, say: Callable[..., None]):
         self.run, self.active, self.device, self.say = run, active, device, say
         self.steps, self.begin = 0, 0.0
         self.trace: torch.profiler.profile | None = None
@@ -87,9 +87,9 @@ class Profiler:
         self.trace.export_chrome_trace(str(path))
         lines = summary(self.trace.events() or [], seconds, self.device.type == "cuda")
         title = f"steps {step - STEPS + 1} to {step}: {1000 * seconds / STEPS:,.1f} ms a step"
-        text = "\n".join([title, *lines])
-        path.with_name(path.name.replace(".pt.trace.json.gz", ".txt")).write_text(text + "\n")
-        self.say(f"{text}\ntrace: {path}")
+        text = path.with_name(path.name.replace(".pt.trace.json.gz", ".txt"))
+        text.write_text("\n".join([title, *lines]) + "\n")
+        self.say(title, *lines, f"trace: {path}")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
