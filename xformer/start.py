@@ -26,7 +26,7 @@ from xformer.data.errors import (
 
 # by any of these a user decides how OpenMP's threads wait
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPINS = "1000"  # turns of libgomp's waiting loop; docs/scaling.md has the measurement
+SPINS = "2000"  # turns of libgomp's waiting loop; docs/scaling.md has the measurement
 POLL = 1.0  # seconds between two looks at the parent
 GRACE = 7.0  # seconds that an orphaned rank has to write a checkpoint
 
@@ -62,8 +62,8 @@ def share_cores() -> None:
     """Let OpenMP's idle threads give up their core soon, unless the user has decided.
 
     By default an idle thread of GNU's OpenMP spins for milliseconds, and two runs on the same cores
-    slow each other down up to eightfold. The variable is read when torch loads OpenMP, and our own
-    child processes inherit it.
+    make each other several times slower. The variable is read when torch loads OpenMP, and child
+    processes inherit it.
     """
     if not any(name in os.environ for name in WAITING):
         os.environ["GOMP_SPINCOUNT"] = SPINS
