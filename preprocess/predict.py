@@ -60,8 +60,9 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
     a row that cannot be read.
     """
-    known = Head(head["kind"], list(head["labels"]), head["pair"], head["max_tokens"],
-                 head["columns"] or {})  # fmt: skip
+    known = Head(
+        head["kind"], list(head["labels"]), head["pair"], head["max_tokens"], head["columns"] or {}
+    )
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInput(f"{path} is no regular file, which readers go through more than once")
     if not path.is_dir() or not _is_music(known):
@@ -257,9 +258,11 @@ def _music(path: Path, head: Head) -> Iterator[Row]:
         pieces = [(file, str(file.relative_to(path)), file, 1) for file in files]
     elif ending(path) in music.MIDI:
         pieces = [(path, path.name, path, 1)]
-    elif table is not None and ending(table) in music.TABLES and (
-        (names := Table(table)).find(["midi_filename"])
-    ):  # fmt: skip
+    elif (
+        table is not None
+        and ending(table) in music.TABLES
+        and ((names := Table(table)).find(["midi_filename"]))
+    ):
         rows = names.rows(["midi_filename"], BAD)
         pieces = [(table.parent / str(v[0]), str(v[0]), table, line) for line, v in rows]
     else:

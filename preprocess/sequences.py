@@ -79,8 +79,10 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
     places = [(split, path) for split, paths in files.items() for path in paths]
     found = {path: _columns(path, split, arguments, form) for split, path in places}
     used = set[str]()
-    marks = {path: _marks(path, split, arguments.split_column, found[path], used)
-             for split, path in places}  # fmt: skip
+    marks = {
+        path: _marks(path, split, arguments.split_column, found[path], used)
+        for split, path in places
+    }
     bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
     letters = frozenset(form.alphabet)
 
@@ -194,9 +196,13 @@ def _first_line(path: Path) -> str:
 
 
 def records(
-    path: Path, label: str | None, columns: list[str] | None, form: Sequences, bad: BadRows,
+    path: Path,
+    label: str | None,
+    columns: list[str] | None,
+    form: Sequences,
+    bad: BadRows,
     marks: Marks,
-) -> Iterator[Record]:  # fmt: skip
+) -> Iterator[Record]:
     """The records of a file, of whatever form; `label` is that of all, if the file's name says."""
     if isinstance(marks, splits.SplitColumns):
         for split, line, values in marks.rows(Table(path), columns or [], bad):

@@ -14,9 +14,14 @@ from xformer.data.errors import BadInput, say
 SPLIT, MARK = ("split", "set"), "validation"
 NONE = "none"  # the value of --split-column that reads no column
 NAMES = {
-    "train": "train", "training": "train", "valid": "valid", "validation": "valid",
-    "val": "valid", "dev": "valid", "test": "test",
-}  # fmt: skip
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+}
 TRUE = ("true", "1", "1.0", "yes")
 FALSE = ("false", "0", "0.0", "no", "", "nan", "none")
 

@@ -112,8 +112,13 @@ def run(arguments: argparse.Namespace) -> None:
             with store.split(name) as split:
                 counts[name] = Writer(split, tokenizer, arguments, bad).write(paragraphs)
         options = {key: getattr(arguments, key) for key in ("max_tokens", "stride", "max_question")}
-        columns = {"text": "question", "text_b": "context", "label": "answers",
-                   "task": "squad", "options": options}  # fmt: skip
+        columns = {
+            "text": "question",
+            "text_b": "context",
+            "label": "answers",
+            "task": "squad",
+            "options": options,
+        }
         record = origin() | {
             "sources": sources([*files.values()]),
             "columns": columns,

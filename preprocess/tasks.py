@@ -329,8 +329,9 @@ def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float])
     """
     parts = np.full(len(classes), len(shares))
     owed = np.zeros(len(shares))
-    for keys in np.split(np.argsort(classes, kind="stable"), np.flatnonzero(
-        np.diff(np.sort(classes))) + 1):  # fmt: skip
+    for keys in np.split(
+        np.argsort(classes, kind="stable"), np.flatnonzero(np.diff(np.sort(classes))) + 1
+    ):
         place = 0
         for i, share in enumerate(shares):
             owed[i] += share * sizes[keys].sum()
@@ -513,9 +514,13 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         "the train, valid (or dev) and test files. A source without splits is divided 90/5/5 into "
         "train, valid and test.",
     )
-    add("--split-column", metavar="NAME", help="The column that names each row's split: train, "
+    add(
+        "--split-column",
+        metavar="NAME",
+        help="The column that names each row's split: train, "
         "valid or test. Give none to draw the splits although there is such a column (default: "
-        "split or set, and validation, which marks rows with true).")  # fmt: skip
+        "split or set, and validation, which marks rows with true).",
+    )
     for split in ("train", "valid", "test"):
         add(f"--{split}", type=Path, nargs="+", metavar="FILE", help=f"The files of the split "
             f"{split} (default: what the directory --input holds; without --input there is no such "
@@ -525,8 +530,12 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add("--seed", type=number(0), default=0, metavar="N",
         help="Decides which rows become train, valid and test where the source does not say "
         "(default: %(default)s).")  # fmt: skip
-    add("--stratify", action="store_true", help="Draw the splits so that each has every class in "
-        "proportion (default: draw them without regard to classes).")  # fmt: skip
+    add(
+        "--stratify",
+        action="store_true",
+        help="Draw the splits so that each has every class in "
+        "proportion (default: draw them without regard to classes).",
+    )
     add("--skip-bad", action="store_true", help="Leave out rows that cannot be read, list and "
         "count them (default: the first one ends the command).")  # fmt: skip
     shared = {action.dest for action in parser._actions}

@@ -175,8 +175,11 @@ def serve() -> None:
     for late in ("scipy.stats", "sklearn.metrics", "tensorboard.compat.proto.event_pb2",
                  "tensorboard.summary.writer.record_writer", "torch.distributed.fsdp"):  # fmt: skip
         import_module(late)
-    mains = {"train.py": train.main, "evaluate.py": partial(evaluate.main, write_rows),
-             "preprocess.py": cli.main}  # fmt: skip
+    mains = {
+        "train.py": train.main,
+        "evaluate.py": partial(evaluate.main, write_rows),
+        "preprocess.py": cli.main,
+    }
     for name in ("xformer.convert", "xformer.study", "xformer.surgery"):
         mains[f"-m {name}"] = import_module(f"{name}.__main__").main
     print(json.dumps("ready"), flush=True)

@@ -310,8 +310,11 @@ def test_a_nul_in_a_setting_is_refused(
 
 def test_a_nul_in_an_argument_is_refused(ground: Path, tmp_path: Path, forks: Forks) -> None:
     """Of a command of ours that another program calls: a shell cannot type one."""
-    words = {"--input": f"{ground / 'raw/t.txt'}", "--output": f"{tmp_path / 's'}",
-             "--tokenizer": f"{ground / 'tok'}"}  # fmt: skip
+    words = {
+        "--input": f"{ground / 'raw/t.txt'}",
+        "--output": f"{tmp_path / 's'}",
+        "--tokenizer": f"{ground / 'tok'}",
+    }
     for option in words:
         given = {**words, option: "a\0b"}
         done = forks.run("preprocess.py", "text", *(x for pair in given.items() for x in pair))
@@ -321,8 +324,16 @@ def test_a_nul_in_an_argument_is_refused(ground: Path, tmp_path: Path, forks: Fo
 def test_places_where_nothing_can_be_made(ground: Path, tmp_path: Path, forks: Forks) -> None:
     line = training(SMOKE, ground / "store", Path("/proc/x"), "train.steps=1")
     refused(forks.run(*line), "run=/proc/x cannot be made", "give another directory")
-    done = forks.run("preprocess.py", "text", "--input", ground / "raw/t.txt", "--tokenizer",
-                     ground / "tok", "--output", "/proc/x")  # fmt: skip
+    done = forks.run(
+        "preprocess.py",
+        "text",
+        "--input",
+        ground / "raw/t.txt",
+        "--tokenizer",
+        ground / "tok",
+        "--output",
+        "/proc/x",
+    )
     refused(done, "/proc", "cannot be made", "give another directory")
 
 
@@ -390,14 +401,14 @@ STAGE = '[stages.{name}]\ncommand = ["-c", "pass"]\nresult = "{result}"\nvary.se
 PLAIN = STAGE.format(name="a", result="r.json")
 SHOWS = {
     "curves": f'{PLAIN}[[curves]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\npanels = "seed"\n'
-              'lines = "seed"\n',
+    'lines = "seed"\n',
     "pictures": f'{PLAIN}[[pictures]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\n'
-                'file = "f.svg"\n',
+    'file = "f.svg"\n',
     "tables": f'{PLAIN}[[tables]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\nrows = "seed"\n'
-              'columns = "metric"\nmetric.loss = "loss"\n',
+    'columns = "metric"\nmetric.loss = "loss"\n',
     "stages": STAGE.format(name='"{name}"', result="r.json"),
     "made": f'{PLAIN}[made."{{name}}"]\ncommand = ["-c", "{{{{out}}}}"]\n',
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", SHOWS)

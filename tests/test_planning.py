@@ -85,7 +85,14 @@ def test_values_are_listed_as_sentences_have_them() -> None:
     assert listed(["adamw", "adam"]) == "adamw or adam"
     assert listed([2, None]) == "?"
     assert [shown(v) for v in (200_000, 2.5e-5, 0.01, True, "23500000", "90:120", 1e-12)] == [
-        "200,000", "2.5e-5", "0.01", "true", "23,500,000", "90:120", "1e-12"]  # fmt: skip
+        "200,000",
+        "2.5e-5",
+        "0.01",
+        "true",
+        "23,500,000",
+        "90:120",
+        "1e-12",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -376,8 +383,9 @@ def test_a_transplant_reads_what_its_tokenizer_wrote(
     """An encoder of letters with the words of another one reads that one's words."""
     start = training(SMOKE, data.splice, tmp_path / "letters", "train.steps=1")
     good(forks.run(*start))
-    line = training(CLASSIFY, data.classes, tmp_path / "run", f"init={tmp_path / 'letters'}",
-                    "train.steps=1")  # fmt: skip
+    line = training(
+        CLASSIFY, data.classes, tmp_path / "run", f"init={tmp_path / 'letters'}", "train.steps=1"
+    )
     refused(forks.run(*line), "made with another tokenizer than the checkpoint's")
     words = f"surgery=[{{op='transplant', source='{learned['text']}'}}]"
     good(forks.run(*line, words))

@@ -41,20 +41,30 @@ def predict(forks: Forks, run: Path, file: Path, *more: str) -> Table:
 
 def of_split(forks: Forks, run: Path, store: Path, split: str) -> Table:
     out = run / f"{split}.tsv"
-    good(forks.run("evaluate.py", run, f"data={store}", f"split={split}", f"predictions={out}",
-                   "system.threads=1"))  # fmt: skip
+    good(
+        forks.run(
+            "evaluate.py",
+            run,
+            f"data={store}",
+            f"split={split}",
+            f"predictions={out}",
+            "system.threads=1",
+        )
+    )
     with out.open(newline="") as file:
         return read(file.read())
 
 
 def answers(table: Table) -> list[list[str]]:
     """The label and its probability, or the score, of each row."""
-    return [[row[name] for name in ("label", "probability", "score") if name in row]
-            for row in table]  # fmt: skip
+    return [
+        [row[name] for name in ("label", "probability", "score") if name in row] for row in table
+    ]
 
 
-def trained(forks: Forks, place: Path, recipe: str, task: Sequence[object],
-            *overrides: str) -> tuple[Path, Path]:  # fmt: skip
+def trained(
+    forks: Forks, place: Path, recipe: str, task: Sequence[object], *overrides: str
+) -> tuple[Path, Path]:
     """A store of a task, and a short run on it."""
     store, run = place / "store", place / "run"
     line = ["task", *map(str, task), "--output", str(store)]
@@ -164,24 +174,30 @@ def without_its_task(run: Path, place: Path) -> Path:
     """The run's checkpoint, as one from before tasks were recorded."""
     checkpoint = checkpoints.load(run)
     assert checkpoint.head is not None
-    columns = {k: v for k, v in (checkpoint.head.columns or {}).items()
-               if k not in ("task", "options")}  # fmt: skip
+    columns = {
+        k: v for k, v in (checkpoint.head.columns or {}).items() if k not in ("task", "options")
+    }
     head = replace(checkpoint.head, columns=columns)
     checkpoints.save(replace(checkpoint, head=head), place)
     return place
 
 
 def test_older_checkpoints_read_by_their_columns(
-    dna: tuple[Path, Path, list[str]], data: Toys, learned: dict[str, Path], forks: Forks,
+    dna: tuple[Path, Path, list[str]],
+    data: Toys,
+    learned: dict[str, Path],
+    forks: Forks,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     store, run, _ = dna
     expected = answers(of_split(forks, run, store, "test"))
     old = without_its_task(run, tmp_path / "old")
     assert answers(predict(forks, old, store.parent / "test.fasta")) == expected
     (tmp_path / "a.fasta").write_text(REFUSED["a.fasta"][0])
-    refused(forks.run("evaluate.py", old, f"input={tmp_path / 'a.fasta'}"),
-            "a.fasta:3: letters other than ACGTNRYSWKMBDHV: 'Q'")  # fmt: skip
+    refused(
+        forks.run("evaluate.py", old, f"input={tmp_path / 'a.fasta'}"),
+        "a.fasta:3: letters other than ACGTNRYSWKMBDHV: 'Q'",
+    )
     old = without_its_task(learned["pairs"], tmp_path / "pairs")
     expected = answers(of_split(forks, learned["pairs"], data.pairs, "test"))
     assert answers(predict(forks, old, data.raw / "pairs/test.tsv")) == expected
@@ -191,8 +207,9 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
     """The published files themselves are predicted: E. coli's promoters in csv, GFP in JSON lines,
     and proteins in FASTA, as the rows of their stores are."""
     ecoli = shared / "dna/ecoli_promoter/v9d3.csv"
-    store, run = trained(forks, tmp_path, CLASSIFY, ["dna", "--input", ecoli], "train.steps=2",
-                         "batch.max_tokens=64")  # fmt: skip
+    store, run = trained(
+        forks, tmp_path, CLASSIFY, ["dna", "--input", ecoli], "train.steps=2", "batch.max_tokens=64"
+    )
     found = predict(forks, run, ecoli)
     lines = ecoli.read_text().split()[1:]
     assert [row["input"] for row in found] == [line.split(",")[0].upper() for line in lines]
@@ -207,12 +224,15 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
         with (shared / f"protein/fluorescence/fluorescence_{split}.jsonl").open() as file:
             (gfp / f"{split}.jsonl").write_text("".join(next(file) for _ in range(40)))
-    store, run = trained(forks, gfp, REGRESS, ["protein/fluorescence", "--input", gfp],
-                         "train.steps=2")  # fmt: skip
+    store, run = trained(
+        forks, gfp, REGRESS, ["protein/fluorescence", "--input", gfp], "train.steps=2"
+    )
     expected = answers(of_split(forks, run, store, "test"))
     assert answers(predict(forks, run, gfp / "test.jsonl")) == expected
-    bare = [{"primary": json.loads(line)["primary"]}
-            for line in (gfp / "test.jsonl").read_text().splitlines()]  # fmt: skip
+    bare = [
+        {"primary": json.loads(line)["primary"]}
+        for line in (gfp / "test.jsonl").read_text().splitlines()
+    ]
     assert answers(predict(forks, run, write(gfp / "bare.csv", bare))) == expected
 
     places = tmp_path / "places"
@@ -220,11 +240,19 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
     for name in ("ER", "Golgi"):
         text = (shared / f"protein/localization_multiloc/multiloc/{name}.fasta").read_text()
         (places / f"{name}.fasta").write_text(">".join(text.split(">")[:41]))
-    store, run = trained(forks, places, CLASSIFY, ["protein/localization", "--input", places,
-                         "--longest", 50], "train.steps=2")  # fmt: skip
+    store, run = trained(
+        forks,
+        places,
+        CLASSIFY,
+        ["protein/localization", "--input", places, "--longest", 50],
+        "train.steps=2",
+    )
     found = predict(forks, run, places / "ER.fasta")
-    heads = [line[1:].split()[0] for line in (places / "ER.fasta").read_text().splitlines()
-             if line.startswith(">")]  # fmt: skip
+    heads = [
+        line[1:].split()[0]
+        for line in (places / "ER.fasta").read_text().splitlines()
+        if line.startswith(">")
+    ]
     assert [row["id"] for row in found] == heads
     assert max(len(row["input"]) for row in found) == 50  # cut as in training
     known = {row["id"]: row["label"] for row in of_split(forks, run, store, "train")}
@@ -335,8 +363,19 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
     small = {"data": [{"title": "t", "paragraphs": paragraphs}]}
     for name in ("train", "dev"):
         (tmp_path / f"{name}.json").write_text(json.dumps(small))
-    task = ["squad", "--input", tmp_path, "--tokenizer", data.tokenizer, "--max-tokens", 64,
-            "--stride", 20, "--max-question", 20]  # fmt: skip
+    task = [
+        "squad",
+        "--input",
+        tmp_path,
+        "--tokenizer",
+        data.tokenizer,
+        "--max-tokens",
+        64,
+        "--stride",
+        20,
+        "--max-question",
+        20,
+    ]
     store, run = trained(forks, tmp_path, SQUAD, task, "train.steps=3", "batch.max_tokens=64")
     said = tmp_path / "said.json"
     good(forks.run("evaluate.py", run, f"data={store}", "split=valid", f"predictions={said}"))
@@ -360,8 +399,10 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
     assert [row["id"] for row in found] == [str(i) for i in range(12)]
     assert {row["answer"] for row in predict(forks, run, bare, "threshold=-1e9")} == {""}
     (tmp_path / "x.csv").write_text("question\nwho?\n")
-    refused(forks.run("evaluate.py", run, f"input={tmp_path / 'x.csv'}"),
-            "x.csv:1: the header lacks the column 'question' or 'context'; it has 1")  # fmt: skip
+    refused(
+        forks.run("evaluate.py", run, f"input={tmp_path / 'x.csv'}"),
+        "x.csv:1: the header lacks the column 'question' or 'context'; it has 1",
+    )
 
 
 # ------------------------------------------------------------------------------ words
@@ -401,8 +442,10 @@ def test_amino_acids(forks: Forks, tmp_path: Path) -> None:
     made = {f"p{i}": "".join(draw.choice(list("ACDEF"), 9)) for i in range(30)}
     fasta = "".join(f">{name}\n{text}\n" for name, text in made.items())
     marks = [("train", False)] * 20 + [("train", True)] * 5 + [("test", False)] * 5
-    labels = "".join(f">{name} SET={s} VALIDATION={v}\n{'HC' * 4}H\n"
-                     for name, (s, v) in zip(made, marks, strict=True))  # fmt: skip
+    labels = "".join(
+        f">{name} SET={s} VALIDATION={v}\n{'HC' * 4}H\n"
+        for name, (s, v) in zip(made, marks, strict=True)
+    )
     (tmp_path / "sequences.fasta").write_text(fasta)
     (tmp_path / "sampled.fasta").write_text(labels)
     store, run = trained(forks, tmp_path, TAG, ["protein/secondary", "--input", tmp_path])
@@ -419,8 +462,20 @@ def test_amino_acids(forks: Forks, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------ rectangles
 
-ODD = ["bam\tban", 'say "bam" ban', '"bam', "bam\nban", "bam\r\nban", "bam\rban", "", "NA", " bam ",
-       "'bam'", "bam,ban", "\u2028bam"]  # fmt: skip
+ODD = [
+    "bam\tban",
+    'say "bam" ban',
+    '"bam',
+    "bam\nban",
+    "bam\r\nban",
+    "bam\rban",
+    "",
+    "NA",
+    " bam ",
+    "'bam'",
+    "bam,ban",
+    "\u2028bam",
+]
 
 
 def same(text: str, expected: Table) -> None:
@@ -430,8 +485,9 @@ def same(text: str, expected: Table) -> None:
         pandas: Any = import_module("pandas")
     except ImportError:
         return
-    frame = pandas.read_csv(io.StringIO(text, newline=""), sep="\t", dtype=str,
-                            keep_default_na=False)  # fmt: skip
+    frame = pandas.read_csv(
+        io.StringIO(text, newline=""), sep="\t", dtype=str, keep_default_na=False
+    )
     assert frame.to_dict("records") == expected
 
 

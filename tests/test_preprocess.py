@@ -287,8 +287,10 @@ def test_task_from_a_directory(base, tmp_path):
     assert found.split("test").columns["label"].tolist() == [-1, -1]
     columns = found.meta["origin"]["columns"]
     assert {name: columns[name] for name in ("text", "text_b", "label")} == {
-        "text": "one", "text_b": "two", "label": "Quality"
-    }  # fmt: skip
+        "text": "one",
+        "text_b": "two",
+        "label": "Quality",
+    }
     assert columns["task"] == "tsv"
     assert columns["options"]["metric"] == "f1"
 

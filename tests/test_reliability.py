@@ -184,8 +184,9 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         writer.now("last", lambda: None)
         writer.now("last", lambda: None)
     assert [line.partition(";")[0] for line in said[3:]] == [
-        "Input/output error", "the last could be written now"
-    ]  # fmt: skip
+        "Input/output error",
+        "the last could be written now",
+    ]
     with pytest.raises(ZeroDivisionError), Writer(said.append) as writer:
         writer.start("a mistake of ours", lambda: print(1 // 0))
 
@@ -390,8 +391,9 @@ def test_changed_steps_of_an_unfinished_run_are_said(
     """The old and the new rate, by steps and by epochs, also where the start that raised them was
     killed before it made a checkpoint."""
     for name, unit, recipe, store in (
-        ("steps", 1, SMOKE, data.text), ("epochs", 8, CLASSIFY, data.classes)
-    ):  # fmt: skip
+        ("steps", 1, SMOKE, data.text),
+        ("epochs", 8, CLASSIFY, data.classes),
+    ):
         run = tmp_path / name
         more = ["optim.warmup=0", "optim.schedule=linear", "train.checkpoint_every=4"]
         more += ["train.steps=0", "train.epochs=0.5"] if name == "epochs" else []
@@ -517,12 +519,14 @@ def test_a_changed_byte_of_a_finished_run_is_noticed(
     good(forks.run(*line))
     readers: dict[str, list[list[str | Path]]] = {
         "result.json": [
-            [*line], [*line, "train.steps=18"], ["evaluate.py", run, f"data={data.text}"],
+            [*line],
+            [*line, "train.steps=18"],
+            ["evaluate.py", run, f"data={data.text}"],
             [*training(SMOKE, data.text, tmp_path / "next", f"init={run}")],
             ["-m", "xformer.convert", "inspect", run],
         ],
         "config.json": [[*line], [*line, "train.steps=18"], ["-m", "xformer.study", "verify", run]],
-    }  # fmt: skip
+    }
     for name, commands in readers.items():
         content = (run / name).read_bytes()
         place = content.index(b"0.") + 2  # a digit: it is JSON as before

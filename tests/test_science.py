@@ -135,14 +135,24 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
 
     # Kao & Lee, figures 4, 8 and 9: the last checkpoint of training on 1 %
-    selected = {recipe.train.select for work, recipe in runs("kao2021-one-percent")
-                if work.levels["fraction"] == "one"}  # fmt: skip
+    selected = {
+        recipe.train.select
+        for work, recipe in runs("kao2021-one-percent")
+        if work.levels["fraction"] == "one"
+    }
     assert selected == {"last"}
     # neither Chiang & Lee nor Huang et al. fine-tune with weight decay
-    for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6",
-                 "huang2021-layers", "huang2021-heads", "huang2021-intermediate"):  # fmt: skip
-        found = {recipe.optim.weight_decay for work, recipe in runs(name)
-                 if work.stage != "pretrain"}  # fmt: skip
+    for name in (
+        "chiang2020-table1",
+        "chiang2020-substitute",
+        "chiang2020-table6",
+        "huang2021-layers",
+        "huang2021-heads",
+        "huang2021-intermediate",
+    ):
+        found = {
+            recipe.optim.weight_decay for work, recipe in runs(name) if work.stage != "pretrain"
+        }
         assert found == {0.0}, name
     if scale == "paper":  # Chiang & Lee, table 2
         words = next(recipe for work, recipe in runs("chiang2020-table6") if work.stage == "words")
@@ -163,8 +173,11 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
 def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path) -> None:
     """The reports of these name each deviation, with the value that runs."""
     expected = {
-        "chiang2020-table1": ["pieces of the vocabulary", "weight decay of fine-tuning",
-                              "score of CoLA"],
+        "chiang2020-table1": [
+            "pieces of the vocabulary",
+            "weight decay of fine-tuning",
+            "score of CoLA",
+        ],
         "chiang2020-substitute": ["pieces of the vocabulary", "weight decay of fine-tuning"],
         "chiang2020-table6": ["pieces of the vocabulary", "learning the words"],
         "huang2021-layers": ["the pooler", "weight decay"],
@@ -172,7 +185,7 @@ def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path
         "kao2021-figure2": ["weight decay"],
         "zhang2021-operations": ["what is printed", "rate, rows, epochs and weight decay"],
         "zhang2021-foreign": ["what is printed", "rate, rows, epochs and weight decay"],
-    }  # fmt: skip
+    }
     plan = Plan(read_study(path, scale), tmp_path, {})
     said = {one.what: one.ours for one in Notes(plan, Shapes(plan)).deviations}
     assert set(expected.get(path.stem, [])) <= set(said)
@@ -222,15 +235,20 @@ def rows_with(store: Path, split: str, piece: str, most: int = 10**6) -> list[in
     number = opened.tokenizer().pieces.index(piece)
     columns = opened.split(split).columns
     texts = [columns[name] for name in ("tokens", "tokens_b") if name in columns]
-    return [row for row in range(opened.split(split).rows)
-            if any(number in text[row][:most] for text in texts)]  # fmt: skip
+    return [
+        row
+        for row in range(opened.split(split).rows)
+        if any(number in text[row][:most] for text in texts)
+    ]
 
 
 def said(split: str, bad: list[int], rows: int) -> str:
     assert 8 < len(bad) < rows
     some = ", ".join(map(str, bad[:8]))
-    return (f"error: the split '{split}': outputs are not finite in {len(bad)} of {rows} rows: "
-            f"{some} and {len(bad) - 8} more\n")  # fmt: skip
+    return (
+        f"error: the split '{split}': outputs are not finite in {len(bad)} of {rows} rows: "
+        f"{some} and {len(bad) - 8} more\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["classes", "scores", "pairs"])
@@ -263,8 +281,19 @@ def test_labels_of_words_that_are_not_finite_name_their_rows(
         blocks = ["\n".join("\t".join(pair) for pair in row) for row in toy(draw, rows)]
         (tmp_path / f"{split}.conll").write_text("\n\n".join(blocks) + "\n")
     store = tmp_path / "store"
-    good(forks.run("preprocess.py", "task", "conll", "--input", tmp_path, "--tokenizer",
-                   data.tokenizer, "--output", store))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "task",
+            "conll",
+            "--input",
+            tmp_path,
+            "--tokenizer",
+            data.tokenizer,
+            "--output",
+            store,
+        )
+    )
     run = tmp_path / "run"
     good(forks.run(*training("recipes/finetune/tag.toml", store, run, *TWO_STEPS)))
     path = broken(run, WORDS[0])
@@ -281,9 +310,27 @@ def test_answers_that_are_not_finite_name_their_windows(
 ) -> None:
     raw, store, run = tmp_path / "raw.json", tmp_path / "store", tmp_path / "run"
     raw.write_text(json.dumps(squad(np.random.default_rng(1), 4, 5)))
-    good(forks.run("preprocess.py", "task", "squad", "--train", raw, "--valid", raw, "--tokenizer",
-                   data.tokenizer, "--max-tokens", "20", "--stride", "5", "--max-question", "2",
-                   "--output", store))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "task",
+            "squad",
+            "--train",
+            raw,
+            "--valid",
+            raw,
+            "--tokenizer",
+            data.tokenizer,
+            "--max-tokens",
+            "20",
+            "--stride",
+            "5",
+            "--max-question",
+            "2",
+            "--output",
+            store,
+        )
+    )
     good(forks.run(*training("recipes/finetune/squad.toml", store, run, *TWO_STEPS)))
     expected = said(
         "valid", rows_with(store, "valid", WORDS[0]), open_store(store).split("valid").rows
@@ -330,9 +377,25 @@ def test_an_infinite_label_is_named(
 ) -> None:
     """preprocess.py refuses it; a store of another program's may hold it."""
     store = tmp_path / "store"
-    good(forks.run("preprocess.py", "task", "tsv", "--input", data.raw / "scores", "--text", "text",
-                   "--label", "score", "--kind", "score", "--tokenizer", data.tokenizer,
-                   "--output", store))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "task",
+            "tsv",
+            "--input",
+            data.raw / "scores",
+            "--text",
+            "text",
+            "--label",
+            "score",
+            "--kind",
+            "score",
+            "--tokenizer",
+            data.tokenizer,
+            "--output",
+            store,
+        )
+    )
     path = next(store.glob("test/label*.npy"))
     labels = np.load(path)
     labels[[3, 5]] = np.inf
@@ -387,8 +450,11 @@ def parts(text: str) -> Iterator[str]:
     yield from re.findall(r"(?m)(?:^\|.*\n)+", text)
 
 
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-         if page.name != "log.md"]  # fmt: skip
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if page.name != "log.md"
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

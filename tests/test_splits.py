@@ -45,21 +45,35 @@ def write(rows: Rows, path: Path) -> Path:
         lines = [{k: v for k, v in row.items() if v != ""} for row in rows]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     elif form == ".fasta":
-        path.write_text("".join(
-            f">s{i} TARGET={r['target']} SET={r['set']} VALIDATION={bool(r['validation'])}\n"
-            f"{r['sequence']}\n" for i, r in enumerate(rows)
-        ))  # fmt: skip
+        path.write_text(
+            "".join(
+                f">s{i} TARGET={r['target']} SET={r['set']} VALIDATION={bool(r['validation'])}\n"
+                f"{r['sequence']}\n"
+                for i, r in enumerate(rows)
+            )
+        )
     else:
         mark = "," if form == ".csv" else "\t"
-        path.write_text("\n".join(mark.join(line) for line in
-                                  [names, *(list(r.values()) for r in rows)]))  # fmt: skip
+        path.write_text(
+            "\n".join(mark.join(line) for line in [names, *(list(r.values()) for r in rows)])
+        )
     return path
 
 
 def task(forks: Forks, name: str, path: Path, *options: str) -> Done:
     text = ["--text", "sequence", "--label", "target", "--tokenizer", str(path.parent / "tok")]
-    return forks.run("preprocess.py", "task", name, "--input", path, *(text * (name == "tsv")),
-                     "--output", path.parent / "store", "--overwrite", *options)  # fmt: skip
+    return forks.run(
+        "preprocess.py",
+        "task",
+        name,
+        "--input",
+        path,
+        *(text * (name == "tsv")),
+        "--output",
+        path.parent / "store",
+        "--overwrite",
+        *options,
+    )
 
 
 def sizes(store: Store) -> dict[str, int]:
@@ -68,8 +82,20 @@ def sizes(store: Store) -> dict[str, int]:
 
 def tokenizer(forks: Forks, place: Path) -> None:
     (place / "words.txt").write_text("\n".join(proteins(50)))
-    good(forks.run("preprocess.py", "tokenizer", "--kind", "wordpiece", "--vocab-size", "60",
-                   "--input", place / "words.txt", "--output", place / "tok"))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "tokenizer",
+            "--kind",
+            "wordpiece",
+            "--vocab-size",
+            "60",
+            "--input",
+            place / "words.txt",
+            "--output",
+            place / "tok",
+        )
+    )
 
 
 # ------------------------------------------------------------------- what the source says
@@ -97,16 +123,31 @@ def test_a_table_of_texts(forks: Forks, tmp_path: Path) -> None:
     """`task tsv` and GLUE's copies read them too; the values may be written in any usual way."""
     tokenizer(forks, tmp_path)
     values = ["train", "Training", "TRAIN", "val", "dev", "Validation", "valid", "test", "Test "]
-    rows = [{"sequence": text, "target": "xy"[i % 2], "Split": values[i % 9]}
-            for i, text in enumerate(proteins(90))]  # fmt: skip
+    rows = [
+        {"sequence": text, "target": "xy"[i % 2], "Split": values[i % 9]}
+        for i, text in enumerate(proteins(90))
+    ]
     done = good(task(forks, "tsv", write(rows, tmp_path / "all.tsv")))
     assert sizes(open_store(tmp_path / "store")) == {"train": 30, "valid": 40, "test": 20}
     assert "note: 'Split' of" in done.err
-    named = [{"sentence": r["sequence"], "label": str(i % 2), "split": r["Split"]}
-             for i, r in enumerate(rows)]  # fmt: skip
-    good(forks.run("preprocess.py", "task", "glue/sst2", "--input",
-                   write(named, tmp_path / "sst2.csv"), "--tokenizer", tmp_path / "tok",
-                   "--output", tmp_path / "store", "--overwrite"))  # fmt: skip
+    named = [
+        {"sentence": r["sequence"], "label": str(i % 2), "split": r["Split"]}
+        for i, r in enumerate(rows)
+    ]
+    good(
+        forks.run(
+            "preprocess.py",
+            "task",
+            "glue/sst2",
+            "--input",
+            write(named, tmp_path / "sst2.csv"),
+            "--tokenizer",
+            tmp_path / "tok",
+            "--output",
+            tmp_path / "store",
+            "--overwrite",
+        )
+    )
     assert sizes(open_store(tmp_path / "store")) == {"train": 30, "valid": 40, "test": 20}
 
 
@@ -145,8 +186,11 @@ def test_flips_own_headers(name: str, shared: Path, forks: Forks, tmp_path: Path
     with zipfile.ZipFile(shared / f"protein/flip/{name}_splits.zip") as archive:
         archive.extractall(tmp_path)
     folder = tmp_path / "splits"
-    heads = [line[1:].split() for line in (folder / "sampled.fasta").read_text().splitlines()
-             if line.startswith(">")]  # fmt: skip
+    heads = [
+        line[1:].split()
+        for line in (folder / "sampled.fasta").read_text().splitlines()
+        if line.startswith(">")
+    ]
     texts = (folder / "sequences.fasta").read_text().split(">")[1:]
     sequences = {text.split()[0]: "".join(text.split()[1:]) for text in texts}
     rows = [
@@ -174,24 +218,44 @@ def changed(i: int, **values: str) -> Rows:
 
 LATE = [{k: v for k, v in row.items() if k in ("sequence", "target")} for row in flip(60, 0, 0)]
 REFUSED: list[tuple[Rows, str, list[str], str]] = [
-    (changed(4, set="holdout"), "a.csv", [],
-     "a.csv:6: column 'set' is 'holdout', which is none of train, training, valid"),
+    (
+        changed(4, set="holdout"),
+        "a.csv",
+        [],
+        "a.csv:6: column 'set' is 'holdout', which is none of train, training, valid",
+    ),
     (changed(4, set=""), "a.csv", [], "a.csv:6: column 'set' is ''"),
     (changed(4, set="7"), "a.jsonl", [], "a.jsonl:5: column 'set' is '7'"),
-    (changed(4, validation="maybe"), "a.csv", [],
-     "a.csv:6: column 'validation' is 'maybe', which is neither true nor false"),
-    (changed(4, set="test", validation="True"), "a.tsv", [],
-     "a.tsv:6: column 'set' is 'test', but column 'validation' is 'True'"),
+    (
+        changed(4, validation="maybe"),
+        "a.csv",
+        [],
+        "a.csv:6: column 'validation' is 'maybe', which is neither true nor false",
+    ),
+    (
+        changed(4, set="test", validation="True"),
+        "a.tsv",
+        [],
+        "a.tsv:6: column 'set' is 'test', but column 'validation' is 'True'",
+    ),
     (changed(4, set="holdout"), "a.fasta", [], "a.fasta:9: SET is 'holdout', which is none of"),
-    ([{**row, "split": "train"} for row in flip(60, 9, 9)], "a.csv", [],
-     "has the columns 'split' and 'set': which names the splits?"),
+    (
+        [{**row, "split": "train"} for row in flip(60, 9, 9)],
+        "a.csv",
+        [],
+        "has the columns 'split' and 'set': which names the splits?",
+    ),
     (flip(60, 9, 9), "a.csv", ["--split-column", "sett"], "no column 'sett'"),
     (flip(60, 9, 9), "a.fasta", ["--split-column", "set"], "a.fasta has no named columns"),
     ([*LATE, *flip(1, 1, 1)], "a.jsonl", [], "a.jsonl:61: this row has 'set', which the first"),
-    (flip(60, 9, 9), "train.csv", ["--train", "--split-column", "set"],
-     "is named as a file of the split train; give the file alone"),
+    (
+        flip(60, 9, 9),
+        "train.csv",
+        ["--train", "--split-column", "set"],
+        "is named as a file of the split train; give the file alone",
+    ),
     (flip(60, 9, 9), "a.csv", ["--stratify"], "but the task has no classes"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[3] for case in REFUSED])
@@ -218,8 +282,19 @@ def test_a_file_given_as_one_split_keeps_it(forks: Forks, tmp_path: Path) -> Non
     """What the command line says goes before the file's marks, and that is said."""
     for name in ("train.csv", "train.fasta"):
         path = write(flip(60, 9, 9), tmp_path / name)
-        done = good(forks.run("preprocess.py", "task", "protein", "--train", path, "--kind",
-                              "score", "--output", tmp_path / f"{name}.store"))  # fmt: skip
+        done = good(
+            forks.run(
+                "preprocess.py",
+                "task",
+                "protein",
+                "--train",
+                path,
+                "--kind",
+                "score",
+                "--output",
+                tmp_path / f"{name}.store",
+            )
+        )
         assert sizes(open_store(tmp_path / f"{name}.store")) == {"train": 78}
         assert "are of the split train, as the file is given: its" in done.err
         assert "is not read" in done.err
@@ -254,8 +329,10 @@ def test_classes_in_proportion(forks: Forks, tmp_path: Path) -> None:
                 assert found[part][name] == pytest.approx(0.05 * count, abs=2)
         assert found["train"]["two"] == 2
         assert sizes(store)["test"] == pytest.approx(0.05 * len(rows), abs=2)
-        of_split = [{bytes(c[i]) for i in range(len(c))} for c in
-                    (store.split(s).columns["tokens"] for s in store.splits)]  # fmt: skip
+        of_split = [
+            {bytes(c[i]) for i in range(len(c))}
+            for c in (store.split(s).columns["tokens"] for s in store.splits)
+        ]
         assert sum(map(len, of_split)) == len(set().union(*of_split)) == len(texts)
         assert store.meta["origin"]["stratified"] is True
 
@@ -273,12 +350,15 @@ def test_a_class_that_a_split_lacks(forks: Forks, tmp_path: Path) -> None:
                 said = f"warning: {part} has no rows of {len(lacking)} of the 3 classes: "
                 assert said + ", ".join(lacking) in done.err
         assert "c" not in found["valid"] or "c" not in found["test"]
-    rows = [{**row, "set": "test" if i % 2 and row["label"] != "c" else "train"}
-            for i, row in enumerate(rows)]  # fmt: skip
+    rows = [
+        {**row, "set": "test" if i % 2 and row["label"] != "c" else "train"}
+        for i, row in enumerate(rows)
+    ]
     done = good(task(forks, "protein", write(rows, tmp_path / "b.csv")))
     assert "warning: test has no rows of 1 of the 3 classes: c" in done.err
-    refused(task(forks, "protein", tmp_path / "b.csv", "--stratify"),
-            "but the source names its splits")  # fmt: skip
+    refused(
+        task(forks, "protein", tmp_path / "b.csv", "--stratify"), "but the source names its splits"
+    )
 
 
 def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) -> None:

@@ -771,8 +771,10 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
     for run in plan.runs("finetune"):
         score = 0.5 + 0.1 * int(run.levels["seed"])
         write_json(run.proof, {"metrics": {"valid": {"accuracy": score}}})
-        lines = [json.dumps({"event": "validation", "step": i, "accuracy": score + 0.02 * i})
-                 for i in (1, 2, 0)]  # fmt: skip
+        lines = [
+            json.dumps({"event": "validation", "step": i, "accuracy": score + 0.02 * i})
+            for i in (1, 2, 0)
+        ]
         (run.path / "log.jsonl").write_text("\n".join(lines))
     results = Results(plan.study, plan)
     cell = results.cells(plan.study.tables[0])[0][0]

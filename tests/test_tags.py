@@ -417,8 +417,9 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     read = list(csv.reader(io.StringIO(done.out), delimiter="\t"))
     assert read[0] == ["labels", "input"]
     assert [labels for labels, _ in read[1:]] == [labels for labels, _ in table[1:]] + [
-        "", "B-PLACE"
-    ]  # fmt: skip
+        "",
+        "B-PLACE",
+    ]
     labelled_there(forks, run, rows, lines, tmp_path)
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")

@@ -1055,8 +1055,12 @@ def test_cola_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     })  # fmt: skip
     store = make("glue/cola", "--input", raw)
     assert store.meta["origin"]["columns"] == {
-        "text": "sentence", "text_b": None, "label": "2", "task": "glue/cola", "options": {}
-    }  # fmt: skip
+        "text": "sentence",
+        "text_b": None,
+        "label": "2",
+        "task": "glue/cola",
+        "options": {},
+    }
     run = tmp_path / "run"
     scores = learn(forks, store.path, run)
     assert set(scores["valid"]) == {"loss", "accuracy", "f1", "mcc"}

@@ -180,8 +180,10 @@ def _task_scores(outputs: np.ndarray, split: Split, head: Head) -> Scores:
     if not known.any():
         raise BadInput(f"the split {split.name!r} has no labels to score against")
     if head.kind == "regress" and len(bad := np.flatnonzero(np.isinf(labels))):
-        raise BadInput(f"the split {split.name!r}: {len(bad):,} labels are not finite, those of "
-                       f"the rows {metrics.some_rows(bad)}")  # fmt: skip
+        raise BadInput(
+            f"the split {split.name!r}: {len(bad):,} labels are not finite, those of "
+            f"the rows {metrics.some_rows(bad)}"
+        )
     some, labels = outputs[known].astype(np.float64), labels[known]
     groups = np.asarray(split.columns["group"])[known] if "group" in split.columns else None
     if head.kind == "regress":

@@ -59,8 +59,9 @@ def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
     ]
 
 
-def outputs(checkpoint: Checkpoint, assembler: Assembler, ranks: Ranks = ALONE,
-            precision: str = "fp32") -> np.ndarray:  # fmt: skip
+def outputs(
+    checkpoint: Checkpoint, assembler: Assembler, ranks: Ranks = ALONE, precision: str = "fp32"
+) -> np.ndarray:
     """What the model says of a split without labels: (N, K) logits or (N, 1) scores by row, (N, 4)
     of spans as `spans.best_spans` has them, (S, 2) of tokens as `tags.outcome` has them.
 

@@ -189,8 +189,14 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
             shutil.rmtree(path / name, ignore_errors=True)
         for damaged in path.glob("log.jsonl.damaged*"):
             damaged.unlink()
-        for name in (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff",
-                     "config.json"):  # fmt: skip
+        for name in (
+            RUN_MANIFEST,
+            "result.json",
+            "log.jsonl",
+            "dropped.json",
+            "code.diff",
+            "config.json",
+        ):
             (path / name).unlink(missing_ok=True)
     return Run(path, lock, earlier)
 

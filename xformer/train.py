@@ -706,8 +706,9 @@ def _warmup_share(job: Job, length: int) -> float:
     return warmup * rows / length
 
 
-def _say_changes(job: Job, run: Run, state: State, config: dict[str, Any],
-                 monitor: Monitor) -> None:  # fmt: skip
+def _say_changes(
+    job: Job, run: Run, state: State, config: dict[str, Any], monitor: Monitor
+) -> None:
     """Say what differs from the start that made the checkpoint: what changes the bits of a result,
     and what a raised train.steps or train.epochs does to the learning rate."""
     earlier = run.made_by(state.step)
@@ -776,8 +777,9 @@ def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float |
     return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
 
 
-def _validate(job: Job, run: Run, model: Model, state: State, monitor: Monitor,
-              failing: bool) -> bool:  # fmt: skip
+def _validate(
+    job: Job, run: Run, model: Model, state: State, monitor: Monitor, failing: bool
+) -> bool:
     """Score the split 'valid', note it, and say whether it is the best so far. `failing`: the user
     knows that checkpoints cannot be written."""
     best = run.checkpoint_path(state.best_step)

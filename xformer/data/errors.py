@@ -7,8 +7,18 @@ import os
 import sys
 
 # what a disk, a path or the rights to it may be at fault for, and no bug
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO,
-               errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # fmt: skip
+OF_THE_DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.EFBIG,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+)
 # what `pip` calls this project; the name `xformer` on the package index is another project's
 DISTRIBUTION = "xformer-transfer"
 

@@ -129,8 +129,7 @@ class Results:
 
     def _best(self, runs: Sequence[Work], table: Table, column: str) -> float | None:
         """The highest score of some runs, or of their validations where the table asks for it."""
-        found = [score for work in runs
-                 if (score := self.score(work, table, column)) is not None]  # fmt: skip
+        found = [score for work in runs if (score := self.score(work, table, column)) is not None]
         metric = table.metric[column] if isinstance(table.metric, dict) else table.metric
         split, _, metric = metric.rpartition(".")
         if table.best == "epoch" and (split or table.split) == "valid":

@@ -112,8 +112,11 @@ def _first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What a run is made with now, where that is another thing than before."""
-    pairs = [f"{k} {before[k]} is now {v}" for k, v in now.items()
-             if k != "command" and k in before and before[k] != v]  # fmt: skip
+    pairs = [
+        f"{k} {before[k]} is now {v}"
+        for k, v in now.items()
+        if k != "command" and k in before and before[k] != v
+    ]
     return f" ({'; '.join(pairs)})" if pairs else " with the same versions"
 
 
