@@ -102,7 +102,7 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
         ("{finetune: optim}", "there is no key 'optim'"),
         ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
-        ("{finetune: mapping * seed}", "is no number"),
+        ("{finetune: mapping * seed.all}", "is no number"),
         ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
         ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),

@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 from xformer.data.errors import BadInput, say
 
 WIDTH = 100  # columns of help
+SHORT = {"data": "store", "seed": "all"}  # `data = STORE` is short for `data.store = STORE`
 RECIPE = 2**24  # bytes of a recipe at most
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
@@ -126,8 +127,8 @@ def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for key in [*low, *(key for key in high if key not in low)]:
         given = [values[key] for values in (low, high) if key in values]
-        if key == "data":
-            given = [{"store": v} if isinstance(v, str) else v for v in given]
+        if key in SHORT and (key == "data" or any(isinstance(value, dict) for value in given)):
+            given = [value if isinstance(value, dict) else {SHORT[key]: value} for value in given]
         both_groups = len(given) == 2 and all(isinstance(value, dict) for value in given)
         merged[key] = merge(*given) if both_groups else given[-1]
     return merged

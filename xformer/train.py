@@ -13,11 +13,16 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from xformer import checkpoint as checkpoints
 from xformer import cost, distributed, provenance, shard, spans, tags
@@ -60,6 +65,41 @@ class DataConfig(Settings):
     """A store made by preprocess.py."""
     fraction: float = Field(1.0, gt=0, le=1)
     """Share of the training rows to use, chosen by `seed`."""
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Seeds(Settings):
+    """The seeds of what a run draws. `seed=N` is short for `seed.all=N`; the others override it for
+    one thing each, so that runs can differ in that thing alone."""
+
+    all: Seed = 0
+    """Seed of everything that has no seed of its own."""
+    weights: Seed | None = None
+    """Fresh weights: those of a model without `init`, and those of a new head."""
+    order: Seed | None = None
+    """The order of the rows, and which of them `data.fraction` keeps."""
+    masks: Seed | None = None
+    """Which tokens are masked, and by what."""
+    dropout: Seed | None = None
+    """What dropout drops."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return value if isinstance(value, dict | Seeds) else {"all": value}
+
+    @model_serializer(mode="wrap")
+    def _shortest(self, plain: SerializerFunctionWrapHandler) -> Any:
+        """One number if nothing overrides it, which is what runs before `seed.weights` wrote."""
+        given = {name: value for name, value in plain(self).items() if value is not None}
+        return self.all if given.keys() == {"all"} else given
+
+    def of(self, what: Literal["weights", "order", "masks", "dropout"]) -> int:
+        """The seed of one thing."""
+        own: int | None = getattr(self, what)
+        return self.all if own is None else own
 
 
 class BatchConfig(Settings):
@@ -145,8 +185,7 @@ class Recipe(Settings):
     head: HeadKind
     """What to predict: masked tokens, a class, a score, the span of an answer, or the class of each
     word."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of order, masks, dropout and fresh weights."""
+    seed: Seeds = Seeds()
     mapping: str = "none"
     """What the store's ids mean to the model: none, ids, shift:K, random:SEED, symbols:SEED,
     unused:SEED."""
@@ -235,7 +274,9 @@ class Job:
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
         masking = recipe.masking.probability if recipe.head == "mlm" else 0.0
         even = recipe.system.shard == "model" and self.ranks.world_size > 1
-        return Feed(self.train, stream, self.ranks, batch.accumulate, recipe.seed, masking, even)
+        return Feed(
+            self.train, stream, self.ranks, batch.accumulate, recipe.seed.of("masks"), masking, even
+        )
 
     def assembler(self, split: str) -> Assembler:
         return replace(self.train, split=self.store.split(split))
@@ -249,11 +290,11 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     if recipe.init is not None:
         start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
     else:
-        start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed)
+        start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.path)
     # before the mapping: an operation may bring another tokenizer
-    start = apply(start, recipe.surgery, recipe.seed)
+    start = apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     pairs = recipe.masking.pair_weight > 0
@@ -274,7 +315,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
             raise BadInput(f"{store.path}: the split 'train' has rows without a label")
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
-    start, fresh, dropped = start.with_head(head, recipe.seed)
+    start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
     if array is not None or recipe.mapping == "ids":
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
@@ -288,7 +329,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         store,
         start,
         train_assembler,
-        Samples(split.rows, recipe.seed, recipe.data.fraction),
+        Samples(split.rows, recipe.seed.of("order"), recipe.data.fraction),
         _metric(recipe, store),
         notes,
     )
@@ -584,7 +625,7 @@ def _some(rows: list[int]) -> str:
 
 def loss_of(job: Job, model: Model, batch: Packed, step: int, micro_batch: int) -> Loss:
     """The loss of a micro-batch, with the dropout that is its own."""
-    number = key(job.recipe.seed, DROPOUT, step, micro_batch, job.ranks.rank)
+    number = key(job.recipe.seed.of("dropout"), DROPOUT, step, micro_batch, job.ranks.rank)
     torch.manual_seed(int(number >> 1))
     with job.ranks.autocast(job.recipe.system.precision):
         return model.loss(batch)[0]
@@ -811,7 +852,7 @@ def _save(job: Job, run: Run, copy: Snapshot, state: dict[str, Any]) -> None:
     """Write a checkpoint of what was copied. Raises OSError or Failure where the disk refuses."""
     recipe, step = job.recipe, state["step"]
     record: dict[str, Any] = {"op": "train", "head": recipe.head, "data": job.store.key,
-                              "steps": step, "seed": recipe.seed,
+                              "steps": step, "seed": recipe.model_dump(mode="json")["seed"],
                               "mapping": recipe.mapping}  # fmt: skip
     if recipe.train.only:
         record["only"] = list(recipe.train.only)

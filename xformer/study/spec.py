@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from xformer.config import Settings, flat, merge, nearest, read_recipe, validate
+from xformer.config import SHORT, Settings, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import plain_name
 
@@ -478,7 +478,7 @@ def _same_key_twice(study: Study, stage: str) -> None:
     owner: dict[str, str] = {}
     for factor, levels in study.factors(stage).items():
         keys = {key for settings in levels.values() for key in flat(settings)}
-        for key in sorted("data.store" if key == "data" else key for key in keys):
+        for key in sorted(f"{key}.{SHORT[key]}" if key in SHORT else key for key in keys):
             if key in owner:
                 raise BadInput(
                     f"{study.path}: stages.{stage}: the factors {owner[key]} and {factor} both "
