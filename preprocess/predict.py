@@ -64,7 +64,7 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
         head["kind"], list(head["labels"]), head["pair"], head["max_tokens"], head["columns"] or {}
     )
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadInput(f"{path} is no regular file, which readers go through more than once")
+        raise BadInput(f"{path} is a device or a pipe, and it is read more than once; give a file")
     if not path.is_dir() or not _is_music(known):
         check_files([path])
     if known.kind == "span":
@@ -182,9 +182,11 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[Table, list[str]
         return Table(path, bare), numbers
     if len(first) == len(names) and ending(path) != ".csv":
         return Table(path, bare), None
-    lacking = " or ".join(repr(them[0]) for them in names if them)
+    missing = [them for them in names if not any(name in first for name in them)]
+    lacking = " and ".join(repr(them[0]) for them in missing if them)
     has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in first[:20])
-    wanted = f"the header lacks the column {lacking}; " if lacking else ""
+    column = "columns" if " and " in lacking else "column"
+    wanted = f"the header lacks the {column} {lacking}; " if lacking else ""
     plain = "" if ending(path) == ".csv" else f"; texts alone are {_columns(len(names))}, no header"
     raise BadInput(f"{path}:1: {wanted}it has {_columns(len(first))}, {has}{plain}")
 

@@ -103,7 +103,8 @@ class SplitColumns:
             return split_of(name, mark, (f"column {self.split!r}", f"column {self.mark!r}"))
         except ValueError as error:
             raise ValueError(
-                f"{error}; --split-column NAME reads another column, --split-column {NONE} none"
+                f"{error}; --split-column NAME reads another column; --split-column {NONE} "
+                "draws the splits at random"
             ) from None
 
 

@@ -279,7 +279,8 @@ def _say_splits(task: Task, survey: Survey) -> None:
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
     rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
-    say(f"note: {columns} of {task.files[0]} name the splits: {rows} rows", error=True)
+    verb = "name" if len(task.split_columns) > 1 else "names"
+    say(f"note: {columns} of {task.files[0]} {verb} the splits: {rows} rows", error=True)
     if "valid" not in survey.rows:
         say("warning: no row is for validation: train with train.select=last", error=True)
 

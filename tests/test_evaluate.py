@@ -242,7 +242,7 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
                                               "it has 3 columns, 'a', 'b', 'c'"]),
     ("classes", ["input={others}/short.tsv"], ["short.tsv:3: 1 column instead of 2"]),
     ("classes", ["input={others}/latin.tsv"], ["latin.tsv:2: not valid UTF-8"]),
-    ("pairs", ["input={others}/three.tsv"], ["three.tsv:1", "'left' or 'right'", "2 columns"]),
+    ("pairs", ["input={others}/three.tsv"], ["three.tsv:1", "'left' and 'right'", "2 columns"]),
 ]  # fmt: skip
 
 
@@ -394,3 +394,13 @@ def test_inspect_looks_into_a_run(learned: dict[str, Path]) -> None:
     said = "\n".join(describe(learned["text"]))
     assert f"selected by the run {learned['text']}" in said
     assert "mlm, rows of up to 20 tokens" in said
+
+
+def test_scores_and_predictions_need_a_file_each(
+    forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
+    """One would overwrite the other without a word."""
+    same = tmp_path / "same"
+    line = ["evaluate.py", str(learned["classes"]), f"data={data.classes}"]
+    refused(forks.run(*line, f"out={same}", f"predictions={same}"), "are both", str(same))
+    assert not same.exists()

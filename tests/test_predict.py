@@ -401,7 +401,7 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
     (tmp_path / "x.csv").write_text("question\nwho?\n")
     refused(
         forks.run("evaluate.py", run, f"input={tmp_path / 'x.csv'}"),
-        "x.csv:1: the header lacks the column 'question' or 'context'; it has 1",
+        "x.csv:1: the header lacks the column 'context'; it has 1",
     )
 
 

@@ -352,8 +352,32 @@ def test_predictions_that_are_not_finite_name_their_rows(
     refused(done, "the text: ", "not finite in 1 of 1 rows: 0", status=1)
 
 
-def test_validation_that_is_not_finite_ends_a_run(
+def test_a_start_that_is_not_finite_is_refused(
     forks: Forks, data: Toys, learned: Runs, broken: Breaker, tmp_path: Path
+) -> None:
+    init, run = broken(learned["classes"], "[UNK]"), tmp_path / "run"
+    done = forks.run(*training(CLASSIFY, data.classes, run, f"init={init}"))
+    refused(done, f"init={init}: its weight encoder.embeddings.word.weight is not finite")
+    assert not run.exists()
+
+
+# a model that cannot read one word, from the moment that training has checked it
+CANNOT_READ = """
+from xformer import train
+plain = train.prepare
+def prepare(recipe, ranks):
+    job = plain(recipe, ranks)
+    name = "encoder.embeddings.word.weight"
+    table = job.start.weights[name].clone()
+    table[job.start.tokenizer.pieces.index("[UNK]")] = float("nan")
+    job.start.weights[name] = table
+    return job
+train.prepare = prepare
+"""
+
+
+def test_validation_that_is_not_finite_ends_a_run(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
     """It was never the best, without a word: here it is only the validation set that has the
     unknown sign, so that training itself is finite."""
@@ -365,8 +389,8 @@ def test_validation_that_is_not_finite_ends_a_run(
     (raw / "valid.tsv").write_text("\n".join(lines[:6]) + "\n")
     make = ("preprocess.py", "task", "tsv", "--text", "text", "--label", "label", "--input", raw)
     good(forks.run(*make, "--tokenizer", data.tokenizer, "--output", store))
-    init = broken(learned["classes"], "[UNK]")
-    done = forks.run(*training(CLASSIFY, store, run, f"init={init}", "train.steps=2"))
+    line = training(CLASSIFY, store, run, f"init={learned['classes']}", "train.steps=2")
+    done = forks.run(*line, before=CANNOT_READ)
     assert done.status == 1
     assert done.err.endswith("error: the split 'valid': outputs are not finite in 1 of 5 rows: 1\n")
     assert not (run / "result.json").exists()

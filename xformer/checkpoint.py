@@ -228,13 +228,13 @@ def check_vocabulary(config: ModelConfig, pieces: int) -> None:
 # ---------------------------------------------------------------------------------- on disk
 
 
-def save(checkpoint: Checkpoint, path: Path, overwrite: bool = False,
+def save(checkpoint: Checkpoint, path: str | Path, overwrite: bool = False,
          optimizer: dict[str, Tensor] | None = None, state: dict[str, Any] | None = None,
          check: Callable[[], None] = lambda: None) -> None:  # fmt: skip
     """Write a checkpoint as a directory that is whole or absent; `optimizer` and `state` are what
     a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`, and whatever
     `check`, called last, raises: then nothing is left."""
-    with atomic_directory(path, overwrite) as directory:
+    with atomic_directory(Path(path), overwrite) as directory:
         sums = {}
         for kind, tensors in (("model", checkpoint.weights), ("optimizer", optimizer)):
             if tensors is not None:

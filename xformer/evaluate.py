@@ -285,7 +285,12 @@ def _config(arguments: list[str]) -> EvaluateConfig:
     form = next(name for name in FORMS if getattr(config, name) is not None)
     given = set(values) - set(FORMS[form]) - {form}
     if given:
-        raise BadInput(f"{given.pop()}= has no meaning with {form}=; {', '.join(FORMS[form])} have")
+        raise BadInput(
+            f"{given.pop()}= cannot be combined with {form}=. With {form}= you can set "
+            f"{', '.join(FORMS[form])}"
+        )
+    if config.out and config.predictions and Path(config.out) == Path(config.predictions):
+        raise BadInput(f"out= and predictions= are both {config.out}; give each a file of its own")
     for output in (config.out, config.predictions):
         if output and not Path(output).absolute().parent.is_dir():
             raise BadInput(f"{output} cannot be written: {Path(output).parent} is no directory")

@@ -94,7 +94,8 @@ class Monitor:
             shown = {"loss": "loss", "lr": "lr", "tokens/s": "real_tokens_per_second"}
             self.bar.set_postfix({k: _show(short[v]) for k, v in shown.items()})
         elif short:
-            self.say(f"{event:<10} step {step:>6}  {line}")
+            split = f"{values['split']}  " if "split" in values else ""
+            self.say(f"{event:<10} step {step:>6}  {split}{line}")
 
     def _write(self) -> None:
         """What is to be written of the log; where the disk refuses, it stays to be written."""

@@ -58,9 +58,9 @@ class OptimConfig(Settings):
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = follows("name", DECAYS, 0.0, ge=0)
-    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW and NovoGrad shrink the
-    weights beside the step. All others add the decay to the gradient (an L2 term), which is far
-    stronger than AdamW's decay at the same value."""
+    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW shrinks the weights
+    beside the step, and NovoGrad adds the decay to the normalised gradient. All others add it to
+    the gradient itself (an L2 term), which is far stronger than AdamW's decay at the same value."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the rate falls after the warm-up: to 0 in a line, to 0 in a half cosine, not at all."""
     warmup: float = Field(0.0, ge=0)
@@ -75,7 +75,7 @@ class OptimConfig(Settings):
         if decay and self.name not in ("adamw", "novograd"):
             lines.append(
                 f"optim.weight_decay={decay:g} with {self.name} is an L2 term, added to the "
-                "gradient; only adamw and novograd shrink the weights beside the step"
+                "gradient; adamw shrinks the weights beside the step"
             )
         return lines
 

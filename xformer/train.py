@@ -289,6 +289,9 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         store.split(name)  # one without a row is refused here, not when it is to be scored
     if recipe.init is not None:
         start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
+        for name, weight in start.weights.items():
+            if not weight.isfinite().all():
+                raise BadInput(f"init={recipe.init}: its weight {name} is not finite")
     else:
         start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     check_model(recipe, start.config)
@@ -586,9 +589,11 @@ class Troubles:
             state.dropped += 1
             self.monitor.event("trouble", now, **record, dropped=state.dropped)
             if new and policy == "stop":
+                kept = any((self.run.path / "checkpoints").glob("step_*"))
+                older = "the newest checkpoint is from before" if kept else "no checkpoint is there"
                 raise Failure(
-                    f"{line}; the newest checkpoint is from before, and with train.trouble=skip or "
-                    "rollback the same command goes on"
+                    f"{line}; {older}; train.trouble=skip drops such updates, rollback goes back "
+                    "to a checkpoint first"
                 )
             if state.in_a_row >= LIMIT:
                 raise Failure(f"{line}: {LIMIT} updates in a row were dropped")

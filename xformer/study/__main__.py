@@ -29,7 +29,7 @@ from xformer.start import run
 from xformer.study import pool, verify
 from xformer.study.cost import Costs, hours
 from xformer.study.curves import averaged, curves_figure
-from xformer.study.fit import check_plan
+from xformer.study.fit import check_plan, unchecked
 from xformer.study.notes import Notes
 from xformer.study.page import html
 from xformer.study.plan import RESULTS, Plan, Work
@@ -196,10 +196,15 @@ def listing(plan: Plan, costs: Costs) -> str:
         lines.append(f"{work.key}  {state:<8} {cost:>9}  {work.name}")
     todo = [w for w in plan.works.values() if not w.done]
     known = [w for w in todo if costs.known(w)]
-    lines.append(
-        f"{len(plan.works)} works, {len(todo)} to do, about "
-        f"{hours(sum(costs.seconds(w) for w in known))} of work for {len(known)} of them"
-    )
+    estimate = "no estimate of their time"
+    if known:
+        total = hours(sum(costs.seconds(work) for work in known))
+        estimate = f"about {total} of work for {len(known)} of them"
+    lines.append(f"{len(plan.works)} works, {len(todo)} to do, {estimate}")
+    if number := unchecked(plan, costs.shapes):
+        lines.append(
+            f"{number} runs are not checked yet: the model that they start from is missing"
+        )
     lines += [f"missing: {line}" for line in _lacking(plan).splitlines()]
     return "\n".join(lines)
 

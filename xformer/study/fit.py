@@ -22,9 +22,15 @@ from xformer.surgery.words import check_source, check_width
 from xformer.train import Recipe, check_data, check_model
 
 
+def unchecked(plan: Plan, shapes: Shapes) -> int:
+    """How many runs start from a model that is not there, so that it is not known what it takes."""
+    runs = [work for work in plan.works.values() if work.recipe is not None and not work.done]
+    return sum(shapes.start(work) is None for work in runs)
+
+
 def check_plan(plan: Plan, shapes: Shapes) -> None:
     """Raise BadInput naming the first run whose rows, vocabulary, kind of store or head do not fit
-    the model that it starts from. What is not known yet is not judged."""
+    the model that it starts from. What is not known yet is not judged (see `unchecked`)."""
     fit = Fit(plan, shapes)
     for work in plan.works.values():
         try:
