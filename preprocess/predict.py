@@ -162,7 +162,8 @@ def _table(
 
 
 def _open(path: Path, names: Names, form: Form | None) -> tuple[Table, list[str] | None]:
-    """A table and its columns; None if the file, no csv, has no header and just these columns."""
+    """A table and its columns. The columns are None if the file has no header and holds just these
+    columns; a csv must have a header."""
     if ending(path) in (*JSON, PARQUET):
         table = Table(path)
         found = [table.find(one) for one in names]
