@@ -71,13 +71,55 @@ def test_ranks_end_with_their_torchrun(data: Toys, tmp_path: Path, moment: str) 
         assert list((run / "checkpoints").iterdir())
 
 
-def test_a_parent_is_a_python_program() -> None:
-    """A rank whose torchrun was gone at its first look has a parent that adopts orphans."""
-    assert not start._adopted(os.getpid())
-    with subprocess.Popen(["sleep", "100"]) as other:
-        assert start._adopted(other.pid)
-        other.kill()
-    assert not start._adopted(other.pid)  # gone: the parent's number has changed by then
+WORK = """
+import sys, time
+from pathlib import Path
+from xformer.start import run
+def main():
+    time.sleep(float(sys.argv[1]))
+    Path(sys.argv[2]).write_text("done")
+run(main)
+"""
+
+
+def test_a_rank_may_have_a_wrapper_for_a_parent(tmp_path: Path) -> None:
+    """torchrun --no-python may start a shell or a profiler, which starts the rank."""
+    (tmp_path / "rank.py").write_text(WORK)
+    # the shell stays the parent, and its own command line names neither Python nor torch
+    (tmp_path / "run.sh").write_text(f"{sys.executable} rank.py 2 out\nexit $?\n")
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "test", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "run.sh"], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "out").exists()
+
+
+def test_a_rank_that_begins_as_an_orphan_ends(tmp_path: Path) -> None:
+    """Its torchrun was gone before it first looked at its parent."""
+    out, who = tmp_path / "out", tmp_path / "pid"
+    code = f"import os, time; time.sleep(1); open({str(who)!r}, 'w').write(f'{{os.getpid()}} "
+    code += f"{{os.getppid()}}')\n{WORK}"
+    line = ["sh", "-c", '"$@" & exit 0', "sh", sys.executable, "-c", code, "60", str(out)]
+    quiet = subprocess.DEVNULL
+    subprocess.run(
+        line,
+        cwd=ROOT,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "test"},
+        stdout=quiet,
+        stderr=quiet,
+        check=True,
+    )
+    end = time.monotonic() + LIMIT
+    while not who.exists() or not who.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    pid, parent = map(int, who.read_text().split())
+    if not start._adopted(parent):
+        os.kill(pid, signal.SIGKILL)
+        pytest.skip(f"orphans of this machine are adopted by process {parent}")
+    while time.monotonic() < end and Path(f"/proc/{pid}/cmdline").exists():
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}/cmdline").exists()
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("own", [{}, *({name: "7"} for name in start.WAITING)])

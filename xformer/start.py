@@ -93,10 +93,16 @@ def _watch(parent: int) -> None:
 
 
 def _adopted(parent: int) -> bool:
-    """Whether torchrun, a Python program, was gone before this process first looked, so that its
-    parent is now the system's first process or another one that adopts orphans."""
+    """Whether torchrun was gone before this process first looked, so that the system's first
+    process has adopted it.
+
+    In a container torchrun may itself be the first process. A parent with another number may be a
+    wrapper such as a shell or a profiler, which is left alone.
+    """
+    if parent != 1:
+        return False
     try:
-        command = Path(f"/proc/{parent}/cmdline").read_bytes()
-    except OSError:  # not Linux, or gone: then the next look tells
+        command = Path("/proc/1/cmdline").read_bytes()
+    except OSError:  # not Linux
         return False
     return b"python" not in command and b"torch" not in command
