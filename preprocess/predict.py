@@ -310,7 +310,7 @@ def _number(column: Any) -> int:
 
 
 def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
-    """Whether the file is more than one text a line: its first line has tabs, or its first block has known
+    """Whether the file has CoNLL's columns: its first line has tabs, or its first block has known
     labels in the column of training."""
     block: list[str] = []
     for _, line in islice(read_lines(path, BadRows(skip=True)), 1000):
