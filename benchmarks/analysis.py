@@ -87,8 +87,9 @@ def packed(lengths: list[int], masked: bool = False) -> Packed:
         targets = tokens[places]
     else:
         labels = torch.from_numpy(draw.integers(0, 2, len(lengths)))
-    return Packed(tokens, positions, torch.zeros_like(tokens), layout(ends), labels, places,
-                  targets)  # fmt: skip
+    return Packed(
+        tokens, positions, torch.zeros_like(tokens), layout(ends), labels, places, targets
+    )
 
 
 def alone(batch: Packed, i: int) -> Packed:
@@ -99,8 +100,15 @@ def alone(batch: Packed, i: int) -> Packed:
         here = (batch.places >= a) & (batch.places < b)
         places, targets = batch.places[here] - a, batch.targets[here]
     labels = None if batch.labels is None else batch.labels[i : i + 1]
-    return Packed(batch.tokens[a:b], batch.positions[a:b], batch.segments[a:b],
-                  layout([0, b - a]), labels, places, targets)  # fmt: skip
+    return Packed(
+        batch.tokens[a:b],
+        batch.positions[a:b],
+        batch.segments[a:b],
+        layout([0, b - a]),
+        labels,
+        places,
+        targets,
+    )
 
 
 def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> Case:
@@ -184,8 +192,9 @@ def jacobian_case(length: int = 64) -> Case:
     def row_by_row() -> Tensor:
         x = words.clone()[None].requires_grad_()
         y = function(x)[0, 0]
-        return torch.stack([torch.autograd.grad(one, x, retain_graph=True)[0].flatten()
-                            for one in y])  # fmt: skip
+        return torch.stack(
+            [torch.autograd.grad(one, x, retain_graph=True)[0].flatten() for one in y]
+        )
 
     def apart(ours: Tensor, theirs: Tensor) -> float:
         return float((ours - theirs).abs().max() / theirs.abs().max())
@@ -244,15 +253,31 @@ def capture_case(examples: int = 256) -> Case:
     directory = Path(tempfile.mkdtemp(prefix="bench-capture-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     store, ckpt = directory / "store", directory / "ckpt"
-    subprocess.run([sys.executable, ROOT / "preprocess.py", "synthetic", "uniform", "--tokens",
-                    "400000", "--lengths", "14:126", "--vocab-size", str(SHAPE["vocab_size"]),
-                    "--output", store], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        [
+            sys.executable,
+            ROOT / "preprocess.py",
+            "synthetic",
+            "uniform",
+            "--tokens",
+            "400000",
+            "--lengths",
+            "14:126",
+            "--vocab-size",
+            str(SHAPE["vocab_size"]),
+            "--output",
+            store,
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     checkpoints.save(
         checkpoints.fresh(ModelConfig(**SHAPE), open_store(store).tokenizer(), 0), ckpt
     )
     out, plain = directory / "ours.h5", directory / "plain.h5"
-    config = capture.CaptureConfig(data=str(store), out=str(out), examples=examples, split="train",
-                                   overwrite=True)  # fmt: skip
+    config = capture.CaptureConfig(
+        data=str(store), out=str(out), examples=examples, split="train", overwrite=True
+    )
 
     def streamed() -> Path:
         capture.run([str(ckpt)], config)
@@ -271,8 +296,14 @@ def capture_case(examples: int = 256) -> Case:
         with h5py.File(plain, "w") as h5:
             for i, layer in enumerate(states):
                 data = torch.cat(layer).numpy().astype(np.float16)
-                h5.create_dataset(f"hidden/{i}", data=data, compression="gzip", compression_opts=1,
-                                  shuffle=True, chunks=(capture.ROWS, data.shape[1]))  # fmt: skip
+                h5.create_dataset(
+                    f"hidden/{i}",
+                    data=data,
+                    compression="gzip",
+                    compression_opts=1,
+                    shuffle=True,
+                    chunks=(capture.ROWS, data.shape[1]),
+                )
         return plain
 
     def apart(ours: Path, theirs: Path) -> float:
@@ -284,24 +315,36 @@ def capture_case(examples: int = 256) -> Case:
 
 
 CASES: dict[str, tuple[str, Callable[[], Case]]] = {
-    "gradients": ("gradients, 64 examples of 8 to 24 tokens, masked words; each pair",
-                  lambda: gradient_case("mlm", 16)),
-    "gradients-middle": ("gradients, 64 examples of 16 to 48 tokens, masked words; each pair",
-                         lambda: gradient_case("mlm", 32)),
-    "gradients-long": ("gradients, 64 examples of 32 to 96 tokens, masked words; each pair",
-                       lambda: gradient_case("mlm", 64)),
-    "gradients-task": ("gradients, 64 examples of 32 to 96 tokens, two classes; each pair",
-                       lambda: gradient_case("classify", 64)),
-    "product": ("gradients, 64 examples of 8 to 24 tokens, masked words; one product",
-                lambda: gradient_case("mlm", 16, False)),
-    "product-long": ("gradients, 64 examples of 32 to 96 tokens, masked words; one product",
-                     lambda: gradient_case("mlm", 64, False)),
+    "gradients": (
+        "gradients, 64 examples of 8 to 24 tokens, masked words; each pair",
+        lambda: gradient_case("mlm", 16),
+    ),
+    "gradients-middle": (
+        "gradients, 64 examples of 16 to 48 tokens, masked words; each pair",
+        lambda: gradient_case("mlm", 32),
+    ),
+    "gradients-long": (
+        "gradients, 64 examples of 32 to 96 tokens, masked words; each pair",
+        lambda: gradient_case("mlm", 64),
+    ),
+    "gradients-task": (
+        "gradients, 64 examples of 32 to 96 tokens, two classes; each pair",
+        lambda: gradient_case("classify", 64),
+    ),
+    "product": (
+        "gradients, 64 examples of 8 to 24 tokens, masked words; one product",
+        lambda: gradient_case("mlm", 16, False),
+    ),
+    "product-long": (
+        "gradients, 64 examples of 32 to 96 tokens, masked words; one product",
+        lambda: gradient_case("mlm", 64, False),
+    ),
     "pwcca": ("PWCCA, 50,000 tokens x 768 twice", lambda: pwcca_case(50_000)),
     "jacobian": ("Jacobian of one output token, 64 tokens", jacobian_case),
     "attention": ("attention maps, 16 examples of 64 tokens", attention_case),
     "capture": ("capture, 7 layers of 256 examples of 16 to 128 tokens", capture_case),
     "perturbation": ("perturbation, 16 examples of 32 tokens, two sizes", perturbation_case),
-}  # fmt: skip
+}
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -339,18 +382,29 @@ def million(rows: int, width: int = 768) -> str:
     seconds, pair = timed(lambda: pwcca._joint(chunks()))
     value = pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return (f"{rows:,} tokens x {width} twice, streamed: {seconds - making:.0f} s (and "
-            f"{making:.0f} to draw them), peak memory {peak:.2f} GiB, {before:.2f} before; "
-            f"PWCCA {value:.6f}")  # fmt: skip
+    return (
+        f"{rows:,} tokens x {width} twice, streamed: {seconds - making:.0f} s (and "
+        f"{making:.0f} to draw them), peak memory {peak:.2f} GiB, {before:.2f} before; "
+        f"PWCCA {value:.6f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=list(CASES), choices=[*CASES, "million"],
-                        help="Parts (default: all but million).")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=list(CASES),
+        choices=[*CASES, "million"],
+        help="Parts (default: all but million).",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="Rounds (default: 3).")
-    parser.add_argument("--tokens", type=int, default=1_000_000,
-                        help="Tokens of the part million (default: 1000000).")  # fmt: skip
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=1_000_000,
+        help="Tokens of the part million (default: 1000000).",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1).")
     arguments = parser.parse_args()
     start(SystemConfig(threads=arguments.threads))

@@ -46,8 +46,20 @@ TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_position
 FULL = Size(MINILM)
 SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # a first look
 # real runs of everything on data made up, in a minute: for tests and a first try
-QUICK = Size(TINY, rows=8, full_rows=4, length=32, warmup=1, steps=2, whole_rows=4, whole_steps=4,
-             batches=4, batch_tokens=20_000, small=10_000, large=100_000)  # fmt: skip
+QUICK = Size(
+    TINY,
+    rows=8,
+    full_rows=4,
+    length=32,
+    warmup=1,
+    steps=2,
+    whole_rows=4,
+    whole_steps=4,
+    batches=4,
+    batch_tokens=20_000,
+    small=10_000,
+    large=100_000,
+)
 CUDA = Size(BERT_BASE, rows=256, full_rows=512, warmup=30, steps=120)
 
 
@@ -151,13 +163,23 @@ class Ended:
 def command(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
     """Run `python ARGUMENTS` from the project's root. Raises Failure with the end of what it said
     where it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads or bench.threads),
-                   "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads or bench.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     if not bench.cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     wall, started = time.time(), time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert process.stdout is not None
     out = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)

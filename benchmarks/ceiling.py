@@ -46,8 +46,14 @@ class Shape:
     runs: list[tuple[int, int]]  # (sequences, their length), for neighbours of equal length
 
 
-def shapes(store: Path, init: Path, rows: int, length: int, count: int, dtype: torch.dtype,
-           ) -> list[Shape]:  # fmt: skip
+def shapes(
+    store: Path,
+    init: Path,
+    rows: int,
+    length: int,
+    count: int,
+    dtype: torch.dtype,
+) -> list[Shape]:
     """The first batches of `rows` rows that train.py makes of a store, with as many tokens as its
     products in this type have."""
     cpu = torch.device("cpu")
@@ -91,8 +97,9 @@ class Products:
         masked = 3 + len(self.head)  # behind its attention the last layer is needed there alone
         rows = [shape.tokens] * (len(self.weights) - masked) + [shape.masked] * masked
         sizes = [*self.layers, *self.head]
-        for n, (a, b), weight, gradient in zip(rows, sizes, self.weights, self.gradients,
-                                               strict=True):  # fmt: skip
+        for n, (a, b), weight, gradient in zip(
+            rows, sizes, self.weights, self.gradients, strict=True
+        ):
             x, y, dx = (t[: n * m].view(n, m) for t, m in ((self.x, a), (self.y, b), (self.dx, a)))
             torch.mm(x, weight.t(), out=y)
             torch.mm(y, weight, out=dx)
@@ -129,8 +136,16 @@ def seconds(work: Callable[[Shape], None], every: list[Shape], warmup: int) -> f
     return time.perf_counter() - started
 
 
-def measure(store: str, init: str, rows: int, length: int, warmup: int, steps: int, threads: int,
-            precision: str) -> Took:  # fmt: skip
+def measure(
+    store: str,
+    init: str,
+    rows: int,
+    length: int,
+    warmup: int,
+    steps: int,
+    threads: int,
+    precision: str,
+) -> Took:
     """Real tokens a second if a step were its products and the fastest of three attentions."""
     torch.set_num_threads(threads)
     config = checkpoints.load(init).config

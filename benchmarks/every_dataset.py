@@ -36,57 +36,108 @@ class Entry(NamedTuple):
 
 
 TASKS = [
-    *(Entry(f"GLUE {name}", f"task glue/{name.lower().replace('-', '')} --input DATA/glue/{name} "
-            "--tokenizer TOK/uncased")
-      for name in ("CoLA", "SST-2", "MRPC", "RTE", "WNLI", "STS-B")),
-    Entry("GLUE MRPC, test labels", "task glue/mrpc --input DATA/glue/MRPC "
-          "--test DATA/glue/MRPC/msr_paraphrase_test.txt --tokenizer TOK/uncased"),
-    Entry("GLUE SST-2, test labels", "task glue/sst2 --input DATA/glue/SST-2 "
-          "--test DATA/glue/SST-2/test-labeled.tsv --tokenizer TOK/uncased"),
-    Entry("STS-B, clean copy", "task tsv --input DATA/glue/STS-B/stsb-multi-mt --no-header "
-          "--text 1 --text-b 2 --label 3 --kind score --tokenizer TOK/uncased"),
-    Entry("STS-B, original", "task tsv --input DATA/glue/STS-B/original --no-header --text 6 "
-          "--text-b 7 --label 5 --kind score --tokenizer TOK/uncased"),
-    Entry("SQuAD 2.0", "task squad --train DATA/squad/train-subset-1.json "
-          "--valid DATA/squad/dev-v2.0.rebuilt.json --tokenizer TOK/uncased"),
-    Entry("SQuAD 1.1", "task squad --valid DATA/squad/dev-v1.1.rebuilt.json "
-          "--tokenizer TOK/uncased"),
+    *(
+        Entry(
+            f"GLUE {name}",
+            f"task glue/{name.lower().replace('-', '')} --input DATA/glue/{name} "
+            "--tokenizer TOK/uncased",
+        )
+        for name in ("CoLA", "SST-2", "MRPC", "RTE", "WNLI", "STS-B")
+    ),
+    Entry(
+        "GLUE MRPC, test labels",
+        "task glue/mrpc --input DATA/glue/MRPC "
+        "--test DATA/glue/MRPC/msr_paraphrase_test.txt --tokenizer TOK/uncased",
+    ),
+    Entry(
+        "GLUE SST-2, test labels",
+        "task glue/sst2 --input DATA/glue/SST-2 "
+        "--test DATA/glue/SST-2/test-labeled.tsv --tokenizer TOK/uncased",
+    ),
+    Entry(
+        "STS-B, clean copy",
+        "task tsv --input DATA/glue/STS-B/stsb-multi-mt --no-header "
+        "--text 1 --text-b 2 --label 3 --kind score --tokenizer TOK/uncased",
+    ),
+    Entry(
+        "STS-B, original",
+        "task tsv --input DATA/glue/STS-B/original --no-header --text 6 "
+        "--text-b 7 --label 5 --kind score --tokenizer TOK/uncased",
+    ),
+    Entry(
+        "SQuAD 2.0",
+        "task squad --train DATA/squad/train-subset-1.json "
+        "--valid DATA/squad/dev-v2.0.rebuilt.json --tokenizer TOK/uncased",
+    ),
+    Entry(
+        "SQuAD 1.1", "task squad --valid DATA/squad/dev-v1.1.rebuilt.json --tokenizer TOK/uncased"
+    ),
     Entry("DNA splice", "task dna/splice --input DATA/dna/uci_splice", True),
-    *(Entry(f"DNA {name}", f"task dna/{name.lower()} --train DATA/dna/GUE/EMP/{name}/dev.csv "
-            f"--test DATA/dna/GUE/EMP/{name}/test.csv") for name in ("H3", "H4", "H3K9ac")),
+    *(
+        Entry(
+            f"DNA {name}",
+            f"task dna/{name.lower()} --train DATA/dna/GUE/EMP/{name}/dev.csv "
+            f"--test DATA/dna/GUE/EMP/{name}/test.csv",
+        )
+        for name in ("H3", "H4", "H3K9ac")
+    ),
     Entry("DNA core promoters", "task dna --input DATA/dna/GUE/prom/prom_core_all"),
     Entry("DNA E. coli promoters", "task dna --input DATA/dna/ecoli_promoter/v9d3.csv"),
     Entry("DNA enhancers", "task dna --input DATA/dna/enhancer/bert_enhancer_dataset.csv"),
-    Entry("Protein localization", "task protein/localization "
-          "--input DATA/protein/localization_multiloc/multiloc"),
-    Entry("Protein fluorescence", "task protein/fluorescence --input DATA/protein/fluorescence",
-          True),
-    Entry("Protein stability", "task protein/stability --label stabilityscore_cnn_calibrated "
-          "--input DATA/protein/stability_rocklin/stability_designs.csv"),
+    Entry(
+        "Protein localization",
+        "task protein/localization --input DATA/protein/localization_multiloc/multiloc",
+    ),
+    Entry(
+        "Protein fluorescence", "task protein/fluorescence --input DATA/protein/fluorescence", True
+    ),
+    Entry(
+        "Protein stability",
+        "task protein/stability --label stabilityscore_cnn_calibrated "
+        "--input DATA/protein/stability_rocklin/stability_designs.csv",
+    ),
     Entry("Music MAESTRO", "task music/maestro --input DATA/music/maestro-v1-subset", True),
-    Entry("German articles", "task tsv --input DATA/lang/de/10kGNAD_test.csv --no-header --text 2 "
-          "--label 1 --delimiter semicolon --quoting ' --tokenizer TOK/cased"),
-]  # fmt: skip
+    Entry(
+        "German articles",
+        "task tsv --input DATA/lang/de/10kGNAD_test.csv --no-header --text 2 "
+        "--label 1 --delimiter semicolon --quoting ' --tokenizer TOK/cased",
+    ),
+]
 CORPORA = [
-    Entry("English Wikipedia", "text --input DATA/english_wikipedia/train.txt "
-          "--valid DATA/english_wikipedia/valid.txt --test DATA/english_wikipedia/test.txt "
-          f"--skip-lines {SKIP} --tokenizer TOK/uncased", True),
-    Entry("English, RoBERTa's pieces", "text --input DATA/english_wikipedia/train.txt "
-          f"--skip-lines {SKIP} --tokenizer TOK/gpt2"),
+    Entry(
+        "English Wikipedia",
+        "text --input DATA/english_wikipedia/train.txt "
+        "--valid DATA/english_wikipedia/valid.txt --test DATA/english_wikipedia/test.txt "
+        f"--skip-lines {SKIP} --tokenizer TOK/uncased",
+        True,
+    ),
+    Entry(
+        "English, RoBERTa's pieces",
+        f"text --input DATA/english_wikipedia/train.txt --skip-lines {SKIP} --tokenizer TOK/gpt2",
+    ),
     Entry("Java", "text --input DATA/java --tokenizer TOK/cased", True),
     Entry("Amino acids", "text --input MADE/amino --tokenizer TOK/amino", True),
     Entry("Japanese", "text --input MADE/ja.txt --lines --tokenizer TOK/chinese"),
     Entry("Chinese", "text --input MADE/zh.jsonl --field text --tokenizer TOK/chinese", True),
     Entry("Kannada", "text --input DATA/lang/kn/allama.json --field name --tokenizer TOK/kannada"),
-    Entry("Kannada lines", "text --input DATA/lang/kn/entity_kannada.txt --lines "
-          "--tokenizer TOK/kannada"),
-]  # fmt: skip
+    Entry(
+        "Kannada lines",
+        "text --input DATA/lang/kn/entity_kannada.txt --lines --tokenizer TOK/kannada",
+    ),
+]
 SYNTHETIC = [
-    *(Entry(f"synthetic {name}", f"synthetic {name} --tokens 23500000 --vocab-size 28996", figure)
-      for name, figure in (("uniform", False), ("zipf", True), ("nesting", True), ("flat", False))),
-    *(Entry(f"synthetic nesting, {n} tokens", f"synthetic nesting --tokens 23500000 --distinct {n} "
-            "--vocab-size 28996") for n in (50, 500, 5000)),
-]  # fmt: skip
+    *(
+        Entry(f"synthetic {name}", f"synthetic {name} --tokens 23500000 --vocab-size 28996", figure)
+        for name, figure in (("uniform", False), ("zipf", True), ("nesting", True), ("flat", False))
+    ),
+    *(
+        Entry(
+            f"synthetic nesting, {n} tokens",
+            f"synthetic nesting --tokens 23500000 --distinct {n} --vocab-size 28996",
+        )
+        for n in (50, 500, 5000)
+    ),
+]
 TOKENIZERS = {
     "uncased": "--from DATA/vocabs/bert-base-uncased.vocab.txt",
     "cased": "--from DATA/vocabs/bert-base-cased.vocab.txt --cased",
@@ -154,8 +205,13 @@ def _run(options: str, places: dict[str, Path], output: Path) -> float:
     arguments = []
     for word in options.split():
         head, slash, rest = word.partition("/")
-        arguments.append(str(places[head] / rest) if head in places and slash else
-                         str(places[head]) if head in places else word)  # fmt: skip
+        arguments.append(
+            str(places[head] / rest)
+            if head in places and slash
+            else str(places[head])
+            if head in places
+            else word
+        )
     command = [sys.executable, "preprocess.py", *arguments, "--output", str(output)]
     started = time.monotonic()
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -57,9 +57,15 @@ def at(bench: Bench, length: int, rows: int = 0) -> Bench:
 def steps(bench: Bench) -> Took:
     """Our steps on full rows; the rate does not count the warm-up."""
     size, store = bench.size, prepare.full_rows(bench)
-    return ours.train(bench, "mlm", store.path, prepare.model(bench)[0],
-                      steps=size.warmup + size.steps, every=size.warmup,
-                      settings=[f"batch.rows={size.full_rows}"])[0]  # fmt: skip
+    return ours.train(
+        bench,
+        "mlm",
+        store.path,
+        prepare.model(bench)[0],
+        steps=size.warmup + size.steps,
+        every=size.warmup,
+        settings=[f"batch.rows={size.full_rows}"],
+    )[0]
 
 
 def packed(bench: Bench) -> list[Row]:
@@ -87,19 +93,42 @@ def mixed(bench: Bench) -> list[Row]:
     total = size.warmup + size.steps
 
     def mine() -> Took:
-        return ours.train(bench, "mlm", store, our_model, steps=total, every=size.warmup,
-                          settings=[f"batch.rows={size.rows}"])[0]  # fmt: skip
+        return ours.train(
+            bench,
+            "mlm",
+            store,
+            our_model,
+            steps=total,
+            every=size.warmup,
+            settings=[f"batch.rows={size.rows}"],
+        )[0]
 
-    peer = partial(theirs, bench, model=their_model, table=table, task="mlm", rows=size.rows,
-                   steps=total, warmup=size.warmup, sampling="sequential",
-                   compile=bench.cuda)  # fmt: skip
+    peer = partial(
+        theirs,
+        bench,
+        model=their_model,
+        table=table,
+        task="mlm",
+        rows=size.rows,
+        steps=total,
+        warmup=size.warmup,
+        sampling="sequential",
+        compile=bench.cuda,
+    )
     took = in_turn(bench.rounds, {OURS: mine, COMPILED: peer})
     what = f"MLM step, {size.rows} lines of mixed length, bf16"
     return [
         Row(what, "real tokens/s", rates(took[OURS]), COMPILED, rates(took[COMPILED]), SPEED),
-        Row(f"peak memory, {what}", "GiB", rates(took[OURS], "memory_gib"), COMPILED,
-            rates(took[COMPILED], "memory_gib"), MEMORY, "below"),
-    ]  # fmt: skip
+        Row(
+            f"peak memory, {what}",
+            "GiB",
+            rates(took[OURS], "memory_gib"),
+            COMPILED,
+            rates(took[COMPILED], "memory_gib"),
+            MEMORY,
+            "below",
+        ),
+    ]
 
 
 def paper(bench: Bench) -> list[Row]:
@@ -114,9 +143,18 @@ def idle(bench: Bench) -> list[Row]:
     """The share of time without a kernel, from the profiler."""
     some = at(bench, 128)
     store, init = prepare.full_rows(some), prepare.model(some)[0]
-    job = {"do": "idle", "arguments": ours.arguments(
-        some, "mlm", store.path, init, steps=some.size.warmup + some.size.steps,
-        every=some.size.warmup, settings=[f"batch.rows={some.size.full_rows}"])}  # fmt: skip
+    job = {
+        "do": "idle",
+        "arguments": ours.arguments(
+            some,
+            "mlm",
+            store.path,
+            init,
+            steps=some.size.warmup + some.size.steps,
+            every=some.size.warmup,
+            settings=[f"batch.rows={some.size.full_rows}"],
+        ),
+    }
     took = in_turn(bench.rounds, {OURS: lambda: module(some, "ours", job)[0]})[OURS]
     what = "share of time in which no kernel runs, full rows of 128, bf16"
     return [Row(what, "", rates(took, "idle"), target=IDLE, goal="below")]

@@ -113,8 +113,15 @@ def compile_all(attention: Iterable[Case], norm: Iterable[Case]) -> Iterator[Com
                 yield _compile(kernel, constants, arrays, *case)
 
 
-def _compile(kernel: Any, constants: dict[str, Any], arrays: dict[str, str], architecture: int,
-             name: str, width: int, dropout: bool) -> Compiled:  # fmt: skip
+def _compile(
+    kernel: Any,
+    constants: dict[str, Any],
+    arrays: dict[str, str],
+    architecture: int,
+    name: str,
+    width: int,
+    dropout: bool,
+) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -137,13 +144,22 @@ def _compile(kernel: Any, constants: dict[str, Any], arrays: dict[str, str], arc
         file.flush()
         usage = subprocess.run(
             [_tools(triton) / "cuobjdump", "-res-usage", file.name],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     registers, spilled = (int(re.findall(rf"{k}:(\d+)", usage)[0]) for k in ("REG", "STACK"))
     return Compiled(
-        f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}", f"sm_{architecture}", name, width,
-        dropout, options["num_warps"], registers, spilled, done.metadata.shared,
-    )  # fmt: skip
+        f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}",
+        f"sm_{architecture}",
+        name,
+        width,
+        dropout,
+        options["num_warps"],
+        registers,
+        spilled,
+        done.metadata.shared,
+    )
 
 
 def compile_table() -> None:
@@ -256,8 +272,9 @@ def norm_ways(
     return {"ours": (ours, inputs), "eager": (plain, inputs), "compiled": (compiled, inputs)}
 
 
-def row(name: str, ways: dict[str, tuple[Callable[[], Tensor], list[Tensor]]],
-        columns: tuple[str, ...]) -> str:  # fmt: skip
+def row(
+    name: str, ways: dict[str, tuple[Callable[[], Tensor], list[Tensor]]], columns: tuple[str, ...]
+) -> str:
     """A line of a table: every way's time, and which is fastest by how much."""
     times = {way: milliseconds(*ways[way]) for way in columns if way in ways}
     fastest = min(times, key=lambda way: times[way])
@@ -294,8 +311,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--compile", action="store_true", help="Compile every kernel for an A100 "
-                        "and an H100 and list what it needs; no device is used.")  # fmt: skip
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="Compile every kernel for an A100 "
+        "and an H100 and list what it needs; no device is used.",
+    )
     parser.add_argument("--heads", type=int, default=12, help="Heads (default: %(default)s).")
     parser.add_argument("--size", type=int, default=64, help="Head size, 1 to 128 (%(default)s).")
     parser.add_argument("--tokens", type=int, default=32768, help="Tokens (%(default)s).")

@@ -34,20 +34,31 @@ from xformer.train import train as training
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
 
 
-def arguments(bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int,
-              settings: list[str]) -> list[str]:  # fmt: skip
+def arguments(
+    bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int, settings: list[str]
+) -> list[str]:
     """The recipe and the keys of a run of `steps` with a line of the log every `every`."""
     return [
-        RECIPES[task], f"data={store}", f"run={bench.folder / 'run'}", f"init={init}",
-        f"batch.max_tokens={bench.size.length}", "optim.lr=1e-4", "train.select=last",
-        f"train.steps={steps}", f"train.log_every={every}", "overwrite=true",
-        f"system.precision={bench.precision}", f"system.threads={bench.threads}",
-        *settings, *bench.ours,
-    ]  # fmt: skip
+        RECIPES[task],
+        f"data={store}",
+        f"run={bench.folder / 'run'}",
+        f"init={init}",
+        f"batch.max_tokens={bench.size.length}",
+        "optim.lr=1e-4",
+        "train.select=last",
+        f"train.steps={steps}",
+        f"train.log_every={every}",
+        "overwrite=true",
+        f"system.precision={bench.precision}",
+        f"system.threads={bench.threads}",
+        *settings,
+        *bench.ours,
+    ]
 
 
-def train(bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int,
-          settings: list[str]) -> tuple[Took, Ended]:  # fmt: skip
+def train(
+    bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int, settings: list[str]
+) -> tuple[Took, Ended]:
     """Run train.py for `steps` with a line of the log every `every` steps.
 
     `rate`: real tokens a second after the log's first line; `first`: seconds from the start of the
@@ -75,8 +86,9 @@ def rate(events: list[dict[str, float]]) -> float:
 # ------------------------------------------------------------------ in a process of their own
 
 
-def evaluate(model: str, store: str, split: str, length: int, passes: int, threads: int,
-             precision: str) -> Took:  # fmt: skip
+def evaluate(
+    model: str, store: str, split: str, length: int, passes: int, threads: int, precision: str
+) -> Took:
     """Real tokens a second of whole passes over a split, forward only, after one to warm up."""
     ranks = distributed.start(SystemConfig(threads=threads))
     checkpoint, data = checkpoints.load(model), open_store(store)
@@ -89,8 +101,11 @@ def evaluate(model: str, store: str, split: str, length: int, passes: int, threa
         started = time.perf_counter()
         score(net, rows, checkpoint.head, ranks, precision)
         seconds.append(time.perf_counter() - started)
-    return {"rate": tokens * passes / sum(seconds[1:]), "tokens": tokens,
-            "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # fmt: skip
+    return {
+        "rate": tokens * passes / sum(seconds[1:]),
+        "tokens": tokens,
+        "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
 
 
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
@@ -120,8 +135,12 @@ def idle(arguments: list[str]) -> Took:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         training(recipe, ranks)
     events: list[Any] = list(trace.events() or ())
-    cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA
-            and not getattr(e, "is_user_annotation", False)]  # fmt: skip
+    cuda = [
+        e
+        for e in events
+        if e.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(e, "is_user_annotation", False)
+    ]
     return {"idle": idle_share([(e.name, e.time_range.start, e.time_range.end) for e in cuda])}
 
 
@@ -145,8 +164,10 @@ def idle_share(kernels: list[tuple[str, float, float]], marker: str = "FusedAdam
 def main() -> None:
     job = json.loads(sys.argv[1])
     functions: dict[str, Callable[..., Took]] = {
-        "evaluate": evaluate, "batches": batches, "idle": idle,
-    }  # fmt: skip
+        "evaluate": evaluate,
+        "batches": batches,
+        "idle": idle,
+    }
     print(json.dumps(functions[job.pop("do")](**job)))
 
 

@@ -31,15 +31,26 @@ from xformer import checkpoint as checkpoints  # noqa: E402
 from xformer.convert import hf  # noqa: E402
 
 NAMES = ["loss", "logits", "embeddings", "hidden states", "maps", "gradients"]
-HEADS = {"mlm": "MLM", "pair": "MLM and pairs", "classify": "classes", "regress": "scores",
-         "span": "spans", "tag": "words", "": "none"}  # fmt: skip
+HEADS = {
+    "mlm": "MLM",
+    "pair": "MLM and pairs",
+    "classify": "classes",
+    "regress": "scores",
+    "span": "spans",
+    "tag": "words",
+    "": "none",
+}
 
 
 def main() -> None:
     """Print the tables, or write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="Write the tables to this file "
-                        "(default: print them).")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="Write the tables to this file (default: print them).",
+    )
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

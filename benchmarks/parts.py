@@ -32,8 +32,13 @@ def theirs(bench: Bench, **job: Any) -> Took:
     return {**found, "seconds": ended.seconds}
 
 
-def training(bench: Bench, task: str, store: Store, name: str, rows: int,
-             ) -> dict[str, Callable[[], Took]]:  # fmt: skip
+def training(
+    bench: Bench,
+    task: str,
+    store: Store,
+    name: str,
+    rows: int,
+) -> dict[str, Callable[[], Took]]:
     """The contestants of a training step on a trial's rows: ours, theirs padded and grouped, and
     for MLM the ceiling."""
     size = bench.size
@@ -42,14 +47,37 @@ def training(bench: Bench, task: str, store: Store, name: str, rows: int,
     steps = size.warmup + size.steps
 
     def mine() -> Took:
-        return ours.train(bench, task, trial, our_model, steps=steps, every=size.warmup,
-                          settings=[f"batch.rows={rows}"])[0]  # fmt: skip
+        return ours.train(
+            bench,
+            task,
+            trial,
+            our_model,
+            steps=steps,
+            every=size.warmup,
+            settings=[f"batch.rows={rows}"],
+        )[0]
 
-    peer = partial(theirs, bench, model=their_model, table=table, task=task, rows=rows,
-                   steps=steps, warmup=size.warmup, attention=TRAINING)  # fmt: skip
-    ceiling = {"store": str(trial), "init": str(our_model), "rows": rows, "length": size.length,
-               "warmup": size.warmup, "steps": size.steps, "threads": bench.threads,
-               "precision": bench.precision}  # fmt: skip
+    peer = partial(
+        theirs,
+        bench,
+        model=their_model,
+        table=table,
+        task=task,
+        rows=rows,
+        steps=steps,
+        warmup=size.warmup,
+        attention=TRAINING,
+    )
+    ceiling = {
+        "store": str(trial),
+        "init": str(our_model),
+        "rows": rows,
+        "length": size.length,
+        "warmup": size.warmup,
+        "steps": size.steps,
+        "threads": bench.threads,
+        "precision": bench.precision,
+    }
     found: dict[str, Callable[[], Took]] = {
         OURS: mine,
         GROUPED: partial(peer, sampling="sequential"),
@@ -69,8 +97,17 @@ def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) ->
         if name != CEILING and CEILING in took:
             most = median(rates(took[CEILING])) / median(rates(took[name]))
             notes.append(f"the ceiling over it: {most:.2f}x")
-        rows.append(Row(what, "real tokens/s", rates(took[OURS]), name, rates(took[name]), target,
-                        note="; ".join(notes)))  # fmt: skip
+        rows.append(
+            Row(
+                what,
+                "real tokens/s",
+                rates(took[OURS]),
+                name,
+                rates(took[name]),
+                target,
+                note="; ".join(notes),
+            )
+        )
     return rows
 
 
@@ -79,8 +116,9 @@ def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) ->
 
 def mixed(bench: Bench) -> list[Row]:
     """The MLM step on lines of English, beside transformers and the ceiling."""
-    took = in_turn(bench.rounds, training(bench, "mlm", prepare.lines(bench), "lines",
-                                          bench.size.rows))  # fmt: skip
+    took = in_turn(
+        bench.rounds, training(bench, "mlm", prepare.lines(bench), "lines", bench.size.rows)
+    )
     what = f"MLM step, {bench.size.rows} English lines of mixed length, {bench.precision}"
     return beside(took, what, {PADDED: 5.5, GROUPED: 5.5, CEILING: 0.9})
 
@@ -117,11 +155,25 @@ def evaluation(bench: Bench) -> list[Row]:
     if not table.exists():
         prepare.table(prepare.assembler(bench, store, "valid"), table)
     passes = 2
-    job = {"do": "evaluate", "model": str(our_model), "store": str(store.path), "split": "valid",
-           "length": bench.size.length, "passes": passes, "threads": bench.threads,
-           "precision": bench.precision}  # fmt: skip
-    peer = partial(theirs, bench, model=their_model, table=table, task="classify",
-                   rows=bench.size.rows, evaluations=passes)  # fmt: skip
+    job = {
+        "do": "evaluate",
+        "model": str(our_model),
+        "store": str(store.path),
+        "split": "valid",
+        "length": bench.size.length,
+        "passes": passes,
+        "threads": bench.threads,
+        "precision": bench.precision,
+    }
+    peer = partial(
+        theirs,
+        bench,
+        model=their_model,
+        table=table,
+        task="classify",
+        rows=bench.size.rows,
+        evaluations=passes,
+    )
     contestants: dict[str, Callable[[], Took]] = {
         OURS: lambda: module(bench, "ours", job)[0],
         GROUPED: partial(peer, sampling="group_by_length"),
@@ -142,17 +194,36 @@ def whole(bench: Bench) -> list[Row]:
 
     def mine() -> Took:
         settings = [f"batch.rows={size.whole_rows}"]
-        return ours.train(bench, "mlm", store.path, our_model, steps=size.whole_steps,
-                          every=max(1, size.whole_steps // 10), settings=settings)[0]  # fmt: skip
+        return ours.train(
+            bench,
+            "mlm",
+            store.path,
+            our_model,
+            steps=size.whole_steps,
+            every=max(1, size.whole_steps // 10),
+            settings=settings,
+        )[0]
 
-    peer = partial(theirs, bench, model=their_model, table=table, task="mlm", rows=size.whole_rows,
-                   steps=size.whole_steps, warmup=max(1, size.whole_steps // 10), save=True,
-                   sampling="group_by_length", attention=TRAINING)  # fmt: skip
+    peer = partial(
+        theirs,
+        bench,
+        model=their_model,
+        table=table,
+        task="mlm",
+        rows=size.whole_rows,
+        steps=size.whole_steps,
+        warmup=max(1, size.whole_steps // 10),
+        save=True,
+        sampling="group_by_length",
+        attention=TRAINING,
+    )
     # minutes each: the shorter rounds of the other parts show how much they vary
     took = in_turn(max(1, bench.rounds // 3), {OURS: mine, GROUPED: peer})
     seconds = (rates(took[OURS], "seconds"), rates(took[GROUPED], "seconds"))
-    what = (f"whole run from store to checkpoint, {size.whole_steps} steps of {size.whole_rows} "
-            f"lines, {bench.precision}")  # fmt: skip
+    what = (
+        f"whole run from store to checkpoint, {size.whole_steps} steps of {size.whole_rows} "
+        f"lines, {bench.precision}"
+    )
     return [Row(what, "s", seconds[0], GROUPED, seconds[1], 2.5)]
 
 
@@ -165,21 +236,33 @@ def batches(bench: Bench) -> list[Row]:
         f"batches of 150 rows up to {size.length}": (store, "batch.rows=150", 50.0),
         "batches of 65,536 tokens": (store, "batch.tokens=65536", 50.0),
         f"batches of {size.rows} English lines": (
-            prepare.lines(bench), f"batch.rows={size.rows}", None),
-    }  # fmt: skip
+            prepare.lines(bench),
+            f"batch.rows={size.rows}",
+            None,
+        ),
+    }
 
     def run(data: Store, batch: str) -> Took:
-        job = {"do": "batches", "store": str(data.path), "init": str(init),
-               "batch": [batch, longest], "count": size.batches}  # fmt: skip
+        job = {
+            "do": "batches",
+            "store": str(data.path),
+            "init": str(init),
+            "batch": [batch, longest],
+            "count": size.batches,
+        }
         return module(bench, "ours", job)[0]
 
     contestants = {what: partial(run, data, batch) for what, (data, batch, _) in wanted.items()}
     took = in_turn(bench.rounds, contestants)
     return [
-        Row(f"{what} from the memory-mapped store, masked, one process", "M real tokens/s",
-            [rate / 1e6 for rate in rates(took[what])], target=target)
+        Row(
+            f"{what} from the memory-mapped store, masked, one process",
+            "M real tokens/s",
+            [rate / 1e6 for rate in rates(took[what])],
+            target=target,
+        )
         for what, (_, _, target) in wanted.items()
-    ]  # fmt: skip
+    ]
 
 
 def start(bench: Bench) -> list[Row]:
@@ -190,19 +273,36 @@ def start(bench: Bench) -> list[Row]:
 
     def run(tokens: int) -> Took:
         forget(stores[tokens])
-        return ours.train(bench, "mlm", stores[tokens].path, init, steps=2, every=1,
-                          settings=[f"batch.rows={size.rows}"])[0]  # fmt: skip
+        return ours.train(
+            bench,
+            "mlm",
+            stores[tokens].path,
+            init,
+            steps=2,
+            every=1,
+            settings=[f"batch.rows={size.rows}"],
+        )[0]
 
     took = in_turn(bench.rounds, {shown[tokens]: partial(run, tokens) for tokens in stores})
     large, small = (took[shown[tokens]] for tokens in (size.large, size.small))
     memory = [a["resident_gib"] / b["resident_gib"] for a, b in zip(large, small, strict=True)]
     return [
-        Row(f"start of train.py to the end of its first step, a store of {shown[size.large]}", "s",
-            rates(large, "first"), target=8.0, goal="below"),
+        Row(
+            f"start of train.py to the end of its first step, a store of {shown[size.large]}",
+            "s",
+            rates(large, "first"),
+            target=8.0,
+            goal="below",
+        ),
         Row(f"the same, a store of {shown[size.small]}", "s", rates(small, "first")),
-        Row(f"peak memory of {shown[size.large]} over that of {shown[size.small]}", "",
-            memory, target=1.05, goal="below"),
-    ]  # fmt: skip
+        Row(
+            f"peak memory of {shown[size.large]} over that of {shown[size.small]}",
+            "",
+            memory,
+            target=1.05,
+            goal="below",
+        ),
+    ]
 
 
 def _bytes(store: Store) -> int:
@@ -231,8 +331,13 @@ def settings(bench: Bench) -> list[Row]:
     """The Trainer's own settings, one round each: the tables above use the best of them."""
     size, model = bench.size, prepare.model(bench)[1]
     steps = size.warmup + (size.steps + 1) // 2
-    job: dict[str, Any] = {"model": model, "task": "mlm", "steps": steps, "warmup": size.warmup,
-           "sampling": "sequential"}  # fmt: skip
+    job: dict[str, Any] = {
+        "model": model,
+        "task": "mlm",
+        "steps": steps,
+        "warmup": size.warmup,
+        "sampling": "sequential",
+    }
     lines = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)[1]
     rows = prepare.trial(bench, prepare.full_rows(bench), "full", size.full_rows)[1]
     mixed: dict[str, Any] = {"table": lines, "rows": size.rows}
@@ -241,11 +346,14 @@ def settings(bench: Bench) -> list[Row]:
         "lines, length-grouped, eager attention": {**mixed, "attention": "eager"},
         "lines, length-grouped, SDPA": mixed,
         "lines, length-grouped, eager attention, batches built by a process": {
-            **mixed, "attention": "eager", "workers": 1},
+            **mixed,
+            "attention": "eager",
+            "workers": 1,
+        },
         "full rows, eager attention": {**full, "attention": "eager"},
         "full rows, SDPA": full,
         "full rows, SDPA, compiled": {**full, "compile": True},
-    }  # fmt: skip
+    }
     contestants = {
         what: partial(theirs, bench, **{**job, **changes}) for what, changes in wanted.items()
     }

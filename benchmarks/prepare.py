@@ -62,9 +62,22 @@ def lines(bench: Bench) -> Store:
     path = bench.folder / "lines"
     if not path.exists():
         words = _tokenizer_directory(bench)
-        command(bench, ["preprocess.py", "text", "--input", str(bench.data / TEXT), "--lines",
-                 "--skip-lines", FOOTNOTE, "--tokenizer", words, "--output",
-                        str(path)])  # fmt: skip
+        command(
+            bench,
+            [
+                "preprocess.py",
+                "text",
+                "--input",
+                str(bench.data / TEXT),
+                "--lines",
+                "--skip-lines",
+                FOOTNOTE,
+                "--tokenizer",
+                words,
+                "--output",
+                str(path),
+            ],
+        )
     return open_store(path)
 
 
@@ -73,8 +86,20 @@ def task(bench: Bench, name: str) -> Store:
     path = bench.folder / name
     if not path.exists():
         words, source = _tokenizer_directory(bench), str(bench.data / TASKS[name])
-        command(bench, ["preprocess.py", "task", f"glue/{name}", "--input", source, "--tokenizer",
-                        words, "--output", str(path)])  # fmt: skip
+        command(
+            bench,
+            [
+                "preprocess.py",
+                "task",
+                f"glue/{name}",
+                "--input",
+                source,
+                "--tokenizer",
+                words,
+                "--output",
+                str(path),
+            ],
+        )
     return open_store(path)
 
 
@@ -105,8 +130,9 @@ def made(bench: Bench, tokens: int) -> Store:
     return open_store(path)
 
 
-def _append_random(split: SplitWriter, draw: np.random.Generator, tokens: int, pieces: int,
-                   longest: int) -> None:  # fmt: skip
+def _append_random(
+    split: SplitWriter, draw: np.random.Generator, tokens: int, pieces: int, longest: int
+) -> None:
     lengths = draw.integers(longest // 4, longest + 1, min(tokens, BLOCK) // longest)
     block = draw.integers(pieces, size=int(lengths.sum())).astype(np.uint32)
     for _ in range(max(1, tokens // len(block))):  # the same again: only the size counts
@@ -139,8 +165,12 @@ def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]
     path = bench.folder / f"trial-{name}"
     if not path.exists():
         path.mkdir()
-        chosen = typical(assembler(bench, store).sizes(np.arange(store.split("train").rows)), rows,
-                         bench.size.warmup, bench.size.steps)  # fmt: skip
+        chosen = typical(
+            assembler(bench, store).sizes(np.arange(store.split("train").rows)),
+            rows,
+            bench.size.warmup,
+            bench.size.steps,
+        )
         subset(store, chosen, path / "store")
         rest = open_store(path / "store")
         # the table keeps the order of the batches, and both hold the same rows

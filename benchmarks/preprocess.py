@@ -231,8 +231,17 @@ def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
     lines = [json.dumps({"text": article}, ensure_ascii=False) for article in articles if article]
     (folder / "articles.jsonl").write_text("\n".join(lines), encoding="utf-8")
     store = folder / "articles"
-    spent = timed(command("text", "--input", folder / "articles.jsonl", "--tokenizer", tokenizer,
-                             "--output", store))  # fmt: skip
+    spent = timed(
+        command(
+            "text",
+            "--input",
+            folder / "articles.jsonl",
+            "--tokenizer",
+            tokenizer,
+            "--output",
+            store,
+        )
+    )
     rate = (folder / "articles.jsonl").stat().st_size / 1e6 / spent.seconds
     note = f"an article a document (JSON lines, {rate:.1f} MB/s)"
     return [bytes_a_token(store, note)]
@@ -270,8 +279,7 @@ def memory(source: Path, tokenizer: Path, folder: Path) -> list[str]:
     large_text(source, path, LARGE)
     size = path.stat().st_size
     store = folder / "large"
-    spent = timed(command("text", "--input", path, "--tokenizer", tokenizer, "--output",
-                                store))  # fmt: skip
+    spent = timed(command("text", "--input", path, "--tokenizer", tokenizer, "--output", store))
     rate = size / 1e6 / spent.seconds
     return [
         f"{size / 1e9:.2f} GB with changed letters in {CHANGED:.0%} of the words: "
@@ -285,12 +293,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="A directory with english_wikipedia/train.txt "
-                        "and perhaps vocabs/bert-base-uncased.vocab.txt.")  # fmt: skip
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="A directory with english_wikipedia/train.txt "
+        "and perhaps vocabs/bert-base-uncased.vocab.txt.",
+    )
     parser.add_argument("--output", type=Path, help="Also write the report to this file.")
     parser.add_argument("--rounds", type=int, default=5, help="Default: %(default)s.")
-    parser.add_argument("--memory", action="store_true",
-                        help="Measure a large input alone (minutes, 6 GB of disk).")  # fmt: skip
+    parser.add_argument(
+        "--memory", action="store_true", help="Measure a large input alone (minutes, 6 GB of disk)."
+    )
     parser.add_argument("--scratch", type=Path, help="Where to work (default: temporary).")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -63,19 +63,28 @@ HEAD = [
 ]
 
 
-def section(machine: str, versions: str, measured: list[Measured], footnotes: list[Measured],
-            gpu: list[Measured], gpu_targets: Iterable[str], missing: Iterable[str] = (),
-            ) -> str:  # fmt: skip
+def section(
+    machine: str,
+    versions: str,
+    measured: list[Measured],
+    footnotes: list[Measured],
+    gpu: list[Measured],
+    gpu_targets: Iterable[str],
+    missing: Iterable[str] = (),
+) -> str:
     """The part of the page that is written anew each time."""
     rows = [row for part in measured for row in part.rows]
     parts = [*measured, *footnotes, *gpu]
     days = " to ".join(sorted({min(p.date for p in parts), max(p.date for p in parts)}))
     lines = [
-        BEGIN, "",
+        BEGIN,
+        "",
         f"{machine}. {versions}. Measured {days}; before a part began, at most "
-        f"{max(part.load for part in parts):.1f} processes wanted a core.", "",
-        "Medians over the rounds, with the smallest and the largest in brackets.", "",
-    ]  # fmt: skip
+        f"{max(part.load for part in parts):.1f} processes wanted a core.",
+        "",
+        "Medians over the rounds, with the smallest and the largest in brackets.",
+        "",
+    ]
     if short := [part.part for part in parts if part.short]:
         lines += [f"Measured in short form, a first look and no more: {', '.join(short)}.", ""]
     if absent := list(missing):
@@ -84,8 +93,9 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
         lines += [*HEAD, *map(line, rows), ""]
         if drawable(rows):
             lines += [f"![Speed beside transformers and the ceiling]({FIGURE}.png)", ""]
-    missed = sorted((r for r in rows if r.target is not None and not r.reached),
-                    key=lambda r: r.share)  # fmt: skip
+    missed = sorted(
+        (r for r in rows if r.target is not None and not r.reached), key=lambda r: r.share
+    )
     if missed:
         worst = missed[0]
         whom = f", beside {worst.other}" if worst.other else ""
@@ -96,8 +106,12 @@ def section(machine: str, versions: str, measured: list[Measured], footnotes: li
     if gpu:
         lines += [*HEAD, *(line(row) for part in gpu for row in part.rows), ""]
     else:
-        lines += ["Not run on CUDA yet. Where there is a device, `make bench` also measures:", "",
-                  *(f"- {what}" for what in gpu_targets), ""]  # fmt: skip
+        lines += [
+            "Not run on CUDA yet. Where there is a device, `make bench` also measures:",
+            "",
+            *(f"- {what}" for what in gpu_targets),
+            "",
+        ]
     return "\n".join([*lines, END])
 
 
@@ -145,16 +159,25 @@ def draw(rows: list[Row], path: Path) -> None:
     limit = 1.12 * max(max(*row.values, row.target or 0) for row in rows)
     for place, row in enumerate(rows):
         _bar(axes, place, row, 0.06 * limit)
-    axes.set_yticks(range(len(rows)), [f"{row.what}\nbeside {_plain(row.other)}" for row in rows],
-                    fontsize=8)  # fmt: skip
+    axes.set_yticks(
+        range(len(rows)), [f"{row.what}\nbeside {_plain(row.other)}" for row in rows], fontsize=8
+    )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
-    axes.set_xlabel("ours over theirs (bar: median; thin line: smallest to largest round; "
-                    "black mark: target)", fontsize=8)  # fmt: skip
+    axes.set_xlabel(
+        "ours over theirs (bar: median; thin line: smallest to largest round; black mark: target)",
+        fontsize=8,
+    )
     axes.set_xlim(0, limit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(handles=_legend(), loc="lower center", bbox_to_anchor=(0.35, 1), ncols=3,
-                frameon=False, fontsize=8)  # fmt: skip
+    axes.legend(
+        handles=_legend(),
+        loc="lower center",
+        bbox_to_anchor=(0.35, 1),
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(f"{path}.svg", metadata={"Date": None})
     figure.savefig(f"{path}.png", dpi=130, metadata={"Software": None})
@@ -167,11 +190,24 @@ def _bar(axes: Any, place: int, row: Row, width: float) -> None:
     right = max(row.values)
     if row.target is not None and right <= row.target < right + width:
         right = row.target
-    axes.barh(place, middle, 0.55, color=REACHED if reached else MISSED,
-              hatch=None if reached else "///", edgecolor="white", linewidth=0)  # fmt: skip
+    axes.barh(
+        place,
+        middle,
+        0.55,
+        color=REACHED if reached else MISSED,
+        hatch=None if reached else "///",
+        edgecolor="white",
+        linewidth=0,
+    )
     axes.plot([min(row.values), max(row.values)], [place, place], color=MARK, linewidth=1)
-    axes.annotate(f"{middle:.2f}", (right, place), xytext=(4, 7), fontsize=8,
-                  textcoords="offset points", va="center")  # fmt: skip
+    axes.annotate(
+        f"{middle:.2f}",
+        (right, place),
+        xytext=(4, 7),
+        fontsize=8,
+        textcoords="offset points",
+        va="center",
+    )
     if row.target is not None:
         axes.plot([row.target] * 2, [place - 0.38, place + 0.38], color=MARK, linewidth=2.5)
 

@@ -36,12 +36,18 @@ from xformer.data.files import read_json, write_json
 from xformer.start import run
 
 TABLE: dict[str, Callable[[Bench], list[Row]]] = {
-    "mixed": parts.mixed, "full": parts.full, "tasks": parts.tasks, "evaluation": parts.evaluation,
-    "whole": parts.whole, "batches": parts.batches, "start": parts.start,
-}  # fmt: skip
+    "mixed": parts.mixed,
+    "full": parts.full,
+    "tasks": parts.tasks,
+    "evaluation": parts.evaluation,
+    "whole": parts.whole,
+    "batches": parts.batches,
+    "start": parts.start,
+}
 FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
-    "bf16": parts.bf16, "settings": parts.settings,
-}  # fmt: skip
+    "bf16": parts.bf16,
+    "settings": parts.settings,
+}
 # also in bf16 where the processor has it
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
 NEEDS = ("transformers", "accelerate", "datasets")
@@ -63,8 +69,14 @@ def main() -> None:
             arguments.data = make_data(folder / "data")
         size = QUICK if arguments.quick else SHORT if arguments.short else FULL
         threads = 1 if arguments.quick else cores()
-        bench = Bench(arguments.data.resolve(), folder, size, arguments.rounds, threads=threads,
-                      ours=tuple(arguments.ours))  # fmt: skip
+        bench = Bench(
+            arguments.data.resolve(),
+            folder,
+            size,
+            arguments.rounds,
+            threads=threads,
+            ours=tuple(arguments.ours),
+        )
         page = arguments.output / "benchmarks.json" if arguments.output else folder / "page.json"
         words = {"machine": machine.words(), "versions": machine.versions()}
         kept = _kept(page, words["versions"]) if arguments.parts else []
@@ -77,25 +89,53 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks.run", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = Parser(
+        prog="python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     known = [*TABLE, *FOOTNOTES, *gpu.PARTS]
-    parser.add_argument("parts", nargs="*", metavar="PART",
-                        help=f"What to measure (default: all): {', '.join(known)}.")  # fmt: skip
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"What to measure (default: all): {', '.join(known)}.",
+    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="The raw data.")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N",
-                        help="How often each contestant runs (default: %(default)s).")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="DIR",
-                        help="Write DIR/benchmarks.md (only what is between its two marks), "
-                        "DIR/benchmarks.json and DIR/figures/ (default: print the table alone). "
-                        "Of a few parts, the other rows stay.")  # fmt: skip
-    parser.add_argument("--scratch", type=Path, metavar="DIR",
-                        help="Where to work; start needs 11 GB (default: temporary).")  # fmt: skip
-    parser.add_argument("--ours", action="append", default=[], metavar="KEY=VALUE",
-                        help="A further key of our train.py; may be given again.")  # fmt: skip
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="How often each contestant runs (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="Write DIR/benchmarks.md (only what is between its two marks), "
+        "DIR/benchmarks.json and DIR/figures/ (default: print the table alone). "
+        "Of a few parts, the other rows stay.",
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="Where to work; start needs 11 GB (default: temporary).",
+    )
+    parser.add_argument(
+        "--ours",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="A further key of our train.py; may be given again.",
+    )
     parser.add_argument("--short", action="store_true", help="Fewer steps: a first look.")
-    parser.add_argument("--quick", action="store_true", help="Made data and a tiny model: shows "
-                        "that everything runs; its numbers mean nothing.")  # fmt: skip
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="Made data and a tiny model: shows that everything runs; its numbers mean nothing.",
+    )
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in known]:
         raise BadInput(f"unknown part {unknown[0]!r}; there are {', '.join(known)}")
@@ -144,8 +184,10 @@ def _kept(page: Path, versions: str) -> list[Measured]:
         return []
     old = read_json(page)
     if old["versions"] != versions:
-        raise BadInput(f"{page} was measured with {old['versions']}, not {versions}: its rows do "
-                       "not belong beside new ones; measure all parts, or delete it")  # fmt: skip
+        raise BadInput(
+            f"{page} was measured with {old['versions']}, not {versions}: its rows do "
+            "not belong beside new ones; measure all parts, or delete it"
+        )
     return [
         Measured(**{**part, "rows": [Row(**row) for row in part["rows"]]})
         for part in old["measured"]
@@ -163,8 +205,14 @@ def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
     missing = [name for name in (*TABLE, *FOOTNOTES) if name not in done]
     if machine.has_bf16() and "bf16" in missing:  # the table itself has it
         missing.remove("bf16")
-    text = report.section(**words, measured=table, footnotes=footnotes, gpu=on_cuda,
-                          gpu_targets=gpu.WANTED, missing=missing)  # fmt: skip
+    text = report.section(
+        **words,
+        measured=table,
+        footnotes=footnotes,
+        gpu=on_cuda,
+        gpu_targets=gpu.WANTED,
+        missing=missing,
+    )
     rows = [row for part in table for row in part.rows]
     if report.drawable(rows):
         report.draw(rows, page.parent / report.FIGURE)

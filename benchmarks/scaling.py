@@ -61,26 +61,40 @@ class Task(NamedTuple):
 # pieces of 5,220 notes (6.18 M in 1,184 pieces, Hawthorne et al. 2019) in segments of 128.
 # Tokens: means in bert-base-uncased's pieces of what docs/data.md shows; * assumed.
 TASKS = {
-    "cola": Task(8551, 11), "sst2": Task(67349, 14), "mrpc": Task(3668, 53),
-    "stsb": Task(5749, 28), "rte": Task(2490, 68), "wnli": Task(635, 41),
+    "cola": Task(8551, 11),
+    "sst2": Task(67349, 14),
+    "mrpc": Task(3668, 53),
+    "stsb": Task(5749, 28),
+    "rte": Task(2490, 68),
+    "wnli": Task(635, 41),
     "qqp": Task(363849, 30),  # *
     "mnli": Task(392702, 40),  # *
     "qnli": Task(104743, 50),  # *
     "squad": Task(130319, 184),
-    "localization": Task(9977, 361), "stability": Task(53614, 44),
+    "localization": Task(9977, 361),
+    "stability": Task(53614, 44),
     "fluorescence": Task(21446, 239),
-    "h3": Task(13468, 502), "h4": Task(13141, 502), "h3k9ac": Task(25004, 502),
-    "splice": Task(2871, 62), "maestro": Task(38906, 130),
-}  # fmt: skip
+    "h3": Task(13468, 502),
+    "h4": Task(13141, 502),
+    "h3k9ac": Task(25004, 502),
+    "splice": Task(2871, 62),
+    "maestro": Task(38906, 130),
+}
 GLUE8 = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
 GLUE9 = (*GLUE8, "wnli")
 NON_TEXT = ("localization", "stability", "fluorescence", "h3", "h4", "h3k9ac", "splice", "maestro")
 PROTEIN = NON_TEXT[:3]
 # Chiang & Lee 2020, table 5: batch and steps
 CHIANG = {
-    "cola": (16, 5336), "stsb": (16, 3598), "sst2": (32, 20935), "mnli": (128, 10000),
-    "qnli": (32, 33112), "qqp": (128, 14000), "rte": (32, 800), "mrpc": (32, 800),
-}  # fmt: skip
+    "cola": (16, 5336),
+    "stsb": (16, 3598),
+    "sst2": (32, 20935),
+    "mnli": (128, 10000),
+    "qnli": (32, 33112),
+    "qqp": (128, 14000),
+    "rte": (32, 800),
+    "mrpc": (32, 800),
+}
 
 
 class Part(NamedTuple):
@@ -115,10 +129,15 @@ def chiang() -> list[Part]:
     glue = sum(batch * steps * _row_flops(ROBERTA, task) for task, (batch, steps) in CHIANG.items())
     paper, sets = "Chiang & Lee 2020", 13 + 7 + 1
     return [
-        Part(paper, "pre-training, 11 corpora (table 3)", 11,
-             11 * pretraining(ROBERTA, 200_000, 150, 126), PRETRAIN),
+        Part(
+            paper,
+            "pre-training, 11 corpora (table 3)",
+            11,
+            11 * pretraining(ROBERTA, 200_000, 150, 126),
+            PRETRAIN,
+        ),
         Part(paper, "GLUE, 8 tasks x 21 models (tables 1, 6)", 8 * sets, sets * glue),
-    ]  # fmt: skip
+    ]
 
 
 def kao(epochs: int, epochs_non_text: int) -> list[Part]:
@@ -129,23 +148,52 @@ def kao(epochs: int, epochs_non_text: int) -> list[Part]:
     one_percent = [task for task in NON_TEXT if task not in ("splice", "maestro")]
     grid = finetuning(BASE, ["mrpc"], epochs), finetuning(BASE, ["fluorescence"], epochs_non_text)
     return [
-        Part(paper, "pre-training, 4 corpora (table 2)", 4,
-             4 * pretraining(ROBERTA, 200_000, 150, 126), PRETRAIN),
-        Part(paper, "protein, 5 starts (table 2)", 15,
-             5 * finetuning(BASE, PROTEIN, epochs_non_text)),
-        Part(paper, "GLUE, 9 base and 2 large systems x 3 (table 3)", 8 * 11 * 3,
-             27 * finetuning(BASE, GLUE8, epochs) + 6 * finetuning(LARGE, GLUE8, epochs)),
-        Part(paper, "non-text, 6 base and 2 large systems x 6 (tables 5-8)", 8 * 8 * 6,
-             36 * finetuning(BASE, NON_TEXT, epochs_non_text)
-             + 12 * finetuning(LARGE, NON_TEXT, epochs_non_text)),
-        Part(paper, "PLUS-TFM on protein x 6 (table 5)", 18,
-             6 * finetuning(BASE, PROTEIN, epochs_non_text)),
-        Part(paper, "1 % of the data, 2 systems x 6 (figures 4, 8, 9)", 2 * 6 * 14,
-             12 * (finetuning(BASE, GLUE8, epochs, 0.01)
-                   + finetuning(BASE, one_percent, epochs_non_text, 0.01))),
-        Part(paper, "grid: 5 optimizers x 10 rates x 3, 10 rates x 3 (appendix A)", 180,
-             150 * grid[0] + 30 * grid[1]),
-    ]  # fmt: skip
+        Part(
+            paper,
+            "pre-training, 4 corpora (table 2)",
+            4,
+            4 * pretraining(ROBERTA, 200_000, 150, 126),
+            PRETRAIN,
+        ),
+        Part(
+            paper, "protein, 5 starts (table 2)", 15, 5 * finetuning(BASE, PROTEIN, epochs_non_text)
+        ),
+        Part(
+            paper,
+            "GLUE, 9 base and 2 large systems x 3 (table 3)",
+            8 * 11 * 3,
+            27 * finetuning(BASE, GLUE8, epochs) + 6 * finetuning(LARGE, GLUE8, epochs),
+        ),
+        Part(
+            paper,
+            "non-text, 6 base and 2 large systems x 6 (tables 5-8)",
+            8 * 8 * 6,
+            36 * finetuning(BASE, NON_TEXT, epochs_non_text)
+            + 12 * finetuning(LARGE, NON_TEXT, epochs_non_text),
+        ),
+        Part(
+            paper,
+            "PLUS-TFM on protein x 6 (table 5)",
+            18,
+            6 * finetuning(BASE, PROTEIN, epochs_non_text),
+        ),
+        Part(
+            paper,
+            "1 % of the data, 2 systems x 6 (figures 4, 8, 9)",
+            2 * 6 * 14,
+            12
+            * (
+                finetuning(BASE, GLUE8, epochs, 0.01)
+                + finetuning(BASE, one_percent, epochs_non_text, 0.01)
+            ),
+        ),
+        Part(
+            paper,
+            "grid: 5 optimizers x 10 rates x 3, 10 rates x 3 (appendix A)",
+            180,
+            150 * grid[0] + 30 * grid[1],
+        ),
+    ]
 
 
 def zhang(epochs: int) -> list[Part]:
@@ -174,9 +222,13 @@ def huang(epochs: int = 3) -> list[Part]:
     return [
         Part(paper, "sequences of tasks (figure 2)", 32, 8 * finetuning(BASE, four, epochs)),
         Part(paper, "layers re-initialised (figure 3)", 130, 26 * cuts),
-        Part(paper, "heads re-initialised (figures 5, 6)", 196,
-             98 * finetuning(BASE, ("cola", "stsb"), epochs)),
-    ]  # fmt: skip
+        Part(
+            paper,
+            "heads re-initialised (figures 5, 6)",
+            196,
+            98 * finetuning(BASE, ("cola", "stsb"), epochs),
+        ),
+    ]
 
 
 # ------------------------------------------------------------------------------- the tables
@@ -201,13 +253,24 @@ def models() -> list[str]:
     rows = []
     for name, config in MODELS.items():
         parts, whole = cost.parameters(config, "mlm"), count(config)
-        flops = [cost.training_flops(config, "mlm", Work.even(64, length, MASKING)) / (64 * length)
-                 for length in (128, 512)]  # fmt: skip
+        flops = [
+            cost.training_flops(config, "mlm", Work.even(64, length, MASKING)) / (64 * length)
+            for length in (128, 512)
+        ]
         state = [cost.state_bytes(whole, 8, how) / 2**30 for how in ("none", "optimizer", "model")]
-        rows.append([name, number(whole / 1e6), number(parts["word embeddings"] / 1e6),
-                     *(number(f / 1e9) for f in flops), *(number(s) for s in state)])  # fmt: skip
-    header = ("model | parameters, M | of them words | GFLOP a token, 128 | 512 | state, GiB | "
-              "`shard=optimizer`, 8 ranks | `shard=model`")  # fmt: skip
+        rows.append(
+            [
+                name,
+                number(whole / 1e6),
+                number(parts["word embeddings"] / 1e6),
+                *(number(f / 1e9) for f in flops),
+                *(number(s) for s in state),
+            ]
+        )
+    header = (
+        "model | parameters, M | of them words | GFLOP a token, 128 | 512 | state, GiB | "
+        "`shard=optimizer`, 8 ranks | `shard=model`"
+    )
     return table(header, rows)
 
 
@@ -225,8 +288,14 @@ def batches() -> list[str]:
         for tokens, length in ((19_200, 128), (131_072, 512)):
             seconds, _ = step_seconds(config, tokens, length, 1)
             long = [seconds * H200 / peak * 1e5 / 3600 for peak in GPUS.values()]
-            rows.append([f"{name}, {tokens:,} tokens of {length}", number(1000 * seconds),
-                         f"{tokens / seconds:,.0f}", *map(number, long)])  # fmt: skip
+            rows.append(
+                [
+                    f"{name}, {tokens:,} tokens of {length}",
+                    number(1000 * seconds),
+                    f"{tokens / seconds:,.0f}",
+                    *map(number, long),
+                ]
+            )
     hours = " | ".join(f"{gpu}-hours of 100 K steps" for gpu in GPUS)
     return table(f"step | ms on one H200 | tokens a second | {hours}", rows)
 
@@ -267,12 +336,20 @@ def costs(parts: list[Part]) -> list[str]:
 def published() -> list[str]:
     """One pre-training of Chiang & Lee 2020 by GPU, and what the paper took."""
     flops = pretraining(ROBERTA, 200_000, 150, 126)
-    rows = [[f"{gpu}, bf16, {PRETRAIN:.0%} of its peak (derived)",
-             number(flops / (peak * PRETRAIN) / 3600)] for gpu, peak in GPUS.items()]  # fmt: skip
+    rows = [
+        [
+            f"{gpu}, bf16, {PRETRAIN:.0%} of its peak (derived)",
+            number(flops / (peak * PRETRAIN) / 3600),
+        ]
+        for gpu, peak in GPUS.items()
+    ]
     share = flops / (60 * 3600 * 125e12)
     rows.append([f"V100 in the paper (appendix A.5), {share:.1%} of its peak", "60"])
-    return [f"{number(flops / 1e18)} EFLOP: 200,000 steps of 150 rows of 126 tokens.", "",
-            *table("one pre-training on | hours", rows)]  # fmt: skip
+    return [
+        f"{number(flops / 1e18)} EFLOP: 200,000 steps of 150 rows of 126 tokens.",
+        "",
+        *table("one pre-training on | hours", rows),
+    ]
 
 
 def text() -> str:

@@ -138,8 +138,14 @@ def by_command(operation: str, directory: Path) -> tuple[float, float]:
     """(seconds of work, seconds of the command)."""
     out = directory / "out"
     shutil.rmtree(out, ignore_errors=True)
-    line = [sys.executable, "-m", "xformer.surgery", str(directory / "base"), str(out),
-            operation.replace("DIR", str(directory))]  # fmt: skip
+    line = [
+        sys.executable,
+        "-m",
+        "xformer.surgery",
+        str(directory / "base"),
+        str(out),
+        operation.replace("DIR", str(directory)),
+    ]
     began = time.perf_counter()
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-2]), time.perf_counter() - began
@@ -177,8 +183,10 @@ def main() -> None:
                 rounds[operation].append((*by_command(operation, directory), obvious))
     print("| operation | work | command | the obvious way |\n|---|---|---|---|")
     for operation, taken in rounds.items():
-        medians = [statistics.median([x for x in column if x == x] or [float("nan")])
-                   for column in zip(*taken, strict=True)]  # fmt: skip
+        medians = [
+            statistics.median([x for x in column if x == x] or [float("nan")])
+            for column in zip(*taken, strict=True)
+        ]
         shown = " | ".join(f"{x:.2f}" if x == x else "-" for x in medians)
         print(f"| `{operation}` | {shown} |")
 

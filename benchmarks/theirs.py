@@ -79,8 +79,10 @@ def load(job: Job) -> tuple[Any, Any]:
 def trainer(job: Job, clock: Clock) -> CountingTrainer:
     """The Trainer of a job."""
     model, words = load(job)
-    collators = {"mlm": transformers.DataCollatorForLanguageModeling,
-                 "classify": transformers.DataCollatorWithPadding}  # fmt: skip
+    collators = {
+        "mlm": transformers.DataCollatorForLanguageModeling,
+        "classify": transformers.DataCollatorWithPadding,
+    }
     table = datasets.load_from_disk(job.table)
     settings = TrainingArguments(
         job.output,
@@ -100,9 +102,14 @@ def trainer(job: Job, clock: Clock) -> CountingTrainer:
         disable_tqdm=True,
     )
     return CountingTrainer(
-        model, settings, train_dataset=table, eval_dataset=table, processing_class=words,
-        data_collator=collators[job.task](words), callbacks=[clock],
-    )  # fmt: skip
+        model,
+        settings,
+        train_dataset=table,
+        eval_dataset=table,
+        processing_class=words,
+        data_collator=collators[job.task](words),
+        callbacks=[clock],
+    )
 
 
 def train(job: Job) -> dict[str, float]:
@@ -130,8 +137,11 @@ def evaluate(job: Job) -> dict[str, float]:
         started = time.perf_counter()
         peer.evaluate()
         seconds.append(time.perf_counter() - started)
-    return {"rate": tokens * job.evaluations / sum(seconds[1:]), "tokens": tokens,
-            "memory_gib": peak_memory()}  # fmt: skip
+    return {
+        "rate": tokens * job.evaluations / sum(seconds[1:]),
+        "tokens": tokens,
+        "memory_gib": peak_memory(),
+    }
 
 
 def peak_memory() -> float:

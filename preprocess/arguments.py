@@ -91,16 +91,28 @@ def share(text: str) -> float:
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:
     """`--output` and `--overwrite`."""
-    parser.add_argument("--output", type=Path, required=True, metavar=what,
-        help="The directory to write. It appears whole, or not at all.")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true",
-        help="Replace the output if it exists (default: refuse).")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar=what,
+        help="The directory to write. It appears whole, or not at all.",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="Replace the output if it exists (default: refuse).",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
-    parser.add_argument("--json", type=Path, metavar="FILE",
-        help="Also write the numbers to this file (default: the screen alone).")  # fmt: skip
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="Also write the numbers to this file (default: the screen alone).",
+    )
 
 
 def check_file(path: Path | None) -> None:
@@ -131,8 +143,10 @@ def summarise(
 ) -> None:
     """Print the one line that says what was written, and how fast (`size`: bytes read)."""
     seconds = max(time.monotonic() - started, 1e-9)
-    parts = [f"{name} {split['rows']:,} rows, {split['tokens']:,} tokens"
-             for name, split in splits.items()]  # fmt: skip
+    parts = [
+        f"{name} {split['rows']:,} rows, {split['tokens']:,} tokens"
+        for name, split in splits.items()
+    ]
     tokens = sum(split["tokens"] for split in splits.values())
     rate = (
         f"{size / 1e6 / seconds:.1f} MB/s" if size else f"{tokens / 1e6 / seconds:.1f} M tokens/s"

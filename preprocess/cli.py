@@ -102,19 +102,28 @@ TASKS = {
         tsv.read,
         "Any delimited file, JSON lines or parquet with columns of text, label or score.",
     ),
-    **{name: Reader(glue.add_arguments, partial(glue.read, name=name), task.about)
-       for name, task in glue.TASKS.items()},
+    **{
+        name: Reader(glue.add_arguments, partial(glue.read, name=name), task.about)
+        for name, task in glue.TASKS.items()
+    },
     "dna/splice": Reader(
         dna.add_arguments, dna.read, "The UCI splice-junction file: 60 letters, EI, IE or N."
     ),
-    **{name: Reader(partial(sequences.add_arguments, form=form),
-                    partial(sequences.read, form=form), (dna.ABOUTS | protein.ABOUTS)[name])
-       for name, form in (dna.TASKS | protein.TASKS).items()},
+    **{
+        name: Reader(
+            partial(sequences.add_arguments, form=form),
+            partial(sequences.read, form=form),
+            (dna.ABOUTS | protein.ABOUTS)[name],
+        )
+        for name, form in (dna.TASKS | protein.TASKS).items()
+    },
     "music/maestro": Reader(music.add_arguments, music.read, music.ABOUT),
     "conll": Reader(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
-    **{name: Reader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])
-       for name in ("protein/secondary", "protein/conservation")},
-}  # fmt: skip
+    **{
+        name: Reader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])
+        for name in ("protein/secondary", "protein/conservation")
+    },
+}
 
 
 def main() -> None:

@@ -15,9 +15,15 @@ from xformer.data.errors import BadInput, say
 FORMATS = ("text", "jsonl", "java", "fasta")
 # .json is often something else than text, so a directory's .json files are not taken
 ENDINGS = {
-    ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".java": "java",
-    ".fasta": "fasta", ".fa": "fasta", ".faa": "fasta",
-}  # fmt: skip
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".java": "java",
+    ".fasta": "fasta",
+    ".fa": "fasta",
+    ".faa": "fasta",
+}
 NAMED = {**ENDINGS, ".json": "jsonl"}
 
 
@@ -99,8 +105,10 @@ def check_distinct(splits: dict[str, list[Path]]) -> None:
             status = path.stat()
             known = seen.setdefault((status.st_dev, status.st_ino), (split, path))
             if known[0] != split:
-                raise BadInput(f"{path} is in both {known[0]} and {split}: what is held out must "
-                               "not be trained on")  # fmt: skip
+                raise BadInput(
+                    f"{path} is in both {known[0]} and {split}: what is held out must "
+                    "not be trained on"
+                )
             if known[1] is not path:
                 raise BadInput(f"{path} is given twice for {split}")
             twin = plain.setdefault(plain_name(path), path)
@@ -111,16 +119,28 @@ def check_distinct(splits: dict[str, list[Path]]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say how files are read."""
     add = parser.add_argument
-    add("--format", choices=FORMATS, help="How all files are read. jsonl: a document is the text "
+    add(
+        "--format",
+        choices=FORMATS,
+        help="How all files are read. jsonl: a document is the text "
         "in a field of an object, one object a line, or one array of them in a .json file. java: a "
         "document is a file without its comments. fasta: a document is a record's sequence. "
         "(Default: by each file's ending; plain text unless it is .jsonl, .ndjson, .json, .java, "
-        ".fasta, .fa or .faa. Any file may be packed: .gz, .zst.)")  # fmt: skip
-    add("--field", default="text", metavar="NAME",
-        help="The field of a JSON object that holds the text (default: %(default)s).")  # fmt: skip
-    add("--skip-bad", action="store_true", help="Leave out and count JSON lines, FASTA records, "
+        ".fasta, .fa or .faa. Any file may be packed: .gz, .zst.)",
+    )
+    add(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="The field of a JSON object that holds the text (default: %(default)s).",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="Leave out and count JSON lines, FASTA records, "
         "Java files and lines of text that cannot be read (default: the first one ends the "
-        "work).")  # fmt: skip
+        "work).",
+    )
 
 
 def names(paths: Iterable[Path]) -> str:

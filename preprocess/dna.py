@@ -22,8 +22,15 @@ from xformer.data.errors import BadInput
 
 LETTERS = "ACGTDNRS"  # D, N, R and S stand where a base is uncertain
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
-TASKS = {name: Sequences(IUPAC, kind) for name, kind in (
-    ("dna", None), ("dna/h3", "class"), ("dna/h4", "class"), ("dna/h3k9ac", "class"))}  # fmt: skip
+TASKS = {
+    name: Sequences(IUPAC, kind)
+    for name, kind in (
+        ("dna", None),
+        ("dna/h3", "class"),
+        ("dna/h4", "class"),
+        ("dna/h3k9ac", "class"),
+    )
+}
 ABOUTS = {
     "dna": "Labelled DNA: FASTA, three lines a record, csv, JSON lines.",
     "dna/h3": "Yeast DNA and the histone H3: Hilbert-CNN's text, or csv.",

@@ -259,17 +259,33 @@ def table(catalogue: dict[str, DataSet]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME",
-        help="The data set, named as its task, such as glue/cola (default: list all).")  # fmt: skip
-    add("--list", action="store_true",
-        help="Print every name with size in MB as sent, server and licence, and fetch "
-        "nothing.")  # fmt: skip
-    add("--cache", type=Path, metavar="DIR", help="Where data sets lie, each in the directory of "
+    add(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="The data set, named as its task, such as glue/cola (default: list all).",
+    )
+    add(
+        "--list",
+        action="store_true",
+        help="Print every name with size in MB as sent, server and licence, and fetch nothing.",
+    )
+    add(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="Where data sets lie, each in the directory of "
         "its name (default: $XFORMER_CACHE, or else ~/.cache/xformer). What is there already is "
-        "verified, never replaced; what broke off is resumed.")  # fmt: skip
-    add("--catalogue", type=Path, default=CATALOGUE, metavar="FILE",
+        "verified, never replaced; what broke off is resumed.",
+    )
+    add(
+        "--catalogue",
+        type=Path,
+        default=CATALOGUE,
+        metavar="FILE",
         help="Your own list of data sets in TOML, instead of the one that comes with this "
-        "program and explains the form (preprocess/catalogue.toml).")  # fmt: skip
+        "program and explains the form (preprocess/catalogue.toml).",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

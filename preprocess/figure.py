@@ -44,8 +44,14 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5,
-                  "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}  # fmt: skip
+    style: Any = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 9.5,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+        "legend.frameon": False,
+    }
     shown = _classes(found)
     panels, height = (3 if shown else 2), max(4.0, 1.4 + 0.24 * len(shown))
     with plt.rc_context(style):
@@ -86,8 +92,15 @@ def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
     ranks = np.unique(np.round(np.geomspace(1, number, POINTS)).astype(np.int64))
     guide = ordered.sum() / (1 / np.arange(1, number + 1)).sum() / ranks
     marks = "o" if number <= BINS else "-"
-    axes.loglog(ranks, ordered[ranks - 1], marks, color=COLOURS[0], ms=4, lw=2,
-                label=f"{number:,} ids that occur")  # fmt: skip
+    axes.loglog(
+        ranks,
+        ordered[ranks - 1],
+        marks,
+        color=COLOURS[0],
+        ms=4,
+        lw=2,
+        label=f"{number:,} ids that occur",
+    )
     axes.loglog(ranks, guide, "--", color="0.45", lw=1.2, label="1 / rank (Zipf)")
     least, most = min(ordered[-1], guide[-1]), max(ordered[0], guide[0])
     # whole decades, so that two of them are always labelled and none between
@@ -161,8 +174,10 @@ def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     splits = {name: split["labels"] for name, split in found["splits"].items() if "labels" in split}
-    rest = {name: sum(labels.values()) - sum(labels.get(label, 0) for label in shown)
-            for name, labels in splits.items()}  # fmt: skip
+    rest = {
+        name: sum(labels.values()) - sum(labels.get(label, 0) for label in shown)
+        for name, labels in splits.items()
+    }
     others = len(set().union(*splits.values()) - set(shown))
     names = [label if len(label) <= 24 else f"{label[:23]}…" for label in shown]
     names += [f"{others} others"] if others else []

@@ -40,28 +40,63 @@ class Glue:
 
 
 TASKS = {
-    "glue/cola": Glue("CoLA: is a sentence acceptable?", ("sentence", "4"),
-                      label=("label", "2"), labels=("unacceptable", "acceptable"), metric="mcc"),
-    "glue/sst2": Glue("SST-2: does a film review like it?", ("sentence",),
-                      labels=("negative", "positive")),
-    "glue/mrpc": Glue("MRPC: do two sentences say the same?", ("#1 String", "sentence1"),
-                      ("#2 String", "sentence2"), ("Quality", "label"),
-                      ("not_equivalent", "equivalent"), "f1"),
-    "glue/qqp": Glue("QQP: do two questions ask the same? Broken rows are skipped and counted.",
-                     ("question1",), ("question2",), ("is_duplicate", "label"),
-                     ("not_duplicate", "duplicate"), "f1", broken=True),
-    "glue/stsb": Glue("STS-B: how similar are two sentences, 0 to 5?", ("sentence1",),
-                      ("sentence2",), ("score", "label", "similarity_score"), metric="spearman"),
-    "glue/mnli": Glue("MNLI: entailment, neutral or contradiction? Matched and mismatched.",
-                      ("sentence1", "premise"), ("sentence2", "hypothesis"),
-                      ("gold_label", "label"), ("entailment", "neutral", "contradiction")),
-    "glue/qnli": Glue("QNLI: does a sentence answer a question?", ("question",), ("sentence",),
-                      labels=ENTAILMENT),
-    "glue/rte": Glue("RTE: does one sentence follow from another?", ("sentence1",),
-                     ("sentence2",), labels=ENTAILMENT),
-    "glue/wnli": Glue("WNLI: does a pronoun mean this noun?", ("sentence1",), ("sentence2",),
-                      labels=ENTAILMENT[::-1]),
-}  # fmt: skip
+    "glue/cola": Glue(
+        "CoLA: is a sentence acceptable?",
+        ("sentence", "4"),
+        label=("label", "2"),
+        labels=("unacceptable", "acceptable"),
+        metric="mcc",
+    ),
+    "glue/sst2": Glue(
+        "SST-2: does a film review like it?", ("sentence",), labels=("negative", "positive")
+    ),
+    "glue/mrpc": Glue(
+        "MRPC: do two sentences say the same?",
+        ("#1 String", "sentence1"),
+        ("#2 String", "sentence2"),
+        ("Quality", "label"),
+        ("not_equivalent", "equivalent"),
+        "f1",
+    ),
+    "glue/qqp": Glue(
+        "QQP: do two questions ask the same? Broken rows are skipped and counted.",
+        ("question1",),
+        ("question2",),
+        ("is_duplicate", "label"),
+        ("not_duplicate", "duplicate"),
+        "f1",
+        broken=True,
+    ),
+    "glue/stsb": Glue(
+        "STS-B: how similar are two sentences, 0 to 5?",
+        ("sentence1",),
+        ("sentence2",),
+        ("score", "label", "similarity_score"),
+        metric="spearman",
+    ),
+    "glue/mnli": Glue(
+        "MNLI: entailment, neutral or contradiction? Matched and mismatched.",
+        ("sentence1", "premise"),
+        ("sentence2", "hypothesis"),
+        ("gold_label", "label"),
+        ("entailment", "neutral", "contradiction"),
+    ),
+    "glue/qnli": Glue(
+        "QNLI: does a sentence answer a question?", ("question",), ("sentence",), labels=ENTAILMENT
+    ),
+    "glue/rte": Glue(
+        "RTE: does one sentence follow from another?",
+        ("sentence1",),
+        ("sentence2",),
+        labels=ENTAILMENT,
+    ),
+    "glue/wnli": Glue(
+        "WNLI: does a pronoun mean this noun?",
+        ("sentence1",),
+        ("sentence2",),
+        labels=ENTAILMENT[::-1],
+    ),
+}
 # MNLI's matched sets are the splits valid and test, beside them the mismatched ones
 MNLI_SPLITS = SPLITS | {
     f"{name}_{kind}": SPLITS[name] + suffix

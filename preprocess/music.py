@@ -42,8 +42,13 @@ class Piece(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `music/maestro`."""
-    parser.add_argument("--segment", type=number(1), default=128, metavar="N",
-        help="Notes in a row at most (default: %(default)s).")  # fmt: skip
+    parser.add_argument(
+        "--segment",
+        type=number(1),
+        default=128,
+        metavar="N",
+        help="Notes in a row at most (default: %(default)s).",
+    )
 
 
 def read(arguments: argparse.Namespace) -> Task:
@@ -104,15 +109,20 @@ def _maestro(path: Path, given: str | None, bad: BadRows, used: set[str]) -> lis
 
 def _by_directory(directory: Path) -> list[Piece]:
     """The pieces of a directory with one for each composer; they have no split."""
-    files = sorted(p for p in directory.glob("*/**/*")
-                   if p.suffix.lower() in MIDI and not p.name.startswith("."))  # fmt: skip
+    files = sorted(
+        p
+        for p in directory.glob("*/**/*")
+        if p.suffix.lower() in MIDI and not p.name.startswith(".")
+    )
     if not files:
         raise BadInput(
             f"{directory} holds neither maestro*.csv or .json nor a directory a composer with MIDI"
         )
     names = [path.relative_to(directory) for path in files]
-    return [Piece(path, str(name), name.parts[0], "", path, 1)
-            for path, name in zip(files, names, strict=True)]  # fmt: skip
+    return [
+        Piece(path, str(name), name.parts[0], "", path, 1)
+        for path, name in zip(files, names, strict=True)
+    ]
 
 
 def rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
@@ -128,8 +138,16 @@ def rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
         for start in range(0, len(notes), segment):
             text = " ".join(map(str, notes[start : start + segment]))
             name = f"{piece.name}:{start // segment}"
-            yield Row(piece.split, (text,), piece.composer, piece.file, piece.line, name,
-                      piece.name, whole)  # fmt: skip
+            yield Row(
+                piece.split,
+                (text,),
+                piece.composer,
+                piece.file,
+                piece.line,
+                name,
+                piece.name,
+                whole,
+            )
 
 
 def pitches(path: Path) -> list[int]:

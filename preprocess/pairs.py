@@ -40,12 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pairs`."""
     add = parser.add_argument
     add("store", type=Path, metavar="STORE", help="The store whose rows are paired.")
-    add("--kind", choices=CLASSES, required=True, help="What the two rows of a pair may be: next "
-        "or order, for documents; family, for proteins with their families.")  # fmt: skip
-    add("--rounds", type=number(1), default=1, metavar="N",
-        help="Pairs that each row begins (default: %(default)s).")  # fmt: skip
-    add("--seed", type=number(0), default=0, metavar="N",
-        help="Draws the pairs (default: %(default)s).")  # fmt: skip
+    add(
+        "--kind",
+        choices=CLASSES,
+        required=True,
+        help="What the two rows of a pair may be: next "
+        "or order, for documents; family, for proteins with their families.",
+    )
+    add(
+        "--rounds",
+        type=number(1),
+        default=1,
+        metavar="N",
+        help="Pairs that each row begins (default: %(default)s).",
+    )
+    add(
+        "--seed",
+        type=number(0),
+        default=0,
+        metavar="N",
+        help="Draws the pairs (default: %(default)s).",
+    )
     add_output(parser, "STORE")
 
 

@@ -32,11 +32,12 @@ def _place(label: str) -> str:
 TASKS = {
     "protein": Sequences(LETTERS),
     "protein/family": Sequences(LETTERS, "class", ("family", *LABEL), clean=_family, field=2),
-    "protein/localization": Sequences(LETTERS, "class", longest=LONGEST, clean=_place,
-                                      without=TWO_PLACES),
+    "protein/localization": Sequences(
+        LETTERS, "class", longest=LONGEST, clean=_place, without=TWO_PLACES
+    ),
     "protein/stability": Sequences(LETTERS, "score", ("stability_score", *LABEL)),
     "protein/fluorescence": Sequences(LETTERS, "score", ("log_fluorescence", *LABEL)),
-}  # fmt: skip
+}
 ABOUTS = {
     "protein": "Labelled proteins: FASTA, JSON lines, csv.",
     "protein/family": "Families for pre-training on pairs: Pfam's FASTA (third field), csv.",

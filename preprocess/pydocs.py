@@ -35,13 +35,34 @@ from xformer.data.files import atomic_directory
 # tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
 # is used where there is some, but no class rests on them
 CLASSES = (
-    "asyncio", "decimal", "difflib", "doctest", "email", "http", "importlib", "language", "logging",
-    "typing", "unittest", "xml",
-)  # fmt: skip
+    "asyncio",
+    "decimal",
+    "difflib",
+    "doctest",
+    "email",
+    "http",
+    "importlib",
+    "language",
+    "logging",
+    "typing",
+    "unittest",
+    "xml",
+)
 SKIPPED = {
-    "test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "_vendor", "ensurepip",
-    "pydoc_data", "turtledemo", "__pycache__", "this.py", "antigravity.py",
-}  # fmt: skip
+    "test",
+    "tests",
+    "idlelib",
+    "site-packages",
+    "dist-packages",
+    "lib2to3",
+    "_vendor",
+    "ensurepip",
+    "pydoc_data",
+    "turtledemo",
+    "__pycache__",
+    "this.py",
+    "antigravity.py",
+}
 TEST, VALID = 0.14, 0.10  # shares of the definitions; the others are for training
 CAPS = {"train": 300, "valid": 50, "test": 60}  # passages a class
 WORDS = (15, 100)  # in a passage

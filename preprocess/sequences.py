@@ -60,16 +60,34 @@ class Record(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
     """The options of a task of sequences."""
     add = parser.add_argument
-    add("--sequence", metavar="COLUMN", help="The column of the sequence, in files with columns "
-        f"(default: the first there is of {', '.join(SEQUENCE)}).")  # fmt: skip
-    add("--label", metavar="COLUMN", help="The column of the label or score (default: the first "
-        f"there is of {', '.join(form.label)}).")  # fmt: skip
+    add(
+        "--sequence",
+        metavar="COLUMN",
+        help="The column of the sequence, in files with columns "
+        f"(default: the first there is of {', '.join(SEQUENCE)}).",
+    )
+    add(
+        "--label",
+        metavar="COLUMN",
+        help="The column of the label or score (default: the first "
+        f"there is of {', '.join(form.label)}).",
+    )
     default = f"{form.longest} letters" if form.longest else "keep all"
-    add("--longest", type=number(2), default=form.longest, metavar="N", help="A longer sequence "
-        f"loses its middle and keeps N/2 letters of either end (default: {default}).")  # fmt: skip
+    add(
+        "--longest",
+        type=number(2),
+        default=form.longest,
+        metavar="N",
+        help="A longer sequence "
+        f"loses its middle and keeps N/2 letters of either end (default: {default}).",
+    )
     if form.kind is None:
-        add("--kind", choices=("class", "score"), default="class", help="Whether the label names a "
-            "class or is a number (default: %(default)s).")  # fmt: skip
+        add(
+            "--kind",
+            choices=("class", "score"),
+            default="class",
+            help="Whether the label names a class or is a number (default: %(default)s).",
+        )
 
 
 def read(arguments: argparse.Namespace, form: Sequences) -> Task:
@@ -110,15 +128,19 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
         files=list(found),
         kind=kind,
         metric=check_metric(kind, None),
-        columns={"text": first[0] if first else "sequence", "text_b": None,
-                 "label": first[-1] if first else "label", "uppercase": True,
-                 "longest": arguments.longest},
+        columns={
+            "text": first[0] if first else "sequence",
+            "text_b": None,
+            "label": first[-1] if first else "label",
+            "uppercase": True,
+            "longest": arguments.longest,
+        },
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
         left_out=left_out,
         tokenizer=tokenizers.symbols(form.alphabet),
         split_columns=used,
-    )  # fmt: skip
+    )
 
 
 def both_ends(sequence: str, longest: int | None) -> str:
@@ -134,8 +156,11 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
     source: Path | None = arguments.input
     if source is None or not source.is_dir() or arguments.train:
         return {}
-    fasta = [path for path in sorted(source.iterdir())
-             if ending(path) in FASTA and not path.name.startswith(".")]  # fmt: skip
+    fasta = [
+        path
+        for path in sorted(source.iterdir())
+        if ending(path) in FASTA and not path.name.startswith(".")
+    ]
     splits = find_splits(source, (*ENDINGS, *FASTA))
     if "train" in splits:
         used = [path for paths in splits.values() for path in paths]
@@ -245,9 +270,11 @@ def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
     first, _, third = (*islice(lines, 3), "", "", "")[:3]
     if not first.startswith(">"):
         return False
-    return not third or third.startswith(">") or (
-        len(first.split()) > 1 and set(third.upper()) <= letters
-    )  # fmt: skip
+    return (
+        not third
+        or third.startswith(">")
+        or (len(first.split()) > 1 and set(third.upper()) <= letters)
+    )
 
 
 def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:

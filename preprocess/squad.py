@@ -34,13 +34,27 @@ from xformer.data.tokenizers import Tokenizer
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once
 COLUMNS = {
-    "tokens": "", "tokens_b": "", "label": "(2,)i4", "group": "int64",
+    "tokens": "",
+    "tokens_b": "",
+    "label": "(2,)i4",
+    "group": "int64",
     "window": "int32",  # where the row's window begins, in tokens of the context
-    "question.id": "uint8", "question.context": "int64", "question.answers": "uint8",
-    "context.text": "uint8", "context.starts": "int32", "context.ends": "int32",
-}  # fmt: skip
-RAGGED = ["tokens", "tokens_b", "question.id", "question.answers", "context.text",
-          "context.starts", "context.ends"]  # fmt: skip
+    "question.id": "uint8",
+    "question.context": "int64",
+    "question.answers": "uint8",
+    "context.text": "uint8",
+    "context.starts": "int32",
+    "context.ends": "int32",
+}
+RAGGED = [
+    "tokens",
+    "tokens_b",
+    "question.id",
+    "question.answers",
+    "context.text",
+    "context.starts",
+    "context.ends",
+]
 
 
 class Question(NamedTuple):
@@ -65,21 +79,54 @@ class Counts:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `task squad`."""
     add = parser.add_argument
-    add("--input", type=Path, metavar="DIR", help="A directory that holds one file train*.json and "
-        "one dev*.json (the split valid).")  # fmt: skip
+    add(
+        "--input",
+        type=Path,
+        metavar="DIR",
+        help="A directory that holds one file train*.json and one dev*.json (the split valid).",
+    )
     for split in ("train", "valid", "test"):
-        add(f"--{split}", type=Path, metavar="FILE", help=f"The file of the split {split} "
-            "(default: what --input holds).")  # fmt: skip
-    add("--tokenizer", type=Path, required=True, metavar="TOK",
-        help="The directory of a tokenizer, a store or a checkpoint.")  # fmt: skip
-    add("--max-tokens", type=number(8), default=384, metavar="N", help="Tokens in a row at most, "
-        "special ones included: train with batch.max_tokens=N (default: %(default)s).")  # fmt: skip
-    add("--stride", type=number(1), default=128, metavar="N", help="Tokens from the beginning of a "
-        "window to that of the next (default: %(default)s).")  # fmt: skip
-    add("--max-question", type=number(1), default=64, metavar="N",
-        help="Tokens of a question; longer ones are cut (default: %(default)s).")  # fmt: skip
-    add("--skip-bad", action="store_true", help="Leave out questions that cannot be read, list and "
-        "count them (default: the first one ends the command).")  # fmt: skip
+        add(
+            f"--{split}",
+            type=Path,
+            metavar="FILE",
+            help=f"The file of the split {split} (default: what --input holds).",
+        )
+    add(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint.",
+    )
+    add(
+        "--max-tokens",
+        type=number(8),
+        default=384,
+        metavar="N",
+        help="Tokens in a row at most, "
+        "special ones included: train with batch.max_tokens=N (default: %(default)s).",
+    )
+    add(
+        "--stride",
+        type=number(1),
+        default=128,
+        metavar="N",
+        help="Tokens from the beginning of a window to that of the next (default: %(default)s).",
+    )
+    add(
+        "--max-question",
+        type=number(1),
+        default=64,
+        metavar="N",
+        help="Tokens of a question; longer ones are cut (default: %(default)s).",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="Leave out questions that cannot be read, list and "
+        "count them (default: the first one ends the command).",
+    )
     add_output(parser, "STORE")
 
 

@@ -81,8 +81,9 @@ def _summary(found: Counter[int]) -> dict[str, float]:
     counts = np.array([found[value] for value in values])
     ends = np.cumsum(counts)
     rows = int(ends[-1])
-    middle = [values[np.searchsorted(ends, place, side="right")]
-              for place in ((rows - 1) // 2, rows // 2)]  # fmt: skip
+    middle = [
+        values[np.searchsorted(ends, place, side="right")] for place in ((rows - 1) // 2, rows // 2)
+    ]
     return {
         "mean": int(values @ counts) / rows,
         "min": int(values[0]),
@@ -120,8 +121,9 @@ def _scores(values: np.ndarray) -> dict[str, Any]:
     found: dict[str, Any] = {"(none)": len(values) - number} if number < len(values) else {}
     if number:
         mean = total / number
-        squares = sum(np.nansum(np.square(block - mean, dtype=np.float64))
-                      for block in _blocks(values))  # fmt: skip
+        squares = sum(
+            np.nansum(np.square(block - mean, dtype=np.float64)) for block in _blocks(values)
+        )
         found |= {"mean": float(mean), "std": float(np.sqrt(squares / number))}
         found |= {"min": float(least), "max": float(most)}
     return found
@@ -230,8 +232,11 @@ def verify(path: Path) -> None:
         store.tokenizer()
     except BadInput as error:
         raise Failure(str(error)) from None
-    sizes = {name: file["bytes"] for split in store.meta["splits"].values()
-             for name, file in split["files"].items()}  # fmt: skip
+    sizes = {
+        name: file["bytes"]
+        for split in store.meta["splits"].values()
+        for name, file in split["files"].items()
+    }
     wrong: dict[str, list[int]] = {name: [] for name in sizes}
     with progress("verifying", sum(sizes.values()), "B") as shown:
         for name, block, good in store.verify():
@@ -240,8 +245,11 @@ def verify(path: Path) -> None:
                 wrong[name].append(block)
     for name, blocks in wrong.items():
         say(f"{name}: {'damaged' if blocks else 'ok'}")
-    bad = [f"{path / name} block {block} (of {CHECKED} bytes)"
-           for name, blocks in wrong.items() for block in blocks]  # fmt: skip
+    bad = [
+        f"{path / name} block {block} (of {CHECKED} bytes)"
+        for name, blocks in wrong.items()
+        for block in blocks
+    ]
     if bad:
         raise Failure(f"damaged: {', '.join(bad)}")
 
@@ -250,9 +258,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `stats`."""
     parser.add_argument("store", type=Path, metavar="STORE", help="The store's directory.")
     add_json(parser)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="Also draw how often the ids "
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="Also draw how often the ids "
         "occur by rank, how long the rows are, and how many rows each class has, if there are "
-        "classes; .png, .pdf or .svg (default: no figure).")  # fmt: skip
+        "classes; .png, .pdf or .svg (default: no figure).",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -358,32 +358,82 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """The options of `synthetic NAME`."""
     parser.set_defaults(generator=name, frequencies=None, push=0.4, depth=None)
     add = parser.add_argument
-    add("--tokens", type=number(1), required=True, metavar="N",
-        help="Tokens of the split train; a twentieth more makes the split valid.")  # fmt: skip
-    add("--lengths", type=length_range, default=(90, 120), metavar="LEAST:MOST",
-        help="Tokens in a sequence, drawn evenly (default: 90:120).")  # fmt: skip
-    add("--vocab-size", type=number(6), metavar="N", help="Ids of the vocabulary, five special "
-        "ones included (default: that of --frequencies, or 30000).")  # fmt: skip
+    add(
+        "--tokens",
+        type=number(1),
+        required=True,
+        metavar="N",
+        help="Tokens of the split train; a twentieth more makes the split valid.",
+    )
+    add(
+        "--lengths",
+        type=length_range,
+        default=(90, 120),
+        metavar="LEAST:MOST",
+        help="Tokens in a sequence, drawn evenly (default: 90:120).",
+    )
+    add(
+        "--vocab-size",
+        type=number(6),
+        metavar="N",
+        help="Ids of the vocabulary, five special "
+        "ones included (default: that of --frequencies, or 30000).",
+    )
     if name == "shuffle":
-        add("--distinct", type=number(1), default=64, metavar="K", help="Kinds of brackets: the "
-            "first K ids open them, the next K close them (default: %(default)s).")  # fmt: skip
-        add("--depth", type=number(1), default=8, metavar="N",
-            help="Brackets that are open at once, at most (default: %(default)s).")  # fmt: skip
+        add(
+            "--distinct",
+            type=number(1),
+            default=64,
+            metavar="K",
+            help="Kinds of brackets: the "
+            "first K ids open them, the next K close them (default: %(default)s).",
+        )
+        add(
+            "--depth",
+            type=number(1),
+            default=8,
+            metavar="N",
+            help="Brackets that are open at once, at most (default: %(default)s).",
+        )
     else:
-        add("--distinct", type=number(1), metavar="N", help="Different tokens that occur; the most "
-            "frequent, else the first (default: all).")  # fmt: skip
-    add("--seed", type=number(0), default=0, metavar="N",
-        help="Draws the corpus (default: %(default)s).")  # fmt: skip
+        add(
+            "--distinct",
+            type=number(1),
+            metavar="N",
+            help="Different tokens that occur; the most frequent, else the first (default: all).",
+        )
+    add(
+        "--seed",
+        type=number(0),
+        default=0,
+        metavar="N",
+        help="Draws the corpus (default: %(default)s).",
+    )
     if name not in ("uniform", "shuffle"):
-        add("--frequencies", type=Path, metavar="STORE", help="Draw tokens as often as they "
+        add(
+            "--frequencies",
+            type=Path,
+            metavar="STORE",
+            help="Draw tokens as often as they "
             "occur in this store, never its special ones (default: "
-            f"{'1 / rank' if name == 'zipf' else 'all alike'}).")  # fmt: skip
+            f"{'1 / rank' if name == 'zipf' else 'all alike'}).",
+        )
     if name in BRACKETS:
         push = 0.5 if name == "shuffle" else 0.4
-        add("--push", type=share, default=push, metavar="P", help="The probability that a step "
-            "opens a pair (default: %(default)s).")  # fmt: skip
-    add("--workers", type=number(1, 4096), metavar="N", help="Processes that make a large corpus, "
-        "which is the same whatever their number (default: all cores).")  # fmt: skip
+        add(
+            "--push",
+            type=share,
+            default=push,
+            metavar="P",
+            help="The probability that a step opens a pair (default: %(default)s).",
+        )
+    add(
+        "--workers",
+        type=number(1, 4096),
+        metavar="N",
+        help="Processes that make a large corpus, "
+        "which is the same whatever their number (default: all cores).",
+    )
     add_output(parser, "STORE")
 
 
@@ -392,13 +442,23 @@ def run(arguments: argparse.Namespace) -> None:
     check_output(arguments.output, arguments.overwrite, "store.json")
     frequencies = open_store(arguments.frequencies) if arguments.frequencies else None
     corpus = Corpus(
-        arguments.generator, arguments.tokens, arguments.lengths, arguments.seed,
-        arguments.distinct, arguments.push, arguments.depth,
-    )  # fmt: skip
+        arguments.generator,
+        arguments.tokens,
+        arguments.lengths,
+        arguments.seed,
+        arguments.distinct,
+        arguments.push,
+        arguments.depth,
+    )
     started = time.monotonic()
     workers = arguments.workers or len(os.sched_getaffinity(0))
     written = write_store(
-        arguments.output, corpus, arguments.vocab_size, frequencies, origin(),
-        arguments.overwrite, workers,
-    )  # fmt: skip
+        arguments.output,
+        corpus,
+        arguments.vocab_size,
+        frequencies,
+        origin(),
+        arguments.overwrite,
+        workers,
+    )
     summarise(arguments.output, written, started)

@@ -60,12 +60,26 @@ class Columns(NamedTuple):
 def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `task conll`."""
     add = parser.add_argument
-    add("--word", type=number(1), default=1, metavar="N", help="The column of the words, counted "
-        "from 1 (default: %(default)s; CoNLL-U: 2).")  # fmt: skip
-    add("--label", type=number(1), metavar="N", help="The column of the labels (default: the last; "
-        "CoNLL-U: 4 or 5). A test file may lack it.")  # fmt: skip
-    add("--metric", choices=TAG_METRICS, help="What selection maximises (default: entity_f1 where "
-        "the labels are O, B-X and I-X, else accuracy).")  # fmt: skip
+    add(
+        "--word",
+        type=number(1),
+        default=1,
+        metavar="N",
+        help="The column of the words, counted from 1 (default: %(default)s; CoNLL-U: 2).",
+    )
+    add(
+        "--label",
+        type=number(1),
+        metavar="N",
+        help="The column of the labels (default: the last; "
+        "CoNLL-U: 4 or 5). A test file may lack it.",
+    )
+    add(
+        "--metric",
+        choices=TAG_METRICS,
+        help="What selection maximises (default: entity_f1 where "
+        "the labels are O, B-X and I-X, else accuracy).",
+    )
 
 
 def read_conll(arguments: argparse.Namespace) -> Task:
@@ -108,8 +122,10 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> Columns:
     labelled = label <= width and label != word
     if word > width or not (labelled or split == "test"):
         lacks, many = word if word > width else label, "s" * (width != 1)
-        raise BadInput(f"{path} has {width} column{many}, by its first line; there is no column "
-                       f"{lacks} beside that of the words")  # fmt: skip
+        raise BadInput(
+            f"{path} has {width} column{many}, by its first line; there is no column "
+            f"{lacks} beside that of the words"
+        )
     return form._replace(width=width, label=label - 1 if labelled else None)
 
 
@@ -166,8 +182,10 @@ def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
 def read_flip(arguments: argparse.Namespace) -> Task:
     """The task of proteins with a label an amino acid. Raises BadInput for a missing file."""
     if given := [name for name in ("train", "valid", "test") if getattr(arguments, name)]:
-        raise BadInput(f"--{given[0]} has no meaning here: the files say which protein is of which "
-                       "split; give --input DIR")  # fmt: skip
+        raise BadInput(
+            f"--{given[0]} has no meaning here: the files say which protein is of which "
+            "split; give --input DIR"
+        )
     source: Path | None = arguments.input
     if source is None or not source.is_dir():
         raise BadInput("give --input DIR with FLIP's sequences.fasta and sampled.fasta")
@@ -242,6 +260,8 @@ def _wrong_protein(name: str, protein: str, labels: str, known: str) -> str:
     if wrong := sorted(set(protein) - set(LETTERS)):
         return f"{name}: letters other than {LETTERS}: {''.join(wrong)!r}"
     if not len(protein) == len(labels) == len(known):
-        return (f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
-                f"{len(known)} marks in mask.fasta")  # fmt: skip
+        return (
+            f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
+            f"{len(known)} marks in mask.fasta"
+        )
     return ""

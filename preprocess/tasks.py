@@ -265,8 +265,11 @@ def _twice(survey: Survey) -> dict[str, dict[str, int]]:
         for other in names[:i]:
             if number := int(np.isin(keys, np.asarray(survey.keys[other])).sum()):
                 found.setdefault(name, {})[other] = number
-    parts = [f"{number:,} of the {survey.rows[name]:,} rows of {name} are in {other}"
-             for name, others in found.items() for other, number in others.items()]  # fmt: skip
+    parts = [
+        f"{number:,} of the {survey.rows[name]:,} rows of {name} are in {other}"
+        for name, others in found.items()
+        for other, number in others.items()
+    ]
     if parts:
         text = "; ".join(parts)
         say(f"note: {text} too, word for word; they stay, as published", error=True)
@@ -471,8 +474,11 @@ def find_splits(
     words = "|".join(names)
     if not directory.is_dir():
         raise BadInput(f"{directory} is no directory")
-    files = [p for p in sorted(directory.iterdir())
-             if p.is_file() and ending(p) in endings and not p.name.startswith(".")]  # fmt: skip
+    files = [
+        p
+        for p in sorted(directory.iterdir())
+        if p.is_file() and ending(p) in endings and not p.name.startswith(".")
+    ]
     for pattern in (rf"({words})", rf"(?:.*[-_.])?({words})(?:-\d+-of-(\d+)(?:-[0-9a-f]+)?)?"):
         found: dict[str, list[Path]] = {}
         parts: dict[str, int] = {}  # split -> files it should have
@@ -497,8 +503,9 @@ def find_splits(
             raise BadInput(f"{directory} holds {len(paths)} of the {parts[split]} files of {split}")
     every = [path for paths in found.values() for path in paths]
     if len({ending(path) for path in every}) > 1:
-        raise BadInput(f"{directory} holds files of several endings: "
-                       f"{', '.join(path.name for path in every)}")  # fmt: skip
+        raise BadInput(
+            f"{directory} holds files of several endings: {', '.join(path.name for path in every)}"
+        )
     return found
 
 
@@ -524,22 +531,42 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         "split or set, and validation, which marks rows with true).",
     )
     for split in ("train", "valid", "test"):
-        add(f"--{split}", type=Path, nargs="+", metavar="FILE", help=f"The files of the split "
+        add(
+            f"--{split}",
+            type=Path,
+            nargs="+",
+            metavar="FILE",
+            help=f"The files of the split "
             f"{split} (default: what the directory --input holds; without --input there is no such "
-            "split).")  # fmt: skip
-    add("--tokenizer", type=Path, metavar="TOK", help="The directory of a tokenizer, a store or a "
-        "checkpoint (default: the alphabet of the task, if it has one).")  # fmt: skip
-    add("--seed", type=number(0), default=0, metavar="N",
+            "split).",
+        )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a "
+        "checkpoint (default: the alphabet of the task, if it has one).",
+    )
+    add(
+        "--seed",
+        type=number(0),
+        default=0,
+        metavar="N",
         help="Decides which rows become train, valid and test where the source does not say "
-        "(default: %(default)s).")  # fmt: skip
+        "(default: %(default)s).",
+    )
     add(
         "--stratify",
         action="store_true",
         help="Draw the splits so that each has every class in "
         "proportion (default: draw them without regard to classes).",
     )
-    add("--skip-bad", action="store_true", help="Leave out rows that cannot be read, list and "
-        "count them (default: the first one ends the command).")  # fmt: skip
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="Leave out rows that cannot be read, list and "
+        "count them (default: the first one ends the command).",
+    )
     shared = {action.dest for action in parser._actions}
     add_own(parser)
     own = [action.dest for action in parser._actions if action.dest not in shared]

@@ -269,26 +269,66 @@ def write_store(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `text`."""
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="Raw text in UTF-8, for "
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE|DIR|GLOB",
+        help="Raw text in UTF-8, for "
         "the split train: files, directories (all their files with known endings, sorted by name), "
-        "or quoted globs such as 'text/**/*.txt'.")  # fmt: skip
+        "or quoted globs such as 'text/**/*.txt'.",
+    )
     for split in ("valid", "test"):
-        add(f"--{split}", nargs="+", default=[], metavar="FILE|DIR|GLOB",
-            help=f"Raw text for the split {split} (default: no such split).")  # fmt: skip
-    add("--tokenizer", type=Path, required=True, metavar="TOK",
-        help="The directory of a tokenizer, a store or a checkpoint.")  # fmt: skip
-    add("--max-tokens", type=number(1), default=510, metavar="N", help="Tokens in a row at most; "
-        "longer documents are cut into several rows (default: %(default)s).")  # fmt: skip
+        add(
+            f"--{split}",
+            nargs="+",
+            default=[],
+            metavar="FILE|DIR|GLOB",
+            help=f"Raw text for the split {split} (default: no such split).",
+        )
+    add(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint.",
+    )
+    add(
+        "--max-tokens",
+        type=number(1),
+        default=510,
+        metavar="N",
+        help="Tokens in a row at most; "
+        "longer documents are cut into several rows (default: %(default)s).",
+    )
     corpora.add_arguments(parser)
-    add("--lines", action="store_true", help="Every line of plain text is a document (default: "
-        "documents are separated by blank lines).")  # fmt: skip
-    add("--skip-lines", type=expression, metavar="REGEX", help="Leave out lines in which this "
-        r"expression is found, such as '^\[\d+\]' for footnotes (default: none).")  # fmt: skip
-    add("--documents", action="store_true", help="Also keep the number of each row's document, "
-        "which `pairs` needs for next sentences and their order (default: do not).")  # fmt: skip
-    add("--workers", type=number(1, 4096), metavar="N", help="Processes that encode, beside the "
+    add(
+        "--lines",
+        action="store_true",
+        help="Every line of plain text is a document (default: "
+        "documents are separated by blank lines).",
+    )
+    add(
+        "--skip-lines",
+        type=expression,
+        metavar="REGEX",
+        help="Leave out lines in which this "
+        r"expression is found, such as '^\[\d+\]' for footnotes (default: none).",
+    )
+    add(
+        "--documents",
+        action="store_true",
+        help="Also keep the number of each row's document, "
+        "which `pairs` needs for next sentences and their order (default: do not).",
+    )
+    add(
+        "--workers",
+        type=number(1, 4096),
+        metavar="N",
+        help="Processes that encode, beside the "
         "one that reads and writes; 1: that one alone. A few megabytes are encoded without "
-        "others in any case. The ids do not depend on it (default: all cores).")  # fmt: skip
+        "others in any case. The ids do not depend on it (default: all cores).",
+    )
     add_output(parser, "STORE")
 
 
@@ -313,9 +353,16 @@ def run(arguments: argparse.Namespace) -> None:
     )
     started = time.monotonic()
     written = write_store(
-        arguments.output, splits, tokenizer, options, arguments.max_tokens, origin(),
-        arguments.overwrite, workers, arguments.documents,
-    )  # fmt: skip
+        arguments.output,
+        splits,
+        tokenizer,
+        options,
+        arguments.max_tokens,
+        origin(),
+        arguments.overwrite,
+        workers,
+        arguments.documents,
+    )
     bad.report()
     size = sum(path.stat().st_size for path in files)
     summarise(arguments.output, written, started, size)

@@ -18,23 +18,55 @@ NAMED = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `task tsv`."""
     add = parser.add_argument
-    add("--text", required=True, metavar="COLUMN", help="The column that holds the text: its name "
-        "in the first line, or its number from 1 with --no-header.")  # fmt: skip
+    add(
+        "--text",
+        required=True,
+        metavar="COLUMN",
+        help="The column that holds the text: its name "
+        "in the first line, or its number from 1 with --no-header.",
+    )
     add("--text-b", metavar="COLUMN", help="The column of a second text, for tasks on pairs.")
-    add("--label", required=True, metavar="COLUMN", help="The column of the label or score. A test "
-        "file may lack it.")  # fmt: skip
-    add("--kind", choices=("class", "score"), default="class", help="Whether the label column "
-        "names a class or holds a number (default: %(default)s).")  # fmt: skip
-    add("--labels", metavar="A,B,C", help="The classes in the order of their ids (default: those "
-        "of the training file, sorted by name).")  # fmt: skip
-    add("--metric", choices=CLASS_METRICS + SCORE_METRICS, help="What evaluation reports and "
-        "selection maximises (default: accuracy for classes, spearman for scores).")  # fmt: skip
-    add("--delimiter", metavar="CHAR", help="What stands between columns: one character, or tab, "
-        "comma, semicolon, space (default: tab for .tsv and .txt, comma for .csv).")  # fmt: skip
-    add("--quoting", metavar="CHAR", help="The character that may enclose a column, or none: "
-        "quotes are then ordinary characters (default: none with tabs, \" otherwise).")  # fmt: skip
-    add("--no-header", action="store_true", help="The first line is an example; columns are "
-        "numbers from 1.")  # fmt: skip
+    add(
+        "--label",
+        required=True,
+        metavar="COLUMN",
+        help="The column of the label or score. A test file may lack it.",
+    )
+    add(
+        "--kind",
+        choices=("class", "score"),
+        default="class",
+        help="Whether the label column names a class or holds a number (default: %(default)s).",
+    )
+    add(
+        "--labels",
+        metavar="A,B,C",
+        help="The classes in the order of their ids (default: those "
+        "of the training file, sorted by name).",
+    )
+    add(
+        "--metric",
+        choices=CLASS_METRICS + SCORE_METRICS,
+        help="What evaluation reports and "
+        "selection maximises (default: accuracy for classes, spearman for scores).",
+    )
+    add(
+        "--delimiter",
+        metavar="CHAR",
+        help="What stands between columns: one character, or tab, "
+        "comma, semicolon, space (default: tab for .tsv and .txt, comma for .csv).",
+    )
+    add(
+        "--quoting",
+        metavar="CHAR",
+        help="The character that may enclose a column, or none: "
+        'quotes are then ordinary characters (default: none with tabs, " otherwise).',
+    )
+    add(
+        "--no-header",
+        action="store_true",
+        help="The first line is an example; columns are numbers from 1.",
+    )
 
 
 def form_of(path: Path, arguments: argparse.Namespace) -> Form:

@@ -27,9 +27,12 @@ MEMBERS = 100_000  # files and directories in one archive
 BLOCK = 2**20  # bytes written at once
 HEADERS = 2**20  # bytes of headers between two members of a tar file: they are read into memory
 TARS: dict[str, Callable[..., Any]] = {
-    ".tar": open, ".tar.gz": gzip.open, ".tgz": gzip.open, ".tar.bz2": bz2.open,
+    ".tar": open,
+    ".tar.gz": gzip.open,
+    ".tgz": gzip.open,
+    ".tar.bz2": bz2.open,
     ".tar.xz": lzma.open,
-}  # fmt: skip
+}
 ENDINGS = (".zip", *TARS, ".gz")
 
 
@@ -56,8 +59,16 @@ class Unpacker:
                 if number > MEMBERS:
                     raise Failure(f"{path.name} holds more than {MEMBERS:,} members: refused")
                 self._write(path.name, name, source)
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError,
-                NotImplementedError, RuntimeError, UnicodeError) as error:  # fmt: skip
+        except (
+            tarfile.TarError,
+            zipfile.BadZipFile,
+            zlib.error,
+            lzma.LZMAError,
+            EOFError,
+            NotImplementedError,
+            RuntimeError,
+            UnicodeError,
+        ) as error:
             raise Failure(f"{path.name} cannot be unpacked: {error}") from None
         except OSError as error:
             if error.errno not in (None, errno.EINVAL):  # of the disk, not of bz2, gzip or zip

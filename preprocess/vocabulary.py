@@ -41,9 +41,15 @@ class _Training(threading.Thread):
     """Trains in a thread, so that Ctrl-C ends it at once: the libraries do not listen meanwhile."""
 
     def __init__(
-        self, kind: str, paths: list[Path], vocab_size: int, lowercase: bool,
-        characters: set[str], options: TextOptions, shown: Progress,
-    ):  # fmt: skip
+        self,
+        kind: str,
+        paths: list[Path],
+        vocab_size: int,
+        lowercase: bool,
+        characters: set[str],
+        options: TextOptions,
+        shown: Progress,
+    ):
         super().__init__(daemon=True)
         self.paths, self.options, self.shown = paths, options, shown
         self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
@@ -97,27 +103,61 @@ def save(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tokenizer`."""
     add = parser.add_argument
-    add("--kind", choices=tokenizers.KINDS, help="What to learn. wordpiece: BERT's; bpe: RoBERTa's "
-        "byte-level pairs; unigram: SentencePiece; symbols: one id a character.")  # fmt: skip
-    add("--input", nargs="+", metavar="FILE|DIR|GLOB", default=[], help="Raw text in UTF-8: files, "
+    add(
+        "--kind",
+        choices=tokenizers.KINDS,
+        help="What to learn. wordpiece: BERT's; bpe: RoBERTa's "
+        "byte-level pairs; unigram: SentencePiece; symbols: one id a character.",
+    )
+    add(
+        "--input",
+        nargs="+",
+        metavar="FILE|DIR|GLOB",
+        default=[],
+        help="Raw text in UTF-8: files, "
         "directories (all their files with known endings), or quoted globs such as "
-        "'text/**/*.txt'.")  # fmt: skip
+        "'text/**/*.txt'.",
+    )
     corpora.add_arguments(parser)
-    add("--skip-lines", type=expression, metavar="REGEX", help="Leave out lines in which this "
-        r"expression is found, such as '^\[\d+\]' for footnotes (default: none).")  # fmt: skip
-    add("--vocab-size", type=number(6), metavar="N", help="Pieces in the vocabulary, the five "
-        "special tokens included; a small text may give fewer.")  # fmt: skip
-    add("--from", type=Path, metavar="PATH", dest="source", help="Learn nothing: bring in a "
+    add(
+        "--skip-lines",
+        type=expression,
+        metavar="REGEX",
+        help="Leave out lines in which this "
+        r"expression is found, such as '^\[\d+\]' for footnotes (default: none).",
+    )
+    add(
+        "--vocab-size",
+        type=number(6),
+        metavar="N",
+        help="Pieces in the vocabulary, the five "
+        "special tokens included; a small text may give fewer.",
+    )
+    add(
+        "--from",
+        type=Path,
+        metavar="PATH",
+        dest="source",
+        help="Learn nothing: bring in a "
         "published vocabulary, either a Hugging Face directory or one of its files: BERT's "
         "vocab.txt, RoBERTa's or GPT-2's vocab.json beside merges.txt, ALBERT's spiece.model, or a "
         "tokenizer.json. A name may go before the file's, as in gpt2.vocab.json. GPT-2's gets "
-        "RoBERTa's five special tokens at its end.")  # fmt: skip
-    add("--cased", action="store_true", help="Keep upper case and accents in wordpiece (default: "
+        "RoBERTa's five special tokens at its end.",
+    )
+    add(
+        "--cased",
+        action="store_true",
+        help="Keep upper case and accents in wordpiece (default: "
         "lower-cased; the other kinds are always cased). With --from it concerns BERT's and "
         "ALBERT's (which strips accents in any case) where no tokenizer_config.json and no "
-        "tokenizer.json beside the file says do_lower_case.")  # fmt: skip
-    add("--alphabet", metavar="LETTERS", help="The letters of a symbols tokenizer, in the order of "
-        "their ids; then neither --input nor --vocab-size is needed.")  # fmt: skip
+        "tokenizer.json beside the file says do_lower_case.",
+    )
+    add(
+        "--alphabet",
+        metavar="LETTERS",
+        help="The letters of a symbols tokenizer, in the order of "
+        "their ids; then neither --input nor --vocab-size is needed.",
+    )
     add_output(parser, "TOK")
 
 

@@ -123,9 +123,13 @@ def read(path: Path) -> Tokenizer:
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `vocab-overlap`."""
     for name in ("A", "B"):
-        parser.add_argument(name.lower(), type=Path, metavar=name,
+        parser.add_argument(
+            name.lower(),
+            type=Path,
+            metavar=name,
             help="A tokenizer, a store, a checkpoint, or a vocabulary as it is published "
-            "(a directory or a file, as for `tokenizer --from`).")  # fmt: skip
+            "(a directory or a file, as for `tokenizer --from`).",
+        )
     add_json(parser)
 
 
@@ -145,9 +149,14 @@ def run_overlap(arguments: argparse.Namespace) -> None:
 
 def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `english-contexts`."""
-    parser.add_argument("store", type=Path, metavar="STORE", help="The store's directory. A "
+    parser.add_argument(
+        "store",
+        type=Path,
+        metavar="STORE",
+        help="The store's directory. A "
         f"context is {WINDOW} pieces in a row of a text; it is English-like when it holds more "
-        f"than {MOST} pieces that are.")  # fmt: skip
+        f"than {MOST} pieces that are.",
+    )
     add_json(parser)
 
 

@@ -51,8 +51,11 @@ class Worker:
         }
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "preprocess.workers", str(directory), str(share)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.requests, self.answers = self.process.stdin, self.process.stdout

@@ -23,9 +23,17 @@ PATIENCE = int(os.environ.get("PATIENCE", "240"))
 SMOKE, CLASSIFY, REGRESS = (
     f"recipes/{name}.toml" for name in ("pretrain/smoke", "finetune/classify", "finetune/regress")
 )
-TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.intermediate=64",
-        "model.max_positions=64", "batch.rows=8", "batch.max_tokens=20", "system.threads=1",
-        "optim.lr=1e-3"]  # fmt: skip
+TINY = [
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=2",
+    "model.intermediate=64",
+    "model.max_positions=64",
+    "batch.rows=8",
+    "batch.max_tokens=20",
+    "system.threads=1",
+    "optim.lr=1e-3",
+]
 NO_DROPOUT = ["model.dropout=0", "model.attention_dropout=0"]
 
 
@@ -189,8 +197,13 @@ def serve() -> None:
     from preprocess.predict import write_rows
     from xformer import evaluate, train
 
-    for late in ("scipy.stats", "sklearn.metrics", "tensorboard.compat.proto.event_pb2",
-                 "tensorboard.summary.writer.record_writer", "torch.distributed.fsdp"):  # fmt: skip
+    for late in (
+        "scipy.stats",
+        "sklearn.metrics",
+        "tensorboard.compat.proto.event_pb2",
+        "tensorboard.summary.writer.record_writer",
+        "torch.distributed.fsdp",
+    ):
         import_module(late)
     mains = {
         "train.py": train.main,

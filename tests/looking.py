@@ -35,8 +35,14 @@ def store(path: Path, seed: int = 0, least: int = 4) -> Path:
 def checkpoint(path: Path, seed: int = 0, damage: str = "", **changes: Any) -> Path:
     """A model of random weights large enough that its layers differ; `damage` names a weight that
     is made NaN."""
-    shape = {"layers": LAYERS, "heads": HEADS, "hidden": HIDDEN, "intermediate": 33,
-             "max_positions": LONGEST, "initializer_range": 0.2}  # fmt: skip
+    shape = {
+        "layers": LAYERS,
+        "heads": HEADS,
+        "hidden": HIDDEN,
+        "intermediate": 33,
+        "max_positions": LONGEST,
+        "initializer_range": 0.2,
+    }
     made = checkpoints.fresh(ModelConfig(**{**shape, **changes}), tokenizer(), seed)
     if damage:
         made = replace(made, weights={**made.weights, damage: made.weights[damage] * np.nan})

@@ -40,9 +40,13 @@ from xformer.model.heads import Model
 from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
 
 FAMILIES = ["Bert", "Roberta", "Albert", "DistilBert"]
-HEADS = {"mlm": "MaskedLM", "classify": "SequenceClassification",
-         "regress": "SequenceClassification", "span": "QuestionAnswering",
-         "tag": "TokenClassification"}  # fmt: skip
+HEADS = {
+    "mlm": "MaskedLM",
+    "classify": "SequenceClassification",
+    "regress": "SequenceClassification",
+    "span": "QuestionAnswering",
+    "tag": "TokenClassification",
+}
 CASES = [(name, kind) for name in FAMILIES for kind in HEADS]
 CASES += [("Bert", "pair"), ("Albert", "pair")]
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -113,8 +117,9 @@ def one_by_one(batch: Packed) -> list[Packed]:
     """The batch as batches of one sequence."""
     assert batch.labels is not None
     lengths = list(batch.layout.lengths)
-    parts = zip(batch.tokens.split(lengths), batch.segments.split(lengths), batch.labels,
-                strict=True)  # fmt: skip
+    parts = zip(
+        batch.tokens.split(lengths), batch.segments.split(lengths), batch.labels, strict=True
+    )
     return [
         replace(random_batch([len(tokens)]), tokens=tokens, segments=segments, labels=label[None])
         for tokens, segments, label in parts
@@ -133,8 +138,9 @@ def their_loss(theirs: Any, batch: Packed, kind: str, family: Family, whole: Any
     return torch.stack(losses).mean()
 
 
-def parity(name: str, kind: str, dtype: torch.dtype, lengths: list[int], directory: Path,
-           **changes: Any) -> dict[str, float]:  # fmt: skip
+def parity(
+    name: str, kind: str, dtype: torch.dtype, lengths: list[int], directory: Path, **changes: Any
+) -> dict[str, float]:
     """The largest relative error of every quantity."""
     if kind == "regress":
         changes["num_labels"] = 1
@@ -148,8 +154,9 @@ def parity(name: str, kind: str, dtype: torch.dtype, lengths: list[int], directo
     targets = their_labels(batch, kind, family)
     if kind == "regress":
         targets = {"labels": targets["labels"].to(dtype)}
-    expected = theirs(**padded(batch, family.name), **targets, output_hidden_states=True,
-                      output_attentions=True)  # fmt: skip
+    expected = theirs(
+        **padded(batch, family.name), **targets, output_hidden_states=True, output_attentions=True
+    )
     errors: dict[str, float] = {}
     loss, logits, pair = our_loss(ours, batch, kind)
     errors["loss"] = distance(loss, wanted := their_loss(theirs, batch, kind, family, expected))
@@ -257,9 +264,12 @@ def gradient_error(model: Model, theirs: Any, family: Family, table: Table) -> f
 
 NO_DROPOUT = {
     "DistilBert": {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
-    "Albert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-               "classifier_dropout_prob": 0.0},
-}  # fmt: skip
+    "Albert": {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout_prob": 0.0,
+    },
+}
 
 
 def trajectory(name: str, kind: str, directory: Path) -> dict[str, float]:

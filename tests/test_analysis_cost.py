@@ -25,8 +25,9 @@ def derived(base: Path, path: Path, *operations: str) -> str:
 def test_counts_speed_and_origin(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base = looking.checkpoint(tmp_path / "base")
     fewer = derived(base, tmp_path / "fewer", "clean(seed=3)", "keep_layers(first=1)")
-    config = CostConfig(out=str(tmp_path / "out"), threads=1, repeats=1, rows=2, length=5,
-                        names="whole,half")  # fmt: skip
+    config = CostConfig(
+        out=str(tmp_path / "out"), threads=1, repeats=1, rows=2, length=5, names="whole,half"
+    )
     cost.run([str(base), fewer], config)
     found = json.loads((tmp_path / "out/cost.json").read_text())["models"]
     assert [m["name"] for m in found] == ["whole", "half"]

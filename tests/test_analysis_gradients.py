@@ -28,18 +28,30 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "roberta: one segment": ("classify", {"token_types": 1, "first_position": 2}),
     "distilbert: no segments": ("classify", {"token_types": 0, "pooler": "relu"}),
     "albert: layers shared, narrow embeddings": (
-        "mlm", {"shared_layers": True, "embedding": 11, "layers": LAYERS + 1}),
+        "mlm",
+        {"shared_layers": True, "embedding": 11, "layers": LAYERS + 1},
+    ),
     "plus: deviation, sinusoids, no pooler": (
-        "classify", {"norm_form": "deviation", "positions": "sinusoidal", "pooler": "none"}),
+        "classify",
+        {"norm_form": "deviation", "positions": "sinusoidal", "pooler": "none"},
+    ),
     "pre-LN": ("mlm", {"norm": "pre"}),
-}  # fmt: skip
+}
 
 
-def model_of(kind: Any, changes: dict[str, Any], dtype: torch.dtype, parts: Any = (),
-             pair_scale: float = 0.0) -> Model:  # fmt: skip
+def model_of(
+    kind: Any, changes: dict[str, Any], dtype: torch.dtype, parts: Any = (), pair_scale: float = 0.0
+) -> Model:
     """A tiny model, every weight random."""
-    shape = {"vocab_size": PIECES, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS,
-             "intermediate": INNER, "max_positions": LONGEST, "layer_norm_eps": 1e-2}  # fmt: skip
+    shape = {
+        "vocab_size": PIECES,
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "heads": HEADS,
+        "intermediate": INNER,
+        "max_positions": LONGEST,
+        "layer_norm_eps": 1e-2,
+    }
     outputs = {"classify": 4, "regress": 1, "span": 2}.get(kind, 0)
     model = Model(ModelConfig(**{**shape, **changes}), kind, outputs, parts, pair_scale).eval()
     generator = seeded(3)
@@ -68,10 +80,14 @@ def alone(batch: Packed, i: int) -> Packed:
     assert batch.labels is not None
     here = (batch.places >= start) & (batch.places < end)
     return Packed(
-        batch.tokens[start:end], batch.positions[start:end], batch.segments[start:end],
-        layout([0, end - start]), batch.labels[i : i + 1], batch.places[here] - start,
+        batch.tokens[start:end],
+        batch.positions[start:end],
+        batch.segments[start:end],
+        layout([0, end - start]),
+        batch.labels[i : i + 1],
+        batch.places[here] - start,
         batch.targets[here],
-    )  # fmt: skip
+    )
 
 
 def one_by_one(model: Model, batch: Packed) -> Tensor:
@@ -122,9 +138,14 @@ def test_both_ways_to_a_gram_matrix_are_equal(strip: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(gradients, "FORMED", 4 * 5 * 2)  # two rows of the weight at a time
     generator = seeded(5)
     owner = torch.tensor([0, 0, 1, 1, 1, 3, 3])
-    dense = [Use(torch.randn(7, 6, generator=generator, dtype=torch.float64),
-                 torch.randn(7, 5, generator=generator, dtype=torch.float64), owner)
-             for _ in range(2)]  # fmt: skip
+    dense = [
+        Use(
+            torch.randn(7, 6, generator=generator, dtype=torch.float64),
+            torch.randn(7, 5, generator=generator, dtype=torch.float64),
+            owner,
+        )
+        for _ in range(2)
+    ]
     single = Use(torch.tensor([1, 1, 5, 1, 0, 5, 2]), dense[0].right + 1, owner)
 
     def expected(uses: list[Use]) -> Tensor:

@@ -56,8 +56,9 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
     reader.model.double().requires_grad_(False)
     batch = reader.assembler.batch(examples.rows[:1])
     function, x = from_words(reader, batch)
-    assert torch.allclose(function(x[None])[0, 0], reader.model.encoder(
-        _packed(batch, reader), "explicit")[0])  # fmt: skip
+    assert torch.allclose(
+        function(x[None])[0, 0], reader.model.encoder(_packed(batch, reader), "explicit")[0]
+    )
     found = of_token(function, x, 2)
     step = 1e-5
     for place in (0, 40, x.numel() - 1):

@@ -201,8 +201,11 @@ def test_what_hdf5_files_do_ends_with_the_process_that_reads_them(
     with hdf5.HDF5() as reader:
         assert reader.attributes(good) == {"name": "a text of some length"}
         assert reader.read(good, "few", 1, 3).tolist() == [[3, 4, 5], [6, 7, 8]]
-        for name, reason in (("many", "Unable to allocate"), ("text", "no numbers"),
-                             ("none", "doesn't exist")):  # fmt: skip
+        for name, reason in (
+            ("many", "Unable to allocate"),
+            ("text", "no numbers"),
+            ("none", "doesn't exist"),
+        ):
             with pytest.raises(OSError, match=reason):
                 reader.read(good, name)
         with pytest.raises(OSError, match="not done with it after 2 s"):
@@ -220,9 +223,11 @@ def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: P
         capture.run([str(small / "bad")], config_of(small, tmp_path / "f.h5"))
     assert not list(tmp_path.iterdir())  # nothing is left behind
     settings = {"data": str(small / "s"), "out": str(tmp_path / "o"), "threads": 1}
-    for module, config in ((gradients, gradients.GradientsConfig(**settings)),
-                           (perturbation, PerturbationConfig(**settings)),
-                           (jacobian, jacobian.JacobianConfig(**settings))):  # fmt: skip
+    for module, config in (
+        (gradients, gradients.GradientsConfig(**settings)),
+        (perturbation, PerturbationConfig(**settings)),
+        (jacobian, jacobian.JacobianConfig(**settings)),
+    ):
         with pytest.raises(BadInput, match=r"layer 2 is not finite .* in row \d+"):
             module.run([str(small / "bad")], config)
 
@@ -301,11 +306,18 @@ def test_noise_is_standard_gaussian() -> None:
 
 def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
     path.mkdir()
-    recipe = {"seed": seed, "run": str(path), "mapping": f"symbols:{seed}", "optim": {"lr": lr},
-              "surgery": [{"op": "clean", "seed": seed}]}  # fmt: skip
+    recipe = {
+        "seed": seed,
+        "run": str(path),
+        "mapping": f"symbols:{seed}",
+        "optim": {"lr": lr},
+        "surgery": [{"op": "clean", "seed": seed}],
+    }
     (path / "config.json").write_text(json.dumps({"config": recipe}))
-    lines = [json.dumps({"event": "train", "step": s, "time": 1, "loss": 5 - s + offset})
-             for s in (1, 2, 3)]  # fmt: skip
+    lines = [
+        json.dumps({"event": "train", "step": s, "time": 1, "loss": 5 - s + offset})
+        for s in (1, 2, 3)
+    ]
     (path / "log.jsonl").write_text("\n".join(lines) + '\n{"event": "tr')  # it was killed
     return str(path)
 
@@ -342,8 +354,12 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
 
 def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
     noise = [{"std": 10.0**-k, "mean": 10.0**-k, "deviation": 0.0} for k in (2, 4)]
-    found: dict[str, Any] = {"models": [{"name": "a $ sign", "noise": noise}], "rows": [0],
-                             "draws": 3, "data": {"store": "words", "examples": 1}}  # fmt: skip
+    found: dict[str, Any] = {
+        "models": [{"name": "a $ sign", "noise": noise}],
+        "rows": [0],
+        "draws": 3,
+        "data": {"store": "words", "examples": 1},
+    }
     written = figure.save(found, perturbation.draw, tmp_path, "noise")
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg

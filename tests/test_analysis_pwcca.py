@@ -118,8 +118,9 @@ def test_independent_gaussians_give_the_analytic_expectation() -> None:
     """With one neuron against q, rho^2 follows Beta(q / 2, (n - 1 - q) / 2), and PWCCA is rho."""
     n, q, times = 40, 5, 400
     draw = np.random.default_rng(3)
-    found = [pwcca(draw.standard_normal((n, 1)), draw.standard_normal((n, q)))
-             for _ in range(times)]  # fmt: skip
+    found = [
+        pwcca(draw.standard_normal((n, 1)), draw.standard_normal((n, q))) for _ in range(times)
+    ]
     gamma, half = math.lgamma, (n - 1) / 2
     expected = math.exp(gamma((q + 1) / 2) + gamma(half) - gamma(q / 2) - gamma(half + 0.5))
     beta = scipy.stats.beta(q / 2, (n - 1 - q) / 2)
@@ -220,8 +221,9 @@ def test_the_variant_anatome_is_what_that_program_computes() -> None:
         x, y = networks(211, d, e)
         a, b = x - x.mean(0), y - y.mean(0)
         u, s, vt = scipy.linalg.svd(a, full_matrices=False)
-        left, rho, _ = scipy.linalg.svd(u.T @ scipy.linalg.svd(b, full_matrices=False)[0],
-                                        full_matrices=False)  # fmt: skip
+        left, rho, _ = scipy.linalg.svd(
+            u.T @ scipy.linalg.svd(b, full_matrices=False)[0], full_matrices=False
+        )
         coefficients, _ = scipy.linalg.qr(vt.T @ (left / s[:, None]), mode="economic")
         weights = np.abs(a @ coefficients).sum(0)
         expected = float((weights * rho).sum() / weights.sum())

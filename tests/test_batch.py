@@ -175,8 +175,12 @@ def looked_up(stream: Stream, position: int) -> tuple[list[int], list[int], list
     return rows.tolist(), epochs.tolist(), sizes.tolist()
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=400), st.integers(1, 900),
-       st.booleans(), st.integers(1, 50))  # fmt: skip
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=400),
+    st.integers(1, 900),
+    st.booleans(),
+    st.integers(1, 50),
+)
 @settings(max_examples=150, deadline=None)
 def test_steps_are_full_and_cover_every_sample_once(
     lengths: list[int], tokens: int, by_tokens: bool, ahead: int
@@ -187,8 +191,16 @@ def test_steps_are_full_and_cover_every_sample_once(
     rows = 0 if by_tokens else tokens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "AHEAD", ahead)
-        stream, position = Stream(samples, end, sizes.__getitem__, tokens if not by_tokens else 32,
-                                  tokens if by_tokens else 0), 0  # fmt: skip
+        stream, position = (
+            Stream(
+                samples,
+                end,
+                sizes.__getitem__,
+                tokens if not by_tokens else 32,
+                tokens if by_tokens else 0,
+            ),
+            0,
+        )
         while position < end:
             found = looked_up(stream, position)
             last = position + len(found[0])
@@ -242,8 +254,12 @@ def million() -> dict[str, np.ndarray]:
     assert len(plain.tokens) > 10**6
     assert masked.places is not None
     assert masked.targets is not None
-    return {"tokens": plain.tokens, "masked": masked.tokens, "places": masked.places,
-            "targets": masked.targets}  # fmt: skip
+    return {
+        "tokens": plain.tokens,
+        "masked": masked.tokens,
+        "places": masked.places,
+        "targets": masked.targets,
+    }
 
 
 def test_masking_rates(million: dict[str, np.ndarray]) -> None:
@@ -282,10 +298,15 @@ def test_masks_of_neighbours_and_epochs_are_independent() -> None:
     for name, seed, epoch in (("a", 0, 0), ("epoch", 0, 1), ("seed", 1, 0)):
         row_keys = masking.row_keys(seed, np.full(rows, epoch), np.arange(rows))
         places, _ = masking.mask(
-            np.zeros(rows * length, np.int32), np.tile(np.arange(length, dtype=np.int32), rows),
-            row_keys, np.full(rows, length), np.zeros(V, bool),
-            BERT.special["mask"], np.array([0]), 0.3,
-        )  # fmt: skip
+            np.zeros(rows * length, np.int32),
+            np.tile(np.arange(length, dtype=np.int32), rows),
+            row_keys,
+            np.full(rows, length),
+            np.zeros(V, bool),
+            BERT.special["mask"],
+            np.array([0]),
+            0.3,
+        )
         chosen[name] = np.zeros(rows * length, bool)
         chosen[name][places] = True
     a, table = chosen["a"], chosen["a"].reshape(rows, length)
@@ -317,9 +338,12 @@ def test_a_rows_mask_does_not_depend_on_its_batch(wanted: list[tuple[int, int]])
         for start, end in pairwise(batch.cu_seqlens):
             here = (batch.places >= start) & (batch.places < end)
             found.append(
-                (batch.tokens[start:end].tolist(), (batch.places[here] - start).tolist(),
-                 batch.targets[here].tolist())
-            )  # fmt: skip
+                (
+                    batch.tokens[start:end].tolist(),
+                    (batch.places[here] - start).tolist(),
+                    batch.targets[here].tolist(),
+                )
+            )
         order = np.argsort(assembler.sizes(rows), kind="stable")
         return [found[i] for i in np.argsort(order)]
 
@@ -351,9 +375,22 @@ def test_mappings_parse() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "shift", "shift:", "shift:-1", "shift:1.5", "random:x", "Shift:1", "ids:3",
-              "none:1", "random: 1", "unused:1 ", "shift:1\n"],
-)  # fmt: skip
+    "wrong",
+    [
+        "",
+        "shift",
+        "shift:",
+        "shift:-1",
+        "shift:1.5",
+        "random:x",
+        "Shift:1",
+        "ids:3",
+        "none:1",
+        "random: 1",
+        "unused:1 ",
+        "shift:1\n",
+    ],
+)
 def test_a_wrong_mapping_is_told_the_right_forms(wrong: str) -> None:
     with pytest.raises(BadInput, match="is none of none, ids, shift:K, random:SEED"):
         mapping.parse(wrong)
@@ -449,9 +486,13 @@ def test_ids_must_fit_the_model(tmp_path: Path) -> None:
 
 
 def slow_batch(
-    rows: Sequence[int], a: list[list[int]], b: list[list[int]] | None, model: Tokenizer,
-    max_tokens: int, table: Sequence[int] | None,
-) -> Batch:  # fmt: skip
+    rows: Sequence[int],
+    a: list[list[int]],
+    b: list[list[int]] | None,
+    model: Tokenizer,
+    max_tokens: int,
+    table: Sequence[int] | None,
+) -> Batch:
     """What a batch must be, one token at a time."""
     special, built = model.special, []
     for row in rows:
@@ -480,14 +521,23 @@ def slow_batch(
 texts = st.lists(st.lists(st.integers(0, V - 1), max_size=9), min_size=5, max_size=5)
 
 
-@given(texts, st.none() | texts, st.sampled_from([BERT, ROBERTA]), st.integers(5, 16),
-       st.none() | st.permutations(range(V)), st.lists(st.integers(0, 4), min_size=1, max_size=8),
-       )  # fmt: skip
+@given(
+    texts,
+    st.none() | texts,
+    st.sampled_from([BERT, ROBERTA]),
+    st.integers(5, 16),
+    st.none() | st.permutations(range(V)),
+    st.lists(st.integers(0, 4), min_size=1, max_size=8),
+)
 @settings(max_examples=300, deadline=None)
 def test_batches_equal_the_slow_reference(
-    a: list[list[int]], b: list[list[int]] | None, model: Tokenizer, max_tokens: int,
-    table: list[int] | None, rows: list[int],
-) -> None:  # fmt: skip
+    a: list[list[int]],
+    b: list[list[int]] | None,
+    model: Tokenizer,
+    max_tokens: int,
+    table: list[int] | None,
+    rows: list[int],
+) -> None:
     array = None if table is None else np.array(table)
     assembler = Assembler(split_of(a, b), model, max_tokens, array)
     found = assembler.batch(np.array(rows))
@@ -500,8 +550,12 @@ def test_batches_equal_the_slow_reference(
     assert sorted(sizes.tolist()) == np.diff(found.cu_seqlens).tolist()
 
 
-@given(texts, st.none() | texts, st.booleans(),
-       st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=5))  # fmt: skip
+@given(
+    texts,
+    st.none() | texts,
+    st.booleans(),
+    st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=5),
+)
 @settings(max_examples=200, deadline=None)
 def test_batches_made_in_one_go_are_those_made_one_by_one(
     a: list[list[int]], b: list[list[int]] | None, masked: bool, parts: list[list[int]]
@@ -509,8 +563,9 @@ def test_batches_made_in_one_go_are_those_made_one_by_one(
     assembler = Assembler(split_of(a, b), BERT, 9)
     rows = np.array([row for part in parts for row in part], np.int64)
     epochs = np.arange(len(rows)) % 3
-    found = assembler.batches(rows, [len(part) for part in parts],
-                              Masks(7, 0.4, epochs) if masked else None)  # fmt: skip
+    found = assembler.batches(
+        rows, [len(part) for part in parts], Masks(7, 0.4, epochs) if masked else None
+    )
     assert len(found) == len(parts)
     at = 0
     for batch, part in zip(found, parts, strict=True):

@@ -125,8 +125,15 @@ def test_the_trainer_counts_real_tokens_alone(quick: Bench) -> None:
     from benchmarks import theirs
 
     store, table = prepare.trial(quick, prepare.lines(quick), "lines", 8)
-    job = theirs.Job(model=str(prepare.model(quick)[1]), table=str(table), task="mlm", rows=8,
-                     output=str(quick.folder / "trainer"), steps=3, warmup=1)  # fmt: skip
+    job = theirs.Job(
+        model=str(prepare.model(quick)[1]),
+        table=str(table),
+        task="mlm",
+        rows=8,
+        output=str(quick.folder / "trainer"),
+        steps=3,
+        warmup=1,
+    )
     found = theirs.train(job)
     assembler = prepare.assembler(quick, open_store(store))
     sizes = assembler.sizes(np.arange(assembler.split.rows))
@@ -189,10 +196,13 @@ def test_the_operations_of_a_step_are_those_torch_counts() -> None:
         torch.nn.init.normal_(parameter)
     T = rows * length
     batch = Packed(
-        torch.arange(T), torch.arange(length).repeat(rows), torch.zeros(T, dtype=torch.int64),
-        layout(np.arange(0, T + 1, length)), places=torch.arange(masked),
+        torch.arange(T),
+        torch.arange(length).repeat(rows),
+        torch.zeros(T, dtype=torch.int64),
+        layout(np.arange(0, T + 1, length)),
+        places=torch.arange(masked),
         targets=torch.arange(masked),
-    )  # fmt: skip
+    )
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         model.train().loss(batch)[0].total.backward()
     expected = gpu.training_flops(config, length, masked / T) * T
@@ -240,8 +250,9 @@ def test_the_parts_for_cuda_run(quick: Bench, monkeypatch: pytest.MonkeyPatch) -
 
 
 def row(**changes: Any) -> Row:
-    return replace(Row("a step", "real tokens/s", [30.0, 20.0], "others", [10.0, 10.0], 2.5),
-                   **changes)  # fmt: skip
+    return replace(
+        Row("a step", "real tokens/s", [30.0, 20.0], "others", [10.0, 10.0], 2.5), **changes
+    )
 
 
 def test_a_row_counts_ratios_round_by_round() -> None:

@@ -335,7 +335,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty safetensors": (truncated("model.safetensors", 0), "not a whole safetensors file"),
     "no weights": (without("model.safetensors"), "has neither model.safetensors nor pytorch"),
     "a tensor missing": (
-        changed(QUERY, lambda w: None), f"lacks the tensor {QUERY.removeprefix('bert.')}"
+        changed(QUERY, lambda w: None),
+        f"lacks the tensor {QUERY.removeprefix('bert.')}",
     ),
     "a head's tensor missing": (
         changed("cls.predictions.transform.dense.bias", lambda w: None),
@@ -360,7 +361,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "cls.predictions.decoder.weight differs from embeddings.word_embeddings.weight",
     ),
     "a decoder said to be untied": (
-        config(tie_word_embeddings=False), "tie_word_embeddings: false; only decoders that are tied"
+        config(tie_word_embeddings=False),
+        "tie_word_embeddings: false; only decoders that are tied",
     ),
     "more pieces than vectors": (
         written("vocab.txt", "\n".join([*VOCABULARY, "one", "two"])),
@@ -368,7 +370,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "holds a piece twice"),
     "no special tokens": (
-        written("vocab.txt", "a\nb\n[UNK]\n"), "lacks the special tokens [PAD], [CLS], [SEP]"
+        written("vocab.txt", "a\nb\n[UNK]\n"),
+        "lacks the special tokens [PAD], [CLS], [SEP]",
     ),
     "vocabulary not UTF-8": (written("vocab.txt", b"a\n\xff\n"), "vocab.txt is not UTF-8"),
     "no vocabulary": (without("vocab.txt"), "has neither tokenizer.json nor vocab.txt"),
@@ -383,20 +386,24 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not known; bert, rob"),
     "a decoder": (config(is_decoder=True), "only encoders with absolute positions"),
     "relative positions": (
-        config(position_embedding_type="relative_key"), "only encoders with absolute positions"
+        config(position_embedding_type="relative_key"),
+        "only encoders with absolute positions",
     ),
     "another activation": (
-        config(hidden_act="silu"), "hidden_act 'silu' is none of gelu, gelu_new, gelu_pytorch_tanh"
+        config(hidden_act="silu"),
+        "hidden_act 'silu' is none of gelu, gelu_new, gelu_pytorch_tanh",
     ),
     "heads that do not divide": (
-        config(num_attention_heads=4), "model.hidden=39 is no multiple of model.heads=4"
+        config(num_attention_heads=4),
+        "model.hidden=39 is no multiple of model.heads=4",
     ),
     "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
     "a wrong width": (config(intermediate_size="wide"), "intermediate input should be a valid int"),
     "more layers than there are": (
-        config(num_hidden_layers=3), "lacks the tensor encoder.layer.2.attention.self.query.weight"
+        config(num_hidden_layers=3),
+        "lacks the tensor encoder.layer.2.attention.self.query.weight",
     ),
-}  # fmt: skip
+}
 
 
 def shards(directory: Path, form: str = "safetensors", parts: int = 3) -> dict[str, str]:
@@ -416,8 +423,9 @@ def shards(directory: Path, form: str = "safetensors", parts: int = 3) -> dict[s
     return places
 
 
-def sharded(change: Callable[[dict[str, str], Path], Any], form: str = "safetensors"
-            ) -> Callable[[Path], None]:  # fmt: skip
+def sharded(
+    change: Callable[[dict[str, str], Path], Any], form: str = "safetensors"
+) -> Callable[[Path], None]:
     """Shards, and what is done to their index."""
 
     def apply(source: Path) -> None:
@@ -463,31 +471,37 @@ BAD |= {
         "names '../x.safetensors', which is no file of its directory",
     ),
     "a shard above": (
-        sharded(lambda places, source: places.update({QUERY: ".."})), "names '..', which is no file"
+        sharded(lambda places, source: places.update({QUERY: ".."})),
+        "names '..', which is no file",
     ),
     "a shard of no name": (
-        sharded(lambda places, source: places.update({QUERY: ""})), "names '', which is no file"
+        sharded(lambda places, source: places.update({QUERY: ""})),
+        "names '', which is no file",
     ),
     "an absolute shard": (
         sharded(lambda places, source: places.update({QUERY: "/etc/passwd"})),
         "names '/etc/passwd', which is no file of its directory",
     ),
     "an empty index": (
-        sharded(lambda places, source: places.clear()), "index.json holds no weight_map"
+        sharded(lambda places, source: places.clear()),
+        "index.json holds no weight_map",
     ),
     "several labels at once": (
-        config(problem_type="multi_label_classification"), "several labels at once"
+        config(problem_type="multi_label_classification"),
+        "several labels at once",
     ),
     "more positions than there are numbers": (
-        config(max_position_embeddings=2**63), "is not of the family bert"
+        config(max_position_embeddings=2**63),
+        "is not of the family bert",
     ),
     "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
     "too wide by far": (config(hidden_size=3 * 10**9), "hidden input should be less than 16777216"),
     "too wide": (
-        config(hidden_size=3 * 10**4), "word.weight is (97, 39) where its config wants (97, 30000)"
+        config(hidden_size=3 * 10**4),
+        "word.weight is (97, 39) where its config wants (97, 30000)",
     ),
     "an activation that is a list": (config(hidden_act=["gelu"]), "hidden_act ['gelu'] is none of"),
-}  # fmt: skip
+}
 
 
 def run_here(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
@@ -527,54 +541,75 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "groups": ("albert", config(num_hidden_groups=2), "one group of one layer"),
     "inner groups": ("albert", config(inner_group_num=2), "one group of one layer"),
     "another width of embeddings": (
-        "albert", config(embedding_size=12), "is (97, 11) where its config wants (97, 12)"
+        "albert",
+        config(embedding_size=12),
+        "is (97, 11) where its config wants (97, 12)",
     ),
     "no projection": (
-        "albert", changed("albert.encoder.embedding_hidden_mapping_in.weight", lambda w: None),
+        "albert",
+        changed("albert.encoder.embedding_hidden_mapping_in.weight", lambda w: None),
         "lacks the tensor encoder.embedding_hidden_mapping_in.weight",
     ),
     "another activation than its head's": (
-        "roberta", config(hidden_act="relu"), "not that of roberta's MLM head, which is always gelu"
+        "roberta",
+        config(hidden_act="relu"),
+        "not that of roberta's MLM head, which is always gelu",
     ),
     "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is no id"),
     "words for positions": (
-        "roberta", config(max_position_embeddings="many"), "is not of the family roberta"
+        "roberta",
+        config(max_position_embeddings="many"),
+        "is not of the family roberta",
     ),
     "too few positions": (
-        "roberta", config(max_position_embeddings=12), "is (19, 39) where its config wants"
+        "roberta",
+        config(max_position_embeddings=12),
+        "is (19, 39) where its config wants",
     ),
     "half a head": (
-        "roberta", changed("lm_head.layer_norm.bias", lambda w: None),
+        "roberta",
+        changed("lm_head.layer_norm.bias", lambda w: None),
         "lacks the tensor lm_head.layer_norm.bias",
     ),
     "an untied decoder": (
-        "roberta", added(lm_head__decoder__weight=torch.ones(PIECES, HIDDEN)),
+        "roberta",
+        added(lm_head__decoder__weight=torch.ones(PIECES, HIDDEN)),
         "lm_head.decoder.weight differs from embeddings.word_embeddings.weight",
     ),
     "more pieces than vectors": (
-        "roberta", config(vocab_size=90), "is (97, 39) where its config wants (90, 39)"
+        "roberta",
+        config(vocab_size=90),
+        "is (97, 39) where its config wants (90, 39)",
     ),
     "a list of types": ("bert", config(model_type=["bert"]), "model_type ['bert'] is not known"),
     "fewer layers than weights": (
-        "bert", config(num_hidden_layers=1), "beyond the 1 layers that config.json knows"
+        "bert",
+        config(num_hidden_layers=1),
+        "beyond the 1 layers that config.json knows",
     ),
     "fewer layers than distilled weights": (
-        "distilbert", config(n_layers=1), "beyond the 1 layers that config.json knows"
+        "distilbert",
+        config(n_layers=1),
+        "beyond the 1 layers that config.json knows",
     ),
     "no merges": ("roberta", without("merges.txt"), "merges.txt does not exist"),
     "NaN": (
-        "distilbert", changed("distilbert.transformer.layer.1.ffn.lin1.bias", lambda w: w / 0 * 0),
+        "distilbert",
+        changed("distilbert.transformer.layer.1.ffn.lin1.bias", lambda w: w / 0 * 0),
         "transformer.layer.1.ffn.lin1.bias holds NaN",
     ),
     "8-bit numbers": (
-        "distilbert", changed("vocab_transform.weight", lambda w: w.to(torch.int8)),
+        "distilbert",
+        changed("vocab_transform.weight", lambda w: w.to(torch.int8)),
         "vocab_transform.weight holds torch.int8",
     ),
     "no dim": ("distilbert", config(dim=...), "is not of the family distilbert: no 'dim'"),
     "another name of activation": (
-        "distilbert", config(activation="swish"), "activation 'swish' is none of gelu"
+        "distilbert",
+        config(activation="swish"),
+        "activation 'swish' is none of gelu",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -176,8 +176,17 @@ FILES = {
     "d.java": JAVA,
     "e.fasta": ">sp|X name\nMkv\n L*\n\n>second\nAC\n",
 }
-DOCUMENTS = ["one\ntwo", "three", "four\n\nfive", "six", "seven", "eight",
-             'class A { String s = "/* no */";\n}\n', "MKVL*", "AC"]  # fmt: skip
+DOCUMENTS = [
+    "one\ntwo",
+    "three",
+    "four\n\nfive",
+    "six",
+    "seven",
+    "eight",
+    'class A { String s = "/* no */";\n}\n',
+    "MKVL*",
+    "AC",
+]
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -203,8 +212,18 @@ def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):
     assert [column[i].tolist() for i in range(len(column))] == [ids.tolist() for ids in wanted]
     names = [source["file"] for source in store.meta["origin"]["sources"]]
     assert names == ["a.txt", "b.jsonl", "c.ndjson", "d.java", "e.fasta"]
-    here(monkeypatch, "tokenizer", "--kind", "symbols", "--vocab-size", 99, "--output", "t",
-         "--input", "d/*")  # fmt: skip
+    here(
+        monkeypatch,
+        "tokenizer",
+        "--kind",
+        "symbols",
+        "--vocab-size",
+        99,
+        "--output",
+        "t",
+        "--input",
+        "d/*",
+    )
     letters = set("".join(DOCUMENTS)) - set(" \n")
     assert tokenizers.load("t").pieces[5:] == sorted(letters)
 
@@ -318,8 +337,17 @@ def test_fasta_as_it_is_published(shared):
 def test_lines_are_for_plain_text(tmp_path, toks, monkeypatch):
     (tmp_path / "t.jsonl").write_text('{"text": "a"}')
     with pytest.raises(BadInput, match="--lines is for plain text"):
-        here(monkeypatch, "text", "--input", tmp_path / "t.jsonl", "--lines", "--tokenizer",
-             toks / "bpe", "--output", tmp_path / "s")  # fmt: skip
+        here(
+            monkeypatch,
+            "text",
+            "--input",
+            tmp_path / "t.jsonl",
+            "--lines",
+            "--tokenizer",
+            toks / "bpe",
+            "--output",
+            tmp_path / "s",
+        )
 
 
 # ------------------------------------------------------------------------------ Java
@@ -483,9 +511,38 @@ def outcome(remove: Any, source: str) -> Any:
 
 
 def test_java_like_soup():
-    tokens = ['"', "'", "/", "*", "//", "/*", "*/", '"""', '"""\n', "\\", "\\\\", "\\u0022", " ",
-              "\\u002f", "\\uu002A", "\\u005c", "\\u000a", "\r\n", "\r", "\t", "a", "\\n", "\\u",
-              "\n", "\u00e9", '"a"', "'b'", "/* c */", "// d\n", "{\n"]  # fmt: skip
+    tokens = [
+        '"',
+        "'",
+        "/",
+        "*",
+        "//",
+        "/*",
+        "*/",
+        '"""',
+        '"""\n',
+        "\\",
+        "\\\\",
+        "\\u0022",
+        " ",
+        "\\u002f",
+        "\\uu002A",
+        "\\u005c",
+        "\\u000a",
+        "\r\n",
+        "\r",
+        "\t",
+        "a",
+        "\\n",
+        "\\u",
+        "\n",
+        "\u00e9",
+        '"a"',
+        "'b'",
+        "/* c */",
+        "// d\n",
+        "{\n",
+    ]
 
     @settings(max_examples=1500, deadline=None, derandomize=True)
     @given(st.lists(st.sampled_from(tokens), max_size=25).map("".join))
@@ -725,8 +782,18 @@ def alive(pid: int) -> bool:
 )
 def test_no_process_stays_behind(toks, long_text, number, status):
     output = long_text.parent / "out/s"
-    process = start(SMALL_BATCHES + "start.run(main)", "text", "--input", long_text, "--workers",
-                    2, "--tokenizer", toks / "wordpiece", "--output", output)  # fmt: skip
+    process = start(
+        SMALL_BATCHES + "start.run(main)",
+        "text",
+        "--input",
+        long_text,
+        "--workers",
+        2,
+        "--tokenizer",
+        toks / "wordpiece",
+        "--output",
+        output,
+    )
     pids = wait_for(lambda: len(found := children(process.pid)) == 2 and found)
     wait_for(lambda: any(path.stat().st_size for path in output.parent.rglob("tokens.npy")))
     process.send_signal(number)

@@ -19,9 +19,15 @@ from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 97, "layers": 2, "hidden": 39, "heads": 3, "intermediate": 53,
-    "max_positions": 17, "dropout": 0.1, "attention_dropout": 0.1,
-}  # fmt: skip
+    "vocab_size": 97,
+    "layers": 2,
+    "hidden": 39,
+    "heads": 3,
+    "intermediate": 53,
+    "max_positions": 17,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "bert": {},
     "albert": {"layers": 3, "embedding": 11, "shared_layers": True},
@@ -52,8 +58,9 @@ def work(masked: bool) -> Work:
     """random_batch as numbers."""
     places = random_batch().places
     assert places is not None
-    return Work(sum(LENGTHS), sum(n * n for n in LENGTHS), len(LENGTHS),
-                len(places) if masked else 0)  # fmt: skip
+    return Work(
+        sum(LENGTHS), sum(n * n for n in LENGTHS), len(LENGTHS), len(places) if masked else 0
+    )
 
 
 def initialised(config: ModelConfig, kind: HeadKind, outputs: int, **more: Any) -> Model:
@@ -87,8 +94,9 @@ def test_operations_of_a_pair_head_beside_masked_tokens() -> None:
 
 
 def test_operations_of_the_convolutional_network() -> None:
-    config = ModelConfig(architecture="hilbert_cnn", vocab_size=97, kmer=2, letters=(5, 6, 7, 8),
-                         max_positions=17)  # fmt: skip
+    config = ModelConfig(
+        architecture="hilbert_cnn", vocab_size=97, kmer=2, letters=(5, 6, 7, 8), max_positions=17
+    )
     found = counted(initialised(config, "classify", 4))
     assert found == cost.training_flops(config, "classify", work(False), outputs=4)
 
@@ -168,8 +176,11 @@ def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
     """docs/scaling.md holds what benchmarks/scaling.py prints, and what it must add up to."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.scaling"],
-        cwd=root, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     page = (root / "docs/scaling.md").read_text(encoding="utf-8")
     assert done.stdout.strip() in page, "run python benchmarks/scaling.py --output docs/scaling.md"
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "|" in line]

@@ -46,8 +46,11 @@ def test_scores_are_those_of_the_run(
     store, expected = getattr(data, name), read_json(learned[name] / "result.json")["metrics"]
     for split, ranks in (("test", 1), ("valid", 1), ("test", 2)):
         out = tmp_path / f"{split}-{ranks}.json"
-        done = good(evaluate(forks, learned[name], f"data={store}", f"split={split}", f"out={out}",
-                             ranks=ranks))  # fmt: skip
+        done = good(
+            evaluate(
+                forks, learned[name], f"data={store}", f"split={split}", f"out={out}", ranks=ranks
+            )
+        )
         written = read_json(out)
         assert written == {
             "checkpoint": str(learned[name]),
@@ -172,8 +175,10 @@ def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> 
     text = f"text={TOPICS[1][0]} [MASK] {TOPICS[1][1]}"
     rows = f"input={data.raw / 'scores/test.tsv'}"
     for name, form in (("text", text), ("scores", rows)):
-        done = [good(evaluate(forks, learned[name], form, f"system.precision={precision}"))
-                for precision in ("fp32", "bf16")]  # fmt: skip
+        done = [
+            good(evaluate(forks, learned[name], form, f"system.precision={precision}"))
+            for precision in ("fp32", "bf16")
+        ]
         shown.append([one.out for one in done])
         slow = slow_precision(torch.device("cpu"), "bf16")
         assert slow in done[1].err
@@ -194,8 +199,18 @@ def others(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -
     for split in ("train", "valid", "test"):
         text = (data.raw / f"classes/{split}.tsv").read_text()
         (place / f"raw/{split}.tsv").write_text(text.replace("\tno", "\tmaybe"))
-    make = ("preprocess.py", "task", "tsv", "--text", "text", "--label", "label", "--tokenizer",
-            data.tokenizer, "--input")  # fmt: skip
+    make = (
+        "preprocess.py",
+        "task",
+        "tsv",
+        "--text",
+        "text",
+        "--label",
+        "label",
+        "--tokenizer",
+        data.tokenizer,
+        "--input",
+    )
     good(forks.run(*make, place / "raw", "--output", place / "maybe"))
     swapped = (data.raw / "classes", "--labels", "yes,no", "--output", place / "swapped")
     good(forks.run(*make, *swapped))
@@ -218,10 +233,16 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("classes", ["data={data}/classes", "top=0"], ["top=0"]),
     ("classes", ["data={data}/classes", "out={others}/absent/x.json"], ["absent/x.json cannot be"]),
     ("classes", ["data={data}/classes", "out={others}"], ["others0 cannot be written"]),
-    ("classes", ["data={data}/splice"], ["splice has labels outside the checkpoint's classes",
-                                         "EI, IE, N"]),
-    ("classes", ["data={others}/maybe"], ["labels outside the checkpoint's classes: maybe",
-                                          "the checkpoint knows no, yes"]),
+    (
+        "classes",
+        ["data={data}/splice"],
+        ["splice has labels outside the checkpoint's classes", "EI, IE, N"],
+    ),
+    (
+        "classes",
+        ["data={others}/maybe"],
+        ["labels outside the checkpoint's classes: maybe", "the checkpoint knows no, yes"],
+    ),
     ("classes", ["data={others}/swapped"], ["other classes than the checkpoint's: yes, no"]),
     ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),
     ("scores", ["data={data}/classes"], ["head=regress needs a store of kind score"]),
@@ -238,12 +259,15 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("classes", ["input={others}"], ["is a directory"]),
     ("classes", ["input={others}/empty.tsv"], ["empty.tsv is empty"]),
     ("classes", ["input={others}/header.tsv"], ["header.tsv has a header and no row"]),
-    ("classes", ["input={others}/three.tsv"], ["three.tsv:1: the header lacks the column 'text'",
-                                              "it has 3 columns, 'a', 'b', 'c'"]),
+    (
+        "classes",
+        ["input={others}/three.tsv"],
+        ["three.tsv:1: the header lacks the column 'text'", "it has 3 columns, 'a', 'b', 'c'"],
+    ),
     ("classes", ["input={others}/short.tsv"], ["short.tsv:3: 1 column instead of 2"]),
     ("classes", ["input={others}/latin.tsv"], ["latin.tsv:2: not valid UTF-8"]),
     ("pairs", ["input={others}/three.tsv"], ["three.tsv:1", "'left' and 'right'", "2 columns"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: " ".join([case[0], *case[1]]))
@@ -335,8 +359,9 @@ def test_a_mapping_belongs_to_its_tokenizer(
     checkpoint = checkpoints.load(learned["splice"])
     assert checkpoint.source is not None
     letters = [p for p in checkpoint.source.pieces if len(p) == 1]
-    with create_store(tmp_path / "other", symbols(reversed(letters)),
-                      {"tokens": "", "label": "int64"}) as store:  # fmt: skip
+    with create_store(
+        tmp_path / "other", symbols(reversed(letters)), {"tokens": "", "label": "int64"}
+    ) as store:
         with store.split("test") as split:
             split.append_ragged("tokens", np.array([5, 6, 7]), np.array([3]))
             split.append("label", np.zeros(1, np.int64))

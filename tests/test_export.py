@@ -134,8 +134,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "albert": {"embedding": 8, "shared_layers": True, "activation": "gelu_tanh"},
     "distilbert": {"token_types": 0, "pooler": "relu", "head_dropout": 0.2},
 }
-SMALL: dict[str, Any] = {"layers": 3, "hidden": 24, "heads": 3, "intermediate": 20,
-                         "max_positions": LONGEST, "initializer_range": 0.5}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 24,
+    "heads": 3,
+    "intermediate": 20,
+    "max_positions": LONGEST,
+    "initializer_range": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +267,13 @@ def test_pairs_of_texts_give_equal_outputs(
     ],
 )
 def test_what_no_family_has_is_refused(
-    learned: dict[str, tokenizers.Tokenizer], family: str, more: dict[str, Any], message: str,
-    tmp_path: Path, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    learned: dict[str, tokenizers.Tokenizer],
+    family: str,
+    more: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     made, _, _ = scratch(learned, family, **more).with_head(Head("classify", ("a", "b")), 1)
     checkpoints.save(made, tmp_path / "ours")
     status, out, err = run(capfd, "to-hf", tmp_path / "ours", tmp_path / "theirs")
@@ -289,8 +299,9 @@ def test_the_command_keeps_an_old_directory(
     line = ("to-hf", tmp_path / "ours", tmp_path / "theirs")
     assert run(capfd, *line)[0] == 0
     assert run(capfd, *line)[::2] == (
-        2, f"error: {line[2]} exists; give another output, or --overwrite to replace it\n"
-    )  # fmt: skip
+        2,
+        f"error: {line[2]} exists; give another output, or --overwrite to replace it\n",
+    )
     assert run(capfd, *line, "--overwrite")[0] == 0
     (tmp_path / "ours/model.safetensors").write_bytes(b"x")
     before = (tmp_path / "theirs/config.json").read_bytes()
@@ -303,10 +314,11 @@ def test_a_name_that_is_no_directory_needs_the_hub(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert run(capfd, "from-hf", "nobody/nothing", tmp_path / "out")[::2] == (
-        2, "error: nobody/nothing is not a directory; fetching it from the Hugging Face hub "
+        2,
+        "error: nobody/nothing is not a directory; fetching it from the Hugging Face hub "
         "needs the package huggingface_hub, which is in xformer-transfer[hub]: pip install "
         "huggingface_hub\n",
-    )  # fmt: skip
+    )
 
 
 def test_a_repository_of_the_hub_is_fetched_whole(
@@ -367,8 +379,10 @@ def test_what_sentence_transformers_needs_is_kept(minilm: Path, tmp_path: Path) 
 def test_modules_with_weights_are_left_over_by_name(tmp_path: Path) -> None:
     tiny("BertModel", tmp_path / "source")
     kinds = ("Transformer", "Pooling", "Dense")
-    modules = [{"path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
-               for i, kind in enumerate(kinds)]  # fmt: skip
+    modules = [
+        {"path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
     write_json(tmp_path / "source/modules.json", modules)
     assert hf.from_hf(tmp_path / "source").left == ["the module sentence_transformers.models.Dense"]
     write_json(tmp_path / "source/modules.json", [{"path": "../x", "type": "a.Pooling"}])
@@ -394,8 +408,7 @@ def test_an_exported_directory_is_a_base_for_sentences(
 
 # ---------------------------------------------------------------------------------- tokenizers
 
-KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "symbols",
-         "separated"]  # fmt: skip
+KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "symbols", "separated"]
 
 
 @pytest.mark.parametrize("segments", [True, False])
@@ -436,10 +449,12 @@ def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> Non
     tiny(f"{name}Model", tmp_path / "source", vocab_size=PIECES + 4)
     theirs = getattr(transformers, f"{name}Tokenizer").from_pretrained(tmp_path / "source")
     mask = theirs.mask_token
-    theirs.add_special_tokens({
-        "mask_token": AddedToken(mask, lstrip=name == "Bert", rstrip=True, normalized=False),
-        "additional_special_tokens": [AddedToken("[ENT]", rstrip=True, normalized=False)],
-    })  # fmt: skip
+    theirs.add_special_tokens(
+        {
+            "mask_token": AddedToken(mask, lstrip=name == "Bert", rstrip=True, normalized=False),
+            "additional_special_tokens": [AddedToken("[ENT]", rstrip=True, normalized=False)],
+        }
+    )
     theirs.add_tokens(["new york", "w3x", AddedToken("ab", single_word=True)])
     theirs.save_pretrained(tmp_path / "source")
     said = tmp_path / "source/tokenizer_config.json"
@@ -447,8 +462,9 @@ def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> Non
     for file in ("special_tokens_map.json", "added_tokens.json"):  # the newer form has neither
         (tmp_path / "source" / file).unlink(missing_ok=True)
     found = there_and_back(tmp_path / "source", tmp_path)
-    first, again = (transformers.AutoTokenizer.from_pretrained(tmp_path / d)
-                    for d in ("source", "theirs"))  # fmt: skip
+    first, again = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / d) for d in ("source", "theirs")
+    )
     texts = ["w3 w3x new york ab abc", f"w4 {mask} w5[ENT]  w6 ", "W3X New York", "a w3xab"]
     assert again(texts)["input_ids"] == first(texts)["input_ids"]
     plain = hf.from_hf(found).checkpoint.tokenizer
@@ -513,8 +529,15 @@ def test_inspect_shows_both_forms_of_a_model(
         assert (status, err) == (0, "")
         assert len(out.splitlines()) <= 24
         assert max(map(len, out.splitlines())) <= 180
-        for said in (family_of(f"{name}Model").name, "39 wide", "3 heads", f"{parameters:,}",
-                     "2 classes: bad, good", "97 pieces", "from-hf family="):  # fmt: skip
+        for said in (
+            family_of(f"{name}Model").name,
+            "39 wide",
+            "3 heads",
+            f"{parameters:,}",
+            "2 classes: bad, good",
+            "97 pieces",
+            "from-hf family=",
+        ):
             assert said in out, said
         parts = re.sub(r"\(.*?\)", "", out.split(f"{parameters:,}\n")[1].splitlines()[0])
         numbers = [int(n.replace(",", "")) for n in re.findall(r"[a-z_]+ ([\d,]*\d)", parts)]

@@ -49,10 +49,15 @@ def test_packed_sequences_of_any_length_equal_padded_ones(
 
 @pytest.mark.parametrize(
     ("name", "option", "value"),
-    [("Bert", "hidden_act", "gelu_new"), ("Bert", "hidden_act", "relu"),
-     ("Albert", "hidden_act", "gelu"), ("DistilBert", "activation", "relu"),
-     ("Roberta", "pad_token_id", 4), ("Albert", "embedding_size", HIDDEN)],
-)  # fmt: skip
+    [
+        ("Bert", "hidden_act", "gelu_new"),
+        ("Bert", "hidden_act", "relu"),
+        ("Albert", "hidden_act", "gelu"),
+        ("DistilBert", "activation", "relu"),
+        ("Roberta", "pad_token_id", 4),
+        ("Albert", "embedding_size", HIDDEN),
+    ],
+)
 def test_options_of_a_config_are_obeyed(name: str, option: str, value: Any, tmp_path: Path) -> None:
     more = {"max_position_embeddings": LONGEST + 5} if option == "pad_token_id" else {}
     found = parity(name, "mlm", torch.float64, [LONGEST, 3], tmp_path, **{option: value}, **more)
@@ -95,8 +100,13 @@ def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
             targets = torch.where(half, likeliest, (likeliest + 1) % expected.logits.size(-1))
             batch = replace(batch, targets=targets)
         else:
-            likeliest = expected.logits.argmax(1) if kind == "classify" else torch.stack(
-                [expected.start_logits.argmax(1), expected.end_logits.argmax(1)], 1)  # fmt: skip
+            likeliest = (
+                expected.logits.argmax(1)
+                if kind == "classify"
+                else torch.stack(
+                    [expected.start_logits.argmax(1), expected.end_logits.argmax(1)], 1
+                )
+            )
             half = torch.tensor([True, False, True, True])
             wrong = (likeliest + 1) % (4 if kind == "classify" else LONGEST)
             if kind == "span":  # the right beginning alone is no right span

@@ -105,8 +105,9 @@ def test_a_residual_sum_with_dropout_equals_the_plain_one(rate: float) -> None:
 # ---------------------------------------------------------------------------------- attention
 
 
-def attended(lengths: list[int], rate: float, backend: Backend, dtype: torch.dtype
-             ) -> tuple[Tensor, Tensor]:  # fmt: skip
+def attended(
+    lengths: list[int], rate: float, backend: Backend, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The output and the gradient of q, k and v, with the same masks at every call."""
     made = torch.randn(sum(lengths), 3, HEADS, 5, generator=seeded(3), dtype=torch.float64)
     qkv = made.to(dtype).requires_grad_()
@@ -152,8 +153,10 @@ def test_sequences_of_nearly_one_length_share_a_block(monkeypatch: pytest.Monkey
     first, second, third = where.blocks_of(HEADS)
     # 6 and 7 waste 13, and 8 would waste 30 with them
     assert [(b.count, b.length, b.tokens) for b in (first, second, third)] == [
-        (2, 7, 13), (1, 8, 8), (2, 30, 60)
-    ]  # fmt: skip
+        (2, 7, 13),
+        (1, 8, 8),
+        (2, 30, 60),
+    ]
     x = torch.arange(1, 14)
     assert first.pad(x).tolist() == [[1, 2, 3, 4, 5, 6, 6], [7, 8, 9, 10, 11, 12, 13]]
     assert first.pad_with_zeros(x)[0].tolist() == [1, 2, 3, 4, 5, 6, 0]
@@ -300,16 +303,26 @@ def test_the_loss_in_blocks_bears_far_logits_and_no_rows() -> None:
 # --------------------------------------------------------------------------- the whole model
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "post": {}, "pre": {"norm": "pre"}, "shared": {"shared_layers": True, "embedding": 11},
+    "post": {},
+    "pre": {"norm": "pre"},
+    "shared": {"shared_layers": True, "embedding": 11},
     "deviation": {"norm_form": "deviation"},
-}  # fmt: skip
+}
 
 
 def model(rate: float, **changes: Any) -> Model:
     config = ModelConfig(
-        vocab_size=PIECES, layers=2, hidden=HIDDEN, heads=HEADS, intermediate=INNER,
-        max_positions=LONGEST, layer_norm_eps=1e-2, dropout=rate, attention_dropout=rate, **changes,
-    )  # fmt: skip
+        vocab_size=PIECES,
+        layers=2,
+        hidden=HIDDEN,
+        heads=HEADS,
+        intermediate=INNER,
+        max_positions=LONGEST,
+        layer_norm_eps=1e-2,
+        dropout=rate,
+        attention_dropout=rate,
+        **changes,
+    )
     made = Model(config, "mlm")
     for i, weight in enumerate(made.parameters()):
         weight.data = torch.randn(weight.shape, generator=seeded(i)) * 0.3

@@ -173,8 +173,13 @@ def listed(tmp_path: Path, *files: dict[str, Any], **keys: Any) -> Path:
     inline = ", ".join(
         "{" + ", ".join(f"{k} = {json.dumps(v)}" for k, v in file.items()) + "}" for file in files
     )
-    entry = {"licence": "CC0", "citation": "Someone 2020", "source": "nowhere",
-             "then": "text --input {directory}/a.txt", **keys}  # fmt: skip
+    entry = {
+        "licence": "CC0",
+        "citation": "Someone 2020",
+        "source": "nowhere",
+        "then": "text --input {directory}/a.txt",
+        **keys,
+    }
     lines = [f"{key} = {json.dumps(value)}" for key, value in entry.items() if value is not None]
     path = tmp_path / "catalogue.toml"
     text = "\n".join(['["group/name"]', *lines, *([f"files = [{inline}]"] if files else [])])
@@ -372,9 +377,14 @@ def test_a_wrong_size_is_refused(site: Site, cache: Path) -> None:
         shutil.rmtree(cache)
 
 
-@pytest.mark.parametrize("steps", [
-    [Step(no_length=True)], [Step(chunked=True)], [Step(chunked=True, send=100_000)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [Step(no_length=True)],
+        [Step(chunked=True)],
+        [Step(chunked=True, send=100_000)],
+    ],
+)
 def test_an_unknown_length_is_no_hindrance(site: Site, cache: Path, steps: list[Step]) -> None:
     site.script = list(steps)
     target = fetch.fetch(one(site, pinned=False), cache)
@@ -717,9 +727,14 @@ def test_a_limit_of_its_own(site: Site, cache: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ending", "pack"),
-    [(".tar", bytes), (".tar.gz", gzip.compress), (".tgz", gzip.compress),
-     (".tar.bz2", bz2.compress), (".tar.xz", lzma.compress)],
-)  # fmt: skip
+    [
+        (".tar", bytes),
+        (".tar.gz", gzip.compress),
+        (".tgz", gzip.compress),
+        (".tar.bz2", bz2.compress),
+        (".tar.xz", lzma.compress),
+    ],
+)
 def test_tar_files_unpack(
     ending: str, pack: Callable[[bytes], bytes], site: Site, cache: Path
 ) -> None:
@@ -775,9 +790,18 @@ def test_the_promised_names() -> None:
     glue = [
         f"glue/{n}" for n in ["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"]
     ]
-    rest = ["squad", "squad/v2", "dna/splice", "dna/h3", "dna/h4", "dna/h3k9ac",
-            "protein/localization", "protein/stability", "protein/fluorescence",
-            "music/maestro"]  # fmt: skip
+    rest = [
+        "squad",
+        "squad/v2",
+        "dna/splice",
+        "dna/h3",
+        "dna/h4",
+        "dna/h3k9ac",
+        "protein/localization",
+        "protein/stability",
+        "protein/fluorescence",
+        "music/maestro",
+    ]
     assert set(CATALOGUE) >= {*glue, *rest}
     assert all(CATALOGUE[name].files[0].sha256 for name in [*glue, "squad", "squad/v2"])
     assert len(CATALOGUE["glue/mrpc"].files) == 3
@@ -803,8 +827,9 @@ def cli_run(arguments: list[str]) -> None:
 
 
 def test_unknown_names_and_by_hand(tmp_path: Path) -> None:
-    refused(command("preprocess.py", "fetch", "glue/colla"), "'glue/colla'",
-            "did you mean glue/cola?")  # fmt: skip
+    refused(
+        command("preprocess.py", "fetch", "glue/colla"), "'glue/colla'", "did you mean glue/cola?"
+    )
     with pytest.raises(BadInput, match=r"oscar-kn can only be fetched by hand: .*account"):
         cli_run(["fetch", "corpus/oscar-kn", "--cache", str(tmp_path / "cache")])
     assert not (tmp_path / "cache").exists()

@@ -18,10 +18,19 @@ from xformer.data.files import PIECE, write_all, write_file
 AROUND = getattr(os, "O_DIRECT", 0)  # of Linux
 
 
-@pytest.mark.parametrize("sizes", [
-    [0], [1], [3, 0, 5], [PIECE], [PIECE - 1], [PIECE + 1], [2 * PIECE],
-    [7, PIECE, 4096, 3 * PIECE + 13, 1],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0],
+        [1],
+        [3, 0, 5],
+        [PIECE],
+        [PIECE - 1],
+        [PIECE + 1],
+        [2 * PIECE],
+        [7, PIECE, 4096, 3 * PIECE + 13, 1],
+    ],
+)
 @pytest.mark.parametrize("refuses", ["nothing", "the flag", "the write"])
 def test_a_written_file(
     sizes: list[int], refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -111,9 +111,16 @@ def test_the_curve_visits_all_cells_through_neighbours(side: int) -> None:
 
 @pytest.mark.parametrize(
     ("words", "size"),
-    [(1, (1, 1)), (2, (1, 2)), (3, (2, 2)), (57, (8, 8)), (65, (8, 16)), (497, (16, 32)),
-     (513, (32, 32))],
-)  # fmt: skip
+    [
+        (1, (1, 1)),
+        (2, (1, 2)),
+        (3, (2, 2)),
+        (57, (8, 8)),
+        (65, (8, 16)),
+        (497, (16, 32)),
+        (513, (32, 32)),
+    ],
+)
 def test_the_image_is_the_smallest(words: int, size: tuple[int, int]) -> None:
     assert image_size(words) == size
 
@@ -181,10 +188,13 @@ def slow_forward(weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         before = (w.shape[2] - 1) // 2
         wide = np.pad(x, ((0, 0), (0, 0), (before, w.shape[2]), (before, w.shape[2])))
         height, width = x.shape[2:]
-        return np.asarray(sum(
-            np.einsum("nchw,fc->nfhw", wide[:, :, i : i + height, j : j + width], w[:, :, i, j])
-            for i in range(w.shape[2]) for j in range(w.shape[3])
-        ))  # fmt: skip
+        return np.asarray(
+            sum(
+                np.einsum("nchw,fc->nfhw", wide[:, :, i : i + height, j : j + width], w[:, :, i, j])
+                for i in range(w.shape[2])
+                for j in range(w.shape[3])
+            )
+        )
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         mean, var, scale, shift = (
@@ -198,8 +208,10 @@ def slow_forward(weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
 
     def halved(x: np.ndarray) -> np.ndarray:
         height, width = (-(-n // 2) for n in x.shape[2:])
-        cells = [[x[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean((2, 3)) for j in range(width)]
-                 for i in range(height)]  # fmt: skip
+        cells = [
+            [x[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean((2, 3)) for j in range(width)]
+            for i in range(height)
+        ]
         return np.array(cells).transpose(2, 3, 0, 1)
 
     def shortcut(x: np.ndarray, name: str) -> np.ndarray:
@@ -404,12 +416,15 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "head": ("splice", ["head=mlm"], ["head=mlm", "hilbert_cnn predicts classes and scores"]),
     "shape": ("splice", ["model.layers=3"], ["model.layers", "architecture=hilbert_cnn"]),
     "range": ("splice", ["model.initializer_range=0.1"], ["model.initializer_range"]),
-    "other": ("splice", ["model.architecture=transformer", "model.kmer=3"],
-              ["model.kmer has no meaning with model.architecture=transformer"]),
+    "other": (
+        "splice",
+        ["model.architecture=transformer", "model.kmer=3"],
+        ["model.kmer has no meaning with model.architecture=transformer"],
+    ),
     "words": ("classes", [], ["reads the letters A C G T", "lacks A C G T", "symbols"]),
     "surgery": ("splice", ['surgery=[{op = "clean_embeddings"}]'], ["no word embeddings"]),
     "length": ("splice", ["batch.max_tokens=63"], ["batch.max_tokens=63: the model takes 62"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -424,10 +439,21 @@ def test_what_has_no_meaning_is_one_line(
 def test_a_run_is_a_start_like_any(learned: Path, forks: Forks, data: Toys, tmp_path: Path) -> None:
     """`init` takes the trunk with its statistics and a fresh head; `clean` is a fresh network."""
     for name, extra in (("on", []), ("clean", ['surgery=[{op = "clean"}]'])):
-        good(forks.run(*line(data.splice, tmp_path / name, f"init={learned}", "train.steps=1",
-                             "optim.lr=1e-12", *extra)))  # fmt: skip
-    old, on, clean = (checkpoints.load(p).weights for p in
-                      (learned, tmp_path / "on", tmp_path / "clean"))  # fmt: skip
+        good(
+            forks.run(
+                *line(
+                    data.splice,
+                    tmp_path / name,
+                    f"init={learned}",
+                    "train.steps=1",
+                    "optim.lr=1e-12",
+                    *extra,
+                )
+            )
+        )
+    old, on, clean = (
+        checkpoints.load(p).weights for p in (learned, tmp_path / "on", tmp_path / "clean")
+    )
     name = "cnn.blocks.2.mix.weight"
     torch.testing.assert_close(on[name], old[name], atol=1e-9, rtol=0)
     assert (on["task_head.weight"] - old["task_head.weight"]).abs().max() > 1e-3

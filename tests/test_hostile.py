@@ -96,10 +96,20 @@ def pickles(marker: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "name",
-    ["import pytorch_model.bin", "PLUS", "mapping.npy", "store label", "store train/tokens.npy",
-     "checkpoint model.safetensors", "capture", "capture part", "from spiece.model",
-     "import model.safetensors", "predictions"],
-)  # fmt: skip
+    [
+        "import pytorch_model.bin",
+        "PLUS",
+        "mapping.npy",
+        "store label",
+        "store train/tokens.npy",
+        "checkpoint model.safetensors",
+        "capture",
+        "capture part",
+        "from spiece.model",
+        "import model.safetensors",
+        "predictions",
+    ],
+)
 def test_no_pickle_runs(name: str, trial: Callable[[str], fuzz.Trial], tmp_path: Path) -> None:
     reads, marker = trial(name), tmp_path / "owned"
     for form, data in pickles(marker).items():
@@ -228,19 +238,37 @@ vary.word = {{ "{evil}" = {{}} }}
 [scales.mini]
 """
 
-NAMES = ["a b", "it's \"so\"", "$(touch owned)", "`touch owned`; touch owned", "line\nbreak",
-         "-rf", "%s {0} {text}", "\x1b[31mred", "[ab]", "é\u202eback"]  # fmt: skip
+NAMES = [
+    "a b",
+    'it\'s "so"',
+    "$(touch owned)",
+    "`touch owned`; touch owned",
+    "line\nbreak",
+    "-rf",
+    "%s {0} {text}",
+    "\x1b[31mred",
+    "[ab]",
+    "é\u202eback",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_names(name: str, ground: Path, tmp_path: Path, forks: Forks,
-                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_names_are_names(
+    name: str, ground: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file, an output and a run may be called anything; a shell never sees it."""
     monkeypatch.chdir(tmp_path)
     Path(f"{name}.txt").write_text((ground / "raw/t.txt").read_text() * 3)
     Path("v.txt").write_text((ground / "raw/v.txt").read_text())
-    command("text", f"--input={name}.txt", "--valid", "v.txt", "--tokenizer", ground / "tok",
-            f"--output={name}")  # fmt: skip
+    command(
+        "text",
+        f"--input={name}.txt",
+        "--valid",
+        "v.txt",
+        "--tokenizer",
+        ground / "tok",
+        f"--output={name}",
+    )
     assert open_store(name).split("train").rows > 0
     line = training(SMOKE, tmp_path / name, tmp_path / f"run {name}", "train.steps=1")
     good(forks.run(*line))
@@ -255,12 +283,19 @@ def test_names_are_names(name: str, ground: Path, tmp_path: Path, forks: Forks,
 # ------------------------------------------------------------------------------- what was found
 
 
-@pytest.mark.parametrize("name", [r.name for r in READERS if r.file.endswith((
-    ".json", ".jsonl", ".toml", "words"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [r.name for r in READERS if r.file.endswith((".json", ".jsonl", ".toml", "words"))]
+)
 def test_ten_thousand_levels(name: str, trial: Callable[[str], fuzz.Trial]) -> None:
     reads = trial(name)
-    for data in (b"[" * DEEP, b'{"a":' * DEEP, b"a = " + b"[" * DEEP, b"a." * DEEP + b"b = 1",
-                 b"[" * DEEP + b"]" * DEEP, b'{"a":' * DEEP + b"1" + b"}" * DEEP):  # fmt: skip
+    for data in (
+        b"[" * DEEP,
+        b'{"a":' * DEEP,
+        b"a = " + b"[" * DEEP,
+        b"a." * DEEP + b"b = 1",
+        b"[" * DEEP + b"]" * DEEP,
+        b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    ):
         assert reads(data) == "", data[:10]
 
 

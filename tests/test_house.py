@@ -31,13 +31,27 @@ FLOORS = (
     ("xformer.model.heads",),
     ("xformer.cost",),
     ("xformer.checkpoint",),
-    ("xformer.convert", "xformer.surgery", "xformer.analysis", "xformer.optim", "xformer.metrics",
-     "xformer.monitor", "xformer.run", "xformer.profile", "xformer.shard", "xformer.freeze",
-     "xformer.feed", "xformer.provenance", "xformer.trajectory", "xformer.trouble",
-     "xformer.writer", "xformer.predictions"),
+    (
+        "xformer.convert",
+        "xformer.surgery",
+        "xformer.analysis",
+        "xformer.optim",
+        "xformer.metrics",
+        "xformer.monitor",
+        "xformer.run",
+        "xformer.profile",
+        "xformer.shard",
+        "xformer.freeze",
+        "xformer.feed",
+        "xformer.provenance",
+        "xformer.trajectory",
+        "xformer.trouble",
+        "xformer.writer",
+        "xformer.predictions",
+    ),
     ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
     ("xformer.study",),
-)  # fmt: skip
+)
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 HOME = re.compile(
     r"(?<![\w.:~}$-])(?:/(?:home|root|Users|work|mnt|media|scratch|tmp)/\w|[A-Z]:\\\w)"
@@ -163,9 +177,15 @@ def test_every_recipe_parses_and_builds(recipe: str) -> None:
 
 
 def test_the_promised_recipes_are_there() -> None:
-    promised = ("pretrain/smoke", "pretrain/mini", "pretrain/bert-base",
-                "pretrain/roberta-base-chiang2020", "finetune/classify", "finetune/regress",
-                "finetune/hilbert-cnn")  # fmt: skip
+    promised = (
+        "pretrain/smoke",
+        "pretrain/mini",
+        "pretrain/bert-base",
+        "pretrain/roberta-base-chiang2020",
+        "finetune/classify",
+        "finetune/regress",
+        "finetune/hilbert-cnn",
+    )
     assert {f"recipes/{name}.toml" for name in promised} <= set(RECIPES)
 
 
@@ -173,8 +193,10 @@ def text_files() -> Iterator[tuple[str, str]]:
     """The text files that git keeps or would keep, by name."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if listing.returncode:
         pytest.skip("this is no git checkout")
     for name in filter(None, listing.stdout.split("\0")):

@@ -73,12 +73,32 @@ def stores(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -
     def texts(part: str, path: Path) -> list[str | Path]:
         parts = ["a", "b"] if part == "whole" else [part]
         files = {s: [place / f"{s}-{p}.txt" for p in parts] for s in ("train", "valid")}
-        return ["text", "--documents", "--max-tokens", "9", "--input", *files["train"],
-                "--valid", *files["valid"], "--output", path]  # fmt: skip
+        return [
+            "text",
+            "--documents",
+            "--max-tokens",
+            "9",
+            "--input",
+            *files["train"],
+            "--valid",
+            *files["valid"],
+            "--output",
+            path,
+        ]
 
     def classes(part: str, path: Path) -> list[str | Path]:
-        return ["task", "tsv", "--input", place / part, "--text", "text", "--label", "label",
-                "--output", path]  # fmt: skip
+        return [
+            "task",
+            "tsv",
+            "--input",
+            place / part,
+            "--text",
+            "text",
+            "--label",
+            "label",
+            "--output",
+            path,
+        ]
 
     return {"text": pair("text", texts), "classes": pair("classes", classes)}
 
@@ -228,8 +248,16 @@ def test_scores_of_two_stores_are_those_of_one(
     lines: list[tuple[str, str]] = []
     for source in (str(pair.whole), pair.both):
         out = tmp_path / f"{len(lines)}"
-        done = good(forks.run("evaluate.py", runs[0], f"data={source}", "split=valid",
-                              f"predictions={out}.tsv", f"out={out}.json"))  # fmt: skip
+        done = good(
+            forks.run(
+                "evaluate.py",
+                runs[0],
+                f"data={source}",
+                "split=valid",
+                f"predictions={out}.tsv",
+                f"out={out}.json",
+            )
+        )
         lines.append((done.out, (tmp_path / f"{out}.tsv").read_text()))
     assert lines[0] == lines[1]
     assert read_json(Path(f"{out}.json"))["data"] == [str(pair.a), str(pair.b)]
@@ -239,8 +267,12 @@ def test_scores_of_two_stores_are_those_of_one(
 
 def test_analyses_take_a_list_of_stores(tmp_path: Path) -> None:
     paths = [str(looking.store(tmp_path / name, seed)) for name, seed in (("a", 0), ("b", 1))]
-    words = [str(looking.checkpoint(tmp_path / "c")), f"data={json.dumps(paths)}",
-             f"out={tmp_path / 'o'}", "threads=1"]  # fmt: skip
+    words = [
+        str(looking.checkpoint(tmp_path / "c")),
+        f"data={json.dumps(paths)}",
+        f"out={tmp_path / 'o'}",
+        "threads=1",
+    ]
     paths_given, config = parse(Command("attention", ExamplesConfig, ""), words)
     assert config.data == tuple(paths)
     examples = open_examples(config, paths_given)
@@ -285,8 +317,10 @@ def test_stores_that_do_not_fit_are_refused(
     for other in (str(text.a), same):
         line = training(SMOKE, json.dumps([str(text.a), other]), tmp_path / "run")
         refused(forks.run(*line), str(text.a), "give")
-    refused(forks.run(*training(SMOKE, json.dumps([str(text.a), "nowhere"]), tmp_path / "run")),
-            "nowhere is not a store")  # fmt: skip
+    refused(
+        forks.run(*training(SMOKE, json.dumps([str(text.a), "nowhere"]), tmp_path / "run")),
+        "nowhere is not a store",
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -424,9 +424,17 @@ def test_norm_of_other_layouts_and_of_nothing() -> None:
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_the_encoder_takes_the_fused_norm(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients are those of the plain path; dropout is there, by torch's seed."""
-    config = ModelConfig(vocab_size=PIECES, layers=2, hidden=12, heads=3, intermediate=19,
-                         max_positions=17, norm=norm, dropout=0.0,
-                         attention_dropout=0.0)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=PIECES,
+        layers=2,
+        hidden=12,
+        heads=3,
+        intermediate=19,
+        max_positions=17,
+        norm=norm,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
     batch, used = random_batch([1, 5, 7]), []
     model = Encoder(config).to(DEVICE).train()
     for i, weight in enumerate(model.parameters()):
@@ -511,9 +519,10 @@ class StandIn(TorchDispatchMode):
         dp = torch.einsum("ihd,jhd->hij", do, v)
         ds = weights * (dp - (dp * weights).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
         gradients = (
-            torch.einsum("hij,jhd->ihd", ds, k), torch.einsum("hij,ihd->jhd", ds, q),
+            torch.einsum("hij,jhd->ihd", ds, k),
+            torch.einsum("hij,ihd->jhd", ds, q),
             torch.einsum("hij,ihd->jhd", weights, do),
-        )  # fmt: skip
+        )
         return tuple(gradient.to(given["query"].dtype) for gradient in gradients)
 
 
@@ -522,8 +531,16 @@ def test_varlen_attention_is_called_as_it_wants(autocast: bool) -> None:
     from torch.nn.attention import varlen  # noqa: F401  (registers the operators)
 
     torch.manual_seed(3)
-    config = ModelConfig(vocab_size=PIECES, layers=1, hidden=16, heads=2, intermediate=24,
-                         max_positions=99, dropout=0.0, attention_dropout=0.0)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=PIECES,
+        layers=1,
+        hidden=16,
+        heads=2,
+        intermediate=24,
+        max_positions=99,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
     encoder = Encoder(config)
     for parameter in encoder.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -556,9 +573,16 @@ def test_varlen_attention_is_called_as_it_wants(autocast: bool) -> None:
 
 # every head size, and every type on every device
 ATTENTION = [
-    (80, "bf16", 16), (90, "fp32", 24), (80, "fp32", 32), (90, "bf16", 48), (80, "bf16", 64),
-    (90, "bf16", 64), (90, "fp32", 96), (80, "fp32", 128), (90, "bf16", 128),
-]  # fmt: skip
+    (80, "bf16", 16),
+    (90, "fp32", 24),
+    (80, "fp32", 32),
+    (90, "bf16", 48),
+    (80, "bf16", 64),
+    (90, "bf16", 64),
+    (90, "fp32", 96),
+    (80, "fp32", 128),
+    (90, "bf16", 128),
+]
 NORM = [(80, "bf16", 768), (90, "bf16", 8192), (90, "fp32", 99)]
 COMPILE = """
 import json, sys
@@ -574,9 +598,13 @@ def compiler() -> Iterator[subprocess.Popen[str]]:
     """Compiles beside the other tests, in a process that does not interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     process = subprocess.Popen(
-        [sys.executable, "-c", COMPILE, json.dumps([ATTENTION, NORM])], cwd=ROOT, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", COMPILE, json.dumps([ATTENTION, NORM])],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     with process:
         yield process
         process.kill()

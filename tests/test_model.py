@@ -128,9 +128,15 @@ def test_explicit_attention_has_second_derivatives() -> None:
 def test_pre_ln_equals_the_block_written_out() -> None:
     # Xiong et al. 2020, figure 1 (b): x + f(LN(x)), and a last LayerNorm
     config = ModelConfig(
-        vocab_size=PIECES, layers=2, hidden=HIDDEN, heads=HEADS, intermediate=INNER, norm="pre",
-        max_positions=LONGEST, layer_norm_eps=1e-2,
-    )  # fmt: skip
+        vocab_size=PIECES,
+        layers=2,
+        hidden=HIDDEN,
+        heads=HEADS,
+        intermediate=INNER,
+        norm="pre",
+        max_positions=LONGEST,
+        layer_norm_eps=1e-2,
+    )
     model = Model(config, None).eval()
     for i, weight in enumerate(model.parameters()):
         weight.data = torch.randn(weight.shape, generator=seeded(i)) * 0.3
@@ -222,10 +228,14 @@ def test_a_checkpoint_comes_back_as_it_was_saved(trained: Checkpoint, saved: Pat
 
 def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
-    tensors = {"é.\"x\"": torch.randn(700, 999, generator=draw).t(), "scalar": torch.tensor(2.0),
-               "empty": torch.zeros(0, 3), "step": torch.tensor([2**40]),
-               "double": torch.zeros(5, dtype=torch.double),
-               "half": torch.ones(3, dtype=torch.bfloat16)}  # fmt: skip
+    tensors = {
+        'é."x"': torch.randn(700, 999, generator=draw).t(),
+        "scalar": torch.tensor(2.0),
+        "empty": torch.zeros(0, 3),
+        "step": torch.tensor([2**40]),
+        "double": torch.zeros(5, dtype=torch.double),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
     found = checkpoints.save_tensors(tensors, tmp_path / "x")
     assert found == file_checksum(tmp_path / "x")
     theirs = safetensors.torch.save(
@@ -342,8 +352,13 @@ def test_weights_that_contradict_the_config_are_named(trained: Checkpoint) -> No
 
 POOLER = {"pooler.weight", "pooler.bias"}
 TASK = {"task_head.weight", "task_head.bias"}
-MLM = {"mlm_head.dense.weight", "mlm_head.dense.bias", "mlm_head.norm.weight",
-       "mlm_head.norm.bias", "mlm_head.bias"}  # fmt: skip
+MLM = {
+    "mlm_head.dense.weight",
+    "mlm_head.dense.bias",
+    "mlm_head.norm.weight",
+    "mlm_head.norm.bias",
+    "mlm_head.bias",
+}
 
 
 @pytest.mark.parametrize(
@@ -481,8 +496,9 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(x).pow(2).sum() * 40
 
 
-def flat_steps(optimizer: FlatOptimizer, model: nn.Module, steps: range,
-               rate: float = 0.01) -> list[float]:  # fmt: skip
+def flat_steps(
+    optimizer: FlatOptimizer, model: nn.Module, steps: range, rate: float = 0.01
+) -> list[float]:
     """Steps of a run, each at its own rate; the norms."""
     norms = []
     for step in steps:
@@ -514,10 +530,13 @@ class NovoGrad(torch.optim.Optimizer):
 
 
 KINDS: dict[str, Any] = {
-    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adamax": torch.optim.Adamax,
-    "radam": torch.optim.RAdam, "novograd": NovoGrad,
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
+    "novograd": NovoGrad,
     "adagrad": lambda groups, betas, eps: torch.optim.Adagrad(groups, eps=eps),
-}  # fmt: skip
+}
 
 
 ONE_OF_TWO = Ranks(0, 2, torch.device("cpu"))  # whose gradients lie in the flat buffer
@@ -531,9 +550,12 @@ ONE_OF_TWO = Ranks(0, 2, torch.device("cpu"))  # whose gradients lie in the flat
     "make", [Little, lambda: Bare((70,), (3,), (2,)), lambda: Bare((5, 4), (3, 2))]
 )
 def test_the_flat_optimizer_equals_torch(
-    make: Callable[[], nn.Module], name: Any, clip: float, ranks: Ranks | None,
+    make: Callable[[], nn.Module],
+    name: Any,
+    clip: float,
+    ranks: Ranks | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(optim, "LARGE", 1)  # the table of words has a sparse gradient
     monkeypatch.setattr(optim, "PIECE", 3)
     torch.manual_seed(0)
@@ -570,9 +592,13 @@ def test_the_flat_optimizer_equals_torch(
 
 @pytest.mark.parametrize(
     ("name", "moments"),
-    [("adamw", ("exp_avg", "exp_avg_sq")), ("novograd", ("exp_avg", "exp_avg_sq")),
-     ("adagrad", ("sum",)), ("adamax", ("exp_avg", "exp_inf"))],
-)  # fmt: skip
+    [
+        ("adamw", ("exp_avg", "exp_avg_sq")),
+        ("novograd", ("exp_avg", "exp_avg_sq")),
+        ("adagrad", ("sum",)),
+        ("adamax", ("exp_avg", "exp_inf")),
+    ],
+)
 def test_an_optimizer_continues_bit_for_bit(name: Any, moments: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     config = OptimConfig(name=name, weight_decay=0.1, clip=0.5)

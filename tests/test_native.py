@@ -35,8 +35,15 @@ needs_kernels = pytest.mark.skipif(bool(native.missing()), reason=f"no kernels: 
 MIXES = [[1], [2, 2, 2], [7, 1, 7, 13, 1], [15, 16, 17, 8, 9], [64, 65, 63, 128, 200]]
 
 
-def attended(backend: str, lengths: list[int], heads: int, size: int, rate: float,
-             dtype: torch.dtype, more: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+def attended(
+    backend: str,
+    lengths: list[int],
+    heads: int,
+    size: int,
+    rate: float,
+    dtype: torch.dtype,
+    more: int = 0,
+) -> tuple[Tensor, Tensor]:
     """The output and the gradient of q, k and v, with the same mask; `more` rows at the end."""
     shape = sum(lengths) + more, 3, heads, size
     qkv = torch.randn(shape, generator=seeded(3)).to(dtype).requires_grad_()
@@ -174,9 +181,13 @@ def test_a_processor_without_avx512_computes_the_same(tmp_path: Path) -> None:
         "            assert (a - b).norm() <= 1e-5 * max(b.norm(), 1), (lengths, size)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
         env={**PLAIN, "XFORMER_CACHE": str(tmp_path / "cache"), "CXX": narrow},
-    )  # fmt: skip
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -342,9 +353,14 @@ def asked(cache: Path, **environment: str) -> str:
         "    assert x.sum() == 6\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={**PLAIN, "XFORMER_CACHE": str(cache), **environment}, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**PLAIN, "XFORMER_CACHE": str(cache), **environment},
+        timeout=240,
+    )
     assert ended.stderr == ""
     return ended.stdout.strip()
 

@@ -132,8 +132,11 @@ def test_the_joint_loss_is_a_sum_that_may_be_cut(
     """Two halves of a batch add up to the whole, and a pair counts `pair_scale` masked tokens."""
     store = make(source, tmp_path / "p", "--kind", "family")
     run = tmp_path / "run"
-    good(forks.run(*training(SMOKE, store, run, "masking.pair_weight=0.5", "train.steps=1",
-                             *NO_DROPOUT)))  # fmt: skip
+    good(
+        forks.run(
+            *training(SMOKE, store, run, "masking.pair_weight=0.5", "train.steps=1", *NO_DROPOUT)
+        )
+    )
     checkpoint = checkpoints.load(run)
     head = checkpoint.head
     assert head is not None
@@ -165,11 +168,23 @@ def test_pairs_are_learned(source: Path, tmp_path: Path, forks: Forks) -> None:
     """A model of PLUS's form tells families apart, and goes on being told as an MLM."""
     store = make(source, tmp_path / "p", "--kind", "family", "--rounds", 4)
     run = tmp_path / "run"
-    good(forks.run(*training(
-        SMOKE, store, run, "masking.pair_weight=1", "train.steps=300", "batch.rows=32",
-        "model.positions=sinusoidal", "model.pooler=none", "train.metric=pair_accuracy",
-        "optim.lr=3e-3", *NO_DROPOUT,
-    )))  # fmt: skip
+    good(
+        forks.run(
+            *training(
+                SMOKE,
+                store,
+                run,
+                "masking.pair_weight=1",
+                "train.steps=300",
+                "batch.rows=32",
+                "model.positions=sinusoidal",
+                "model.pooler=none",
+                "train.metric=pair_accuracy",
+                "optim.lr=3e-3",
+                *NO_DROPOUT,
+            )
+        )
+    )
     kept_as_scored(run)
     found = read_json(run / "result.json")["metrics"]["valid"]
     assert found["pair_accuracy"] > 0.9

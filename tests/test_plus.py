@@ -82,14 +82,18 @@ def reference(ids: list[int], w: dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
     """(hidden states (L, C), MLM logits (L, 25), classes) of one sequence."""
     w = {name.removeprefix("transformer."): tensor for name, tensor in w.items()}
     L = len(ids)
-    place = w["embed.pos_embed.weight"] if "embed.pos_embed.weight" in w else (
-        w["embed.pos_embed.pe"][0]
-    )  # fmt: skip
+    place = (
+        w["embed.pos_embed.weight"]
+        if "embed.pos_embed.weight" in w
+        else (w["embed.pos_embed.pe"][0])
+    )
     x = w["embed.tok_embed.weight"][ids] + place[:L] + w["embed.seg_embed.weight"][0]
     x = norm(x, "embed.norm", w)
     for i in range(LAYERS):
-        q, k, v = (linear(x, f"blocks.{i}.attn.proj_{part}", w).view(L, H, C // H).transpose(0, 1)
-                   for part in "qkv")  # fmt: skip
+        q, k, v = (
+            linear(x, f"blocks.{i}.attn.proj_{part}", w).view(L, H, C // H).transpose(0, 1)
+            for part in "qkv"
+        )
         shares = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(C // H), -1)
         y = (shares @ v).transpose(0, 1).reshape(L, C)
         x = norm(x + linear(y, f"blocks.{i}.proj", w), f"blocks.{i}.norm1", w)

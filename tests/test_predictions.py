@@ -61,8 +61,16 @@ def test_evaluation_writes_the_same_file(
     for name in ("classes", "text"):
         for ranks in (1, 2):
             out = tmp_path / f"{name}{ranks}.npz"
-            good(forks.run("evaluate.py", learned[name], f"data={getattr(data, name)}",
-                           f"predictions={out}", "system.threads=1", ranks=ranks))  # fmt: skip
+            good(
+                forks.run(
+                    "evaluate.py",
+                    learned[name],
+                    f"data={getattr(data, name)}",
+                    f"predictions={out}",
+                    "system.threads=1",
+                    ranks=ranks,
+                )
+            )
             assert out.read_bytes() == (learned[name] / "predictions/test.npz").read_bytes()
 
 
@@ -154,8 +162,12 @@ def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
     label = np.repeat(draw.choice([-2, -1, 0, 1, 2], 20), 3)
     arrays: dict[str, np.ndarray] = {"row": np.arange(rows), "outputs": outputs, "label": label}
     arrays["group"] = group
-    made = Predictions("classify", "test", ("a", "b", "c"),
-                       {name: small(values) for name, values in arrays.items()})  # fmt: skip
+    made = Predictions(
+        "classify",
+        "test",
+        ("a", "b", "c"),
+        {name: small(values) for name, values in arrays.items()},
+    )
     file = tmp_path / "test.npz"
     write(file, made, "key")
     found = read(file)
@@ -171,8 +183,14 @@ def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
 
 
 def test_integers_take_the_smallest_type() -> None:
-    for values, dtype in (([0, 255], "u1"), ([0, 256], "u2"), ([-2, 127], "i1"), ([-2, 128], "i2"),
-                          ([0, 2**16], "u4"), ([], "u1")):  # fmt: skip
+    for values, dtype in (
+        ([0, 255], "u1"),
+        ([0, 256], "u2"),
+        ([-2, 127], "i1"),
+        ([-2, 128], "i2"),
+        ([0, 2**16], "u4"),
+        ([], "u1"),
+    ):
         found = small(np.array(values, np.int64))
         assert found.dtype == dtype
         assert found.tolist() == values

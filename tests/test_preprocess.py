@@ -147,8 +147,17 @@ def test_text_falls_into_documents_and_rows(base, tmp_path, kind, options):
     for name in ("t.txt", "v.txt"):
         (tmp_path / name).write_bytes(CONTENT.encode("utf-8-sig"))
     arguments = ["--tokenizer", base / kind, "--output", tmp_path / "s", "--max-tokens", 7]
-    said = run("text", "--input", tmp_path / "t.txt", "--valid", tmp_path / "v.txt",
-               *arguments, *options, "--workers", 1)  # fmt: skip
+    said = run(
+        "text",
+        "--input",
+        tmp_path / "t.txt",
+        "--valid",
+        tmp_path / "v.txt",
+        *arguments,
+        *options,
+        "--workers",
+        1,
+    )
     found = open_store(tmp_path / "s")
     skip = re.compile(options[1]) if options[:1] == ["--skip-lines"] else None
     wanted = expected(CONTENT, TextOptions("--lines" in options, skip), 7, found.tokenizer())
@@ -169,8 +178,17 @@ def test_text_falls_into_documents_and_rows(base, tmp_path, kind, options):
 def test_several_files_are_several_documents(base, tmp_path):
     for name, content in (("a", "one"), ("b", "two"), ("c", "three\n")):
         (tmp_path / name).write_text(content)
-    run("text", "--input", tmp_path / "a", tmp_path / "b", tmp_path / "c", "--tokenizer",
-        base / "bpe", "--output", tmp_path / "s")  # fmt: skip
+    run(
+        "text",
+        "--input",
+        tmp_path / "a",
+        tmp_path / "b",
+        tmp_path / "c",
+        "--tokenizer",
+        base / "bpe",
+        "--output",
+        tmp_path / "s",
+    )
     found = open_store(tmp_path / "s")
     wanted = [ids.tolist() for ids in found.tokenizer().encode_batch(["one", "two", "three"])]
     assert rows(found, "train") == wanted
@@ -219,10 +237,22 @@ def test_memory_does_not_grow_with_one_huge_line(base, tmp_path):
     )
     peaks = []
     for name in (base / "corpus.txt", tmp_path / "t.txt"):
-        arguments = ["text", "--input", name, "--tokenizer", base / "wordpiece", "--output",
-                     tmp_path / name.stem]  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)],
-                              capture_output=True, text=True, cwd=ROOT, check=True)  # fmt: skip
+        arguments = [
+            "text",
+            "--input",
+            name,
+            "--tokenizer",
+            base / "wordpiece",
+            "--output",
+            tmp_path / name.stem,
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+        )
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 100  # MB; the words of 7 MB of text as a list take 120
     found = open_store(tmp_path / "t").split("train")
@@ -237,8 +267,19 @@ def test_memory_does_not_grow_with_one_huge_line(base, tmp_path):
 def test_task_from_one_file_is_split_without_duplicates(base, tmp_path):
     lines = (base / "t.tsv").read_text().splitlines()
     (tmp_path / "t.tsv").write_text("\n".join([*lines, *lines[1:101]]) + "\n")
-    arguments = ["task", "tsv", "--input", tmp_path / "t.tsv", "--tokenizer", base / "bpe",
-                 "--text", "text", "--label", "label", "--output"]  # fmt: skip
+    arguments = [
+        "task",
+        "tsv",
+        "--input",
+        tmp_path / "t.tsv",
+        "--tokenizer",
+        base / "bpe",
+        "--text",
+        "text",
+        "--label",
+        "label",
+        "--output",
+    ]
     run(*arguments, tmp_path / "s")
     found = open_store(tmp_path / "s")
     assert (found.kind, found.metric, found.labels) == ("class", "accuracy", ["a", "b"])
@@ -276,8 +317,24 @@ def test_task_from_a_directory(base, tmp_path):
     (raw / "dev.tsv").write_text(f"{head}\n0\tx\ty\n")
     (raw / "test.tsv").write_text("one\ttwo\nu\tv\nw\t\n")
     (raw / "dev_ids.tsv").write_text("something else\n")
-    run("task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--text", "one", "--text-b",
-        "two", "--label", "Quality", "--metric", "f1", "--output", tmp_path / "s")  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        raw,
+        "--tokenizer",
+        base / "bpe",
+        "--text",
+        "one",
+        "--text-b",
+        "two",
+        "--label",
+        "Quality",
+        "--metric",
+        "f1",
+        "--output",
+        tmp_path / "s",
+    )
     found = open_store(tmp_path / "s")
     assert found.splits == ["train", "valid", "test"]
     assert (found.metric, found.labels) == ("f1", ["0", "1"])
@@ -305,8 +362,23 @@ def test_task_with_scores_in_a_quoted_csv(base, tmp_path):
     (raw / "train.csv").write_text('5,"a, ""b""\nsecond line",1.5\n6,c,-2\n')
     (raw / "valid.csv").write_text("7,d,3e-1\n")
     (raw / "test.csv").write_text("8,d\n")
-    run("task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--no-header", "--text", 2,
-        "--label", 3, "--kind", "score", "--output", tmp_path / "s")  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        raw,
+        "--tokenizer",
+        base / "bpe",
+        "--no-header",
+        "--text",
+        2,
+        "--label",
+        3,
+        "--kind",
+        "score",
+        "--output",
+        tmp_path / "s",
+    )
     found = open_store(tmp_path / "s")
     assert (found.kind, found.metric, found.labels) == ("score", "spearman", [])
     assert found.tokenizer().decode(rows(found, "train")[0]) == 'a, "b"\nsecond line'
@@ -319,9 +391,29 @@ def test_task_options(base, tmp_path):
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "train.txt").write_text("'it''s; quoted';b\nplain;a\n")
-    run("task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--no-header", "--text", 1,
-        "--label", 2, "--delimiter", "semicolon", "--quoting", "'", "--labels", "b,c,a",
-        "--metric", "mcc", "--output", tmp_path / "s")  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        raw,
+        "--tokenizer",
+        base / "bpe",
+        "--no-header",
+        "--text",
+        1,
+        "--label",
+        2,
+        "--delimiter",
+        "semicolon",
+        "--quoting",
+        "'",
+        "--labels",
+        "b,c,a",
+        "--metric",
+        "mcc",
+        "--output",
+        tmp_path / "s",
+    )
     found = open_store(tmp_path / "s")
     assert found.tokenizer().decode(rows(found, "train")[0]) == "it's; quoted"
     assert found.labels == ["b", "c", "a"]
@@ -371,13 +463,39 @@ def test_splice_as_it_is_published(tmp_path):
 def test_tasks_as_they_are_published(base, tmp_path):
     glue = SHARED / "glue"
     arguments = ["--tokenizer", base / "wordpiece", "--output", tmp_path / "s", "--overwrite"]
-    run("task", "tsv", "--input", glue / "MRPC", "--text", "#1 String", "--text-b", "#2 String",
-        "--label", "Quality", "--metric", "f1", *arguments)  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        glue / "MRPC",
+        "--text",
+        "#1 String",
+        "--text-b",
+        "#2 String",
+        "--label",
+        "Quality",
+        "--metric",
+        "f1",
+        *arguments,
+    )
     found = open_store(tmp_path / "s")
     assert [found.split(split).rows for split in found.splits] == [3668, 408, 1725]
     assert np.bincount(found.split("train").columns["label"]).tolist() == [1194, 2474]
-    run("task", "tsv", "--input", glue / "STS-B", "--text", "sentence1", "--text-b", "sentence2",
-        "--label", "score", "--kind", "score", *arguments)  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        glue / "STS-B",
+        "--text",
+        "sentence1",
+        "--text-b",
+        "sentence2",
+        "--label",
+        "score",
+        "--kind",
+        "score",
+        *arguments,
+    )
     found = open_store(tmp_path / "s")
     assert [found.split(split).rows for split in found.splits] == [5749, 1500, 1379]
     scores = found.split("train").columns["label"]
@@ -392,8 +510,20 @@ def test_stats(base, tmp_path):
     raw.mkdir()
     (raw / "train.tsv").write_text("s\tl\nACGT\tx\nAA\ty\nA\ty\nX\ty\n")
     (raw / "test.tsv").write_text("s\nCC\n")
-    run("task", "tsv", "--input", raw, "--tokenizer", base / "acgt", "--text", "s", "--label", "l",
-        "--output", tmp_path / "s")  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        raw,
+        "--tokenizer",
+        base / "acgt",
+        "--text",
+        "s",
+        "--label",
+        "l",
+        "--output",
+        tmp_path / "s",
+    )
     said = run("stats", tmp_path / "s", "--json", tmp_path / "f.json")
     found = json.loads((tmp_path / "f.json").read_text())["splits"]
     train = found["train"]
@@ -412,8 +542,15 @@ def test_stats(base, tmp_path):
 
 
 def test_verify(base, tmp_path):
-    run("text", "--input", base / "corpus.txt", "--tokenizer", base / "bpe", "--output",
-        tmp_path / "s")  # fmt: skip
+    run(
+        "text",
+        "--input",
+        base / "corpus.txt",
+        "--tokenizer",
+        base / "bpe",
+        "--output",
+        tmp_path / "s",
+    )
     assert run("verify", tmp_path / "s") == "train/tokens.npy: ok\ntrain/tokens.offsets.npy: ok\n"
     file = tmp_path / "s/train/tokens.npy"
     data = bytearray(file.read_bytes())
@@ -471,8 +608,20 @@ def test_pydocs(documentation, tmp_path):
 
 
 def test_pydocs_make_a_task(documentation, base, tmp_path):
-    run("task", "tsv", "--input", documentation / "task", "--tokenizer", base / "bpe", "--text",
-        "passage", "--label", "module", "--output", tmp_path / "s")  # fmt: skip
+    run(
+        "task",
+        "tsv",
+        "--input",
+        documentation / "task",
+        "--tokenizer",
+        base / "bpe",
+        "--text",
+        "passage",
+        "--label",
+        "module",
+        "--output",
+        tmp_path / "s",
+    )
     assert open_store(tmp_path / "s").labels == sorted(pydocs.CLASSES)
 
 
@@ -494,8 +643,19 @@ def test_pydocs_keep_prose_alone():
 # ------------------------------------------------------------------------------ what is refused
 
 TEXT = ["text", "--tokenizer", "wordpiece", "--output", "out", "--input"]
-TSV = ["task", "tsv", "--tokenizer", "wordpiece", "--output", "out", "--text", "text", "--label",
-       "label", "--input"]  # fmt: skip
+TSV = [
+    "task",
+    "tsv",
+    "--tokenizer",
+    "wordpiece",
+    "--output",
+    "out",
+    "--text",
+    "text",
+    "--label",
+    "label",
+    "--input",
+]
 TOK = ["tokenizer", "--output", "out", "--vocab-size", "300", "--input", "corpus.txt", "--kind"]
 NEST = ["synthetic", "nesting", "--output", "out", "--tokens"]
 
@@ -537,8 +697,10 @@ REFUSED = [
     ([*TSV, "t.tsv", "--labels", "a,c"], r"t.tsv:3: label 'b' is none of a, c"),
     ([*TSV, "t.tsv", "--delimiter", "::"], "'::' is not one character"),
     ([*TSV, "t.tsv", "--label", "text", "--kind", "score"], "must be different columns"),
-    ([*TSV, "t.tsv", "--text", "score", "--label", "text", "--kind", "score"],
-     "t.tsv:2: the score 'The quick"),
+    (
+        [*TSV, "t.tsv", "--text", "score", "--label", "text", "--kind", "score"],
+        "t.tsv:2: the score 'The quick",
+    ),
     (["task", "tsv", *TSV[4:], "t.tsv"], "--tokenizer is required"),
     (["task", "dna/splice", "--input", "t.tsv", "--output", "out"], "t.tsv:1: not `class, name"),
     (["task", "dna/splice", "--input", "bpe", "--output", "out"], "neither splice.data nor"),
@@ -552,7 +714,7 @@ REFUSED = [
     (["stats", "bpe"], "bpe is not a store"),
     (["verify", "bpe"], "bpe is not a store"),
     (["pydocs", "--output", "store"], "store exists"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arguments", "phrase"), REFUSED, ids=[phrase for _, phrase in REFUSED])
@@ -646,10 +808,21 @@ def test_interrupted_nothing_is_left(base, tmp_path, number, status):
     (tmp_path / "out").mkdir()
     output = tmp_path / "out/s"
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "preprocess.py"), "text", "--input", str(tmp_path / "t.txt"),
-         "--lines", "--tokenizer", str(base / "wordpiece"), "--output", str(output)],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "preprocess.py"),
+            "text",
+            "--input",
+            str(tmp_path / "t.txt"),
+            "--lines",
+            "--tokenizer",
+            str(base / "wordpiece"),
+            "--output",
+            str(output),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     for _ in range(600):
         if os.listdir(tmp_path / "out"):
             break

@@ -28,11 +28,20 @@ def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 def fast(**changes: Any) -> str:
     """A tokenizer.json of BERT's rules, with some parts changed."""
-    normal = {"type": "BertNormalizer", "lowercase": False, "strip_accents": None,
-              "clean_text": True, "handle_chinese_chars": True}  # fmt: skip
-    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-             "max_input_chars_per_word": 100,
-             "vocab": {piece: i for i, piece in enumerate(WORDS.split())}}  # fmt: skip
+    normal = {
+        "type": "BertNormalizer",
+        "lowercase": False,
+        "strip_accents": None,
+        "clean_text": True,
+        "handle_chinese_chars": True,
+    }
+    model = {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+        "vocab": {piece: i for i, piece in enumerate(WORDS.split())},
+    }
     parts: dict[str, Any] = {
         "normalizer": normal,
         "pre_tokenizer": {"type": "BertPreTokenizer"},
@@ -90,8 +99,10 @@ def test_what_decides_on_lower_case(tmp_path, files, lowercase):
 
 def unigram(**changes: object) -> str:
     """A tokenizer.json of ALBERT's rules, with some parts changed."""
-    replaced = [{"type": "Replace", "pattern": {kind: old}, "content": new}
-                for kind, old, new in (("String", "``", '"'), ("String", "''", '"'))]  # fmt: skip
+    replaced = [
+        {"type": "Replace", "pattern": {kind: old}, "content": new}
+        for kind, old, new in (("String", "``", '"'), ("String", "''", '"'))
+    ]
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
     steps = [*replaced, *({"type": t} for t in ("NFKD", "StripAccents", "Lowercase")), spaces]
     pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁a", "b", "▁"]
@@ -117,26 +128,39 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "has neither tokenizer.json nor vocab.txt, vocab.json with merges.txt, or"),
     "another text": ({"vocab.txt": "Some\ntext\n"}, "vocab.txt: the vocabulary lacks the special"),
     "one special missing": (
-        {"vocab.txt": WORDS.replace("[MASK]\n", "")}, "lacks the special tokens [MASK]"),
+        {"vocab.txt": WORDS.replace("[MASK]\n", "")},
+        "lacks the special tokens [MASK]",
+    ),
     "bytes": ({"vocab.txt": b"\xff\xfe"}, "vocab.txt is not UTF-8"),
-    "a piece twice": ({"vocab.txt": f"{WORDS}hello\n"}, "vocab.txt:10: it holds a piece twice, "
-                      "'hello' also in line 6"),
+    "a piece twice": (
+        {"vocab.txt": f"{WORDS}hello\n"},
+        "vocab.txt:10: it holds a piece twice, 'hello' also in line 6",
+    ),
     "no merges": ({"vocab.json": BYTES}, "merges.txt does not exist: vocab.json needs its merges"),
     "not JSON": ({"vocab.json": "{", "merges.txt": MERGES}, "vocab.json is not valid JSON"),
     "a list": ({"vocab.json": ["a"], "merges.txt": MERGES}, "vocab.json is not a vocabulary"),
     "no numbers": ({"vocab.json": {"a": "b"}, "merges.txt": MERGES}, "is not a vocabulary, a"),
     "a gap": ({"vocab.json": {**BYTES, "x": 6}, "merges.txt": MERGES}, "0 to 5 without gaps: no 5"),
-    "an id twice": ({"vocab.json": {**BYTES, "x": 4}, "merges.txt": MERGES},
-                    "without gaps: 'Ġ' has the id of another piece"),
-    "a key twice": ({"vocab.json": '{"a": 0, "b": 1, "a": 2}', "merges.txt": MERGES},
-                    "without gaps: no 0"),
-    "some special tokens": ({"vocab.json": {**BYTES, "<s>": 5}, "merges.txt": MERGES},
-                            "vocab.json: the vocabulary lacks the special tokens <pad>, </s>"),
-    "merges of another": ({"vocab.json": BYTES, "merges.txt": f"{MERGES}l w\n"},
-                          "merges.txt:3: the merge 'l' 'w' does not fit the vocabulary, which "
-                          "lacks 'lw'"),
-    "no merges at all": ({"vocab.json": BYTES, "merges.txt": "one two three\n"},
-                         "merges.txt:1: 'one two three' is not a merge"),
+    "an id twice": (
+        {"vocab.json": {**BYTES, "x": 4}, "merges.txt": MERGES},
+        "without gaps: 'Ġ' has the id of another piece",
+    ),
+    "a key twice": (
+        {"vocab.json": '{"a": 0, "b": 1, "a": 2}', "merges.txt": MERGES},
+        "without gaps: no 0",
+    ),
+    "some special tokens": (
+        {"vocab.json": {**BYTES, "<s>": 5}, "merges.txt": MERGES},
+        "vocab.json: the vocabulary lacks the special tokens <pad>, </s>",
+    ),
+    "merges of another": (
+        {"vocab.json": BYTES, "merges.txt": f"{MERGES}l w\n"},
+        "merges.txt:3: the merge 'l' 'w' does not fit the vocabulary, which lacks 'lw'",
+    ),
+    "no merges at all": (
+        {"vocab.json": BYTES, "merges.txt": "one two three\n"},
+        "merges.txt:1: 'one two three' is not a merge",
+    ),
     "not SentencePiece": ({"spiece.model": b"\x99nonsense"}, "is not a SentencePiece model"),
     "empty": ({"spiece.model": b""}, "spiece.model is not a SentencePiece model"),
     "no tokenizer": ({"tokenizer.json": []}, "is not BERT's WordPiece, RoBERTa's byte-level BPE"),
@@ -145,28 +169,44 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other words": ({"tokenizer.json": fast(pre_tokenizer={"type": "Whitespace"})}, "is not"),
     "longer words": ({"tokenizer.json": fast(model={"max_input_chars_per_word": 200})}, "is not"),
     "an added word": (
-        {"tokenizer.json": fast(added_tokens=[
-            {"id": 12, "content": "covid", "special": False, "normalized": False}])},
-        "'covid' was added to the vocabulary as number 12; special tokens, then words, may follow"),
+        {
+            "tokenizer.json": fast(
+                added_tokens=[{"id": 12, "content": "covid", "special": False, "normalized": False}]
+            )
+        },
+        "'covid' was added to the vocabulary as number 12; special tokens, then words, may follow",
+    ),
     "a special token behind a word": (
-        {"tokenizer.json": fast(added_tokens=[
-            {"id": 9, "content": "covid", "special": False, "normalized": False},
-            {"id": 10, "content": "[ENT]", "special": True, "normalized": False}])},
-        "without gaps: no 9"),
+        {
+            "tokenizer.json": fast(
+                added_tokens=[
+                    {"id": 9, "content": "covid", "special": False, "normalized": False},
+                    {"id": 10, "content": "[ENT]", "special": True, "normalized": False},
+                ]
+            )
+        },
+        "without gaps: no 9",
+    ),
     "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "without gaps: no 0"),
     "other replacements": ({"tokenizer.json": unigram().replace("``", "~~")}, "ALBERT's unigram"),
     "no prefix": (
         {"tokenizer.json": unigram().replace('fix_space": true', 'fix_space": false')},
-        "ALBERT's unigram"),
+        "ALBERT's unigram",
+    ),
     "other specials": ({"tokenizer.json": unigram().replace("<unk>", "<u>")}, "id 1 is not <unk>"),
     "options not a table": (
-        {"vocab.txt": WORDS, "tokenizer_config.json": [1]}, "is not a table of options"),
-    "an option not a bool": ({"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": "no"}},
-                             "do_lower_case is 'no', neither true nor false"),
-    "MeCab": ({"vocab.txt": WORDS,
-               "tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
-              "the rules of BertJapaneseTokenizer are not known"),
-}  # fmt: skip
+        {"vocab.txt": WORDS, "tokenizer_config.json": [1]},
+        "is not a table of options",
+    ),
+    "an option not a bool": (
+        {"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": "no"}},
+        "do_lower_case is 'no', neither true nor false",
+    ),
+    "MeCab": (
+        {"vocab.txt": WORDS, "tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
+        "the rules of BertJapaneseTokenizer are not known",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -40,8 +40,14 @@ def file(tmp_path: Path) -> Path:
 def git(file: Path, *arguments: str, when: int = 0) -> str:
     line = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
     dates = {"GIT_COMMITTER_DATE": f"@{when} +0000", "GIT_AUTHOR_DATE": f"@{when} +0000"}
-    done = subprocess.run(line, cwd=file.parent, env={**dates, "PATH": "/usr/bin:/bin"},
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        line,
+        cwd=file.parent,
+        env={**dates, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
 
 

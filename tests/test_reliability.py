@@ -26,8 +26,13 @@ from xformer.model import native
 from xformer.monitor import cut_log, records
 from xformer.writer import Writer
 
-STEPS = ["train.steps=15", "train.checkpoint_every=3", "train.log_every=3",
-         "train.select=last", "train.validate_every=100"]  # fmt: skip
+STEPS = [
+    "train.steps=15",
+    "train.checkpoint_every=3",
+    "train.log_every=3",
+    "train.select=last",
+    "train.validate_every=100",
+]
 
 # Python with which the disk is full for every checkpoint of some steps
 FULL = """
@@ -239,16 +244,19 @@ def test_a_run_may_change_its_processes_and_micro_batches(
         for key in ("loss", "grad_norm", "lr", "accuracy", "epoch"):
             assert other.get(key, 0) == pytest.approx(one.get(key, 0), rel=1e-5), key
     drawn_once(tmp_path / "elastic")
-    going = [forks.start(*lines["ranks"], ranks=2),
-             forks.start(*lines["batches"], "batch.accumulate=2")]  # fmt: skip
+    going = [
+        forks.start(*lines["ranks"], ranks=2),
+        forks.start(*lines["batches"], "batch.accumulate=2"),
+    ]
     for fork in going:
         good(fork.wait())
     runs = [tmp_path / "ranks", tmp_path / "batches"]
     for name in ("model", "optimizer"):
         a, b = ((run / f"checkpoints/step_15/{name}.safetensors").read_bytes() for run in runs)
         assert a == b, name
-    steps = [[(e["loss"], e["grad_norm"]) for e in log(run) if e["event"] == "train"]
-             for run in runs]  # fmt: skip
+    steps = [
+        [(e["loss"], e["grad_norm"]) for e in log(run) if e["event"] == "train"] for run in runs
+    ]
     assert steps[0] == steps[1]  # validations are cut otherwise
 
 
@@ -288,8 +296,10 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
     assert made["git"] == provenance.revision()
     assert (run / "code.diff").is_file() == made["git"].endswith("+")
     done = good(forks.run(*verify, run, "steps=6"))
-    assert done.out == f"{run}: 6 steps made again, 3 records of its log the same with the same " \
-                       "versions\n"  # fmt: skip
+    assert (
+        done.out == f"{run}: 6 steps made again, 3 records of its log the same with the same "
+        "versions\n"
+    )
 
     run = tmp_path / "other"
     content = read_json(run / "config.json")

@@ -37,8 +37,7 @@ from xformer.model import native
 from xformer.model.encoder import ModelConfig
 from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
 
-SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6",
-         "train.log_every=3"]  # fmt: skip
+SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", "train.log_every=3"]
 # more micro-batches than rows: some ranks have nothing to do, and pass with the others
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
@@ -166,8 +165,9 @@ Monitor.advance = report
         ("none", ["all_reduce"]),
         ("optimizer", ["reduce_scatter", "all_reduce", "all_reduce", "all_gather"]),
     ):
-        line = training(SMOKE, data.text, tmp_path / how, "train.steps=2", "batch.accumulate=3",
-                        *shard(how))  # fmt: skip
+        line = training(
+            SMOKE, data.text, tmp_path / how, "train.steps=2", "batch.accumulate=3", *shard(how)
+        )
         done = good(forks.run(*line, ranks=2, before=spy))
         assert done.out.split() == ["step", *expected] * 2
 
@@ -180,13 +180,29 @@ def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) 
     port = str(_free_port())
     agents = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(i),
-             "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port,
-             *lines[1]],
-            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(i),
+                "--nproc-per-node",
+                "1",
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                port,
+                *lines[1],
+            ],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     for agent in agents:
         _, err = agent.communicate(timeout=PATIENCE)
         assert agent.returncode == 0, err
@@ -272,14 +288,24 @@ def test_profile_of_a_gpu() -> None:
 
     def kernel(name: str, begin: float, end: float) -> Any:
         span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
-        return SimpleNamespace(device_type=DeviceType.CUDA, name=name, time_range=span,
-                               is_user_annotation=name == "optimizer")  # fmt: skip
+        return SimpleNamespace(
+            device_type=DeviceType.CUDA,
+            name=name,
+            time_range=span,
+            is_user_annotation=name == "optimizer",
+        )
 
     def operator(name: str, own: float, parent: Any = None, started: Any = None) -> Any:
-        kernels = [SimpleNamespace(name=k.name, duration=k.time_range.elapsed_us())
-                   for k in started or []]  # fmt: skip
-        return SimpleNamespace(device_type=DeviceType.CPU, name=name, self_cpu_time_total=own,
-                               cpu_parent=parent, kernels=kernels)  # fmt: skip
+        kernels = [
+            SimpleNamespace(name=k.name, duration=k.time_range.elapsed_us()) for k in started or []
+        ]
+        return SimpleNamespace(
+            device_type=DeviceType.CPU,
+            name=name,
+            self_cpu_time_total=own,
+            cpu_parent=parent,
+            kernels=kernels,
+        )
 
     product = kernel("nvjet_tst_128x256", 0, 40)
     scale = kernel("void at::native::vectorized_elementwise_kernel<4, Mul>", 40, 45)
@@ -291,13 +317,23 @@ def test_profile_of_a_gpu() -> None:
         step,
         operator("aten::mul_", 1.0, parent=step, started=[scale]),
         operator("waiting for data", 20.0),
-        product, scale, norm, overlapping, kernel("optimizer", 38, 95),
-    ]  # fmt: skip
+        product,
+        scale,
+        norm,
+        overlapping,
+        kernel("optimizer", 38, 95),
+    ]
     lines = summary(events, 100e-6, cuda=True)
     shares = {line[:24].strip(): float(line[24:].split()[0]) for line in lines}
     assert lines[0].split() == ["GPU", "idle", "30.0", "%"]
-    expected = {"matrix products": 40, "optimizer": 5, "LayerNorm": 15, "communication": 20,
-                "waiting for data": 20, "GPU idle": 30}  # fmt: skip
+    expected = {
+        "matrix products": 40,
+        "optimizer": 5,
+        "LayerNorm": 15,
+        "communication": 20,
+        "waiting for data": 20,
+        "GPU idle": 30,
+    }
     assert {kind: share for kind, share in shares.items() if share} == expected
 
 

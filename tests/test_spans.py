@@ -79,10 +79,29 @@ def store(forks: Forks, data: toys.Toys, tmp_path_factory: pytest.TempPathFactor
     for qa in hidden["data"][0]["paragraphs"][0]["qas"]:  # type: ignore[index]
         del qa["answers"]
     (directory / "test.json").write_text(json.dumps(hidden))
-    good(forks.run("preprocess.py", "task", "squad", "--train", directory / "train.json", "--valid",
-                 directory / "train.json", "--test", directory / "test.json", "--tokenizer",
-                 data.tokenizer, "--max-tokens", "20", "--stride", "5", "--max-question", "2",
-                 "--output", directory / "store"))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "task",
+            "squad",
+            "--train",
+            directory / "train.json",
+            "--valid",
+            directory / "train.json",
+            "--test",
+            directory / "test.json",
+            "--tokenizer",
+            data.tokenizer,
+            "--max-tokens",
+            "20",
+            "--stride",
+            "5",
+            "--max-question",
+            "2",
+            "--output",
+            directory / "store",
+        )
+    )
     return directory / "store"
 
 
@@ -189,13 +208,31 @@ def test_the_best_threshold_equals_trying_all(ties: bool) -> None:
 
 # what the official script says, in percent: EM and F1 of all, with an answer, without
 OFFICIAL = {
-    "BERT": [78.74168280973637, 81.77528052374727, 74.10593792172739, 80.18183293833516,
-             83.36417157275021, 83.36417157275021],
-    "BiDAF": [65.70369746483618, 67.8764892145134, 61.42037786774629, 65.77219238257676,
-              69.97476871320437, 69.97476871320437],
-    "nlnet": [75.82750779078582, 78.77776770381455, 69.61875843454791, 75.52773885752195,
-              82.01850294365012, 82.01850294365012],
-}  # fmt: skip
+    "BERT": [
+        78.74168280973637,
+        81.77528052374727,
+        74.10593792172739,
+        80.18183293833516,
+        83.36417157275021,
+        83.36417157275021,
+    ],
+    "BiDAF": [
+        65.70369746483618,
+        67.8764892145134,
+        61.42037786774629,
+        65.77219238257676,
+        69.97476871320437,
+        69.97476871320437,
+    ],
+    "nlnet": [
+        75.82750779078582,
+        78.77776770381455,
+        69.61875843454791,
+        75.52773885752195,
+        82.01850294365012,
+        82.01850294365012,
+    ],
+}
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
@@ -257,14 +294,27 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
 
 def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path: Path) -> None:
     run, said = tmp_path / "run", tmp_path / "answers.json"
-    good(forks.run(*training(SQUAD, store, run, *NO_DROPOUT, "batch.rows=16", "optim.lr=3e-3",
-                             "train.epochs=200", "train.validate_every=1000")))  # fmt: skip
+    good(
+        forks.run(
+            *training(
+                SQUAD,
+                store,
+                run,
+                *NO_DROPOUT,
+                "batch.rows=16",
+                "optim.lr=3e-3",
+                "train.epochs=200",
+                "train.validate_every=1000",
+            )
+        )
+    )
     kept_as_scored(run)
     result = json.loads((run / "result.json").read_text())["metrics"]
     assert result["valid"]["exact_match"] == 1.0
     assert "test" not in result  # its answers are hidden
-    done = good(forks.run("evaluate.py", run, f"data={store}", "split=train",
-                          f"predictions={said}"))  # fmt: skip
+    done = good(
+        forks.run("evaluate.py", run, f"data={store}", "split=train", f"predictions={said}")
+    )
     assert "train exact_match 1.0000" in done.out
     assert "train unanswerable_f1 1.0000" in done.out
     a_threshold_is_kept(forks, run, store, tmp_path / "kept.npz")
@@ -279,8 +329,16 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     assert answered_there(forks, run, raw, tmp_path) == wanted
     # above all margins, so that every question is answered; below, so that none is
     for threshold, unanswerable in (("1e9", 0.0), ("-1e9", 1.0)):
-        done = good(forks.run("evaluate.py", run, f"data={store}", "split=train",
-                              f"predictions={said}", f"threshold={threshold}"))  # fmt: skip
+        done = good(
+            forks.run(
+                "evaluate.py",
+                run,
+                f"data={store}",
+                "split=train",
+                f"predictions={said}",
+                f"threshold={threshold}",
+            )
+        )
         assert f"train unanswerable_f1 {unanswerable:.4f}" in done.out
         assert ("" in json.loads(said.read_text()).values()) == bool(unanswerable)
     refused(forks.run("evaluate.py", run, f"data={store}"), "no answers to score against")
@@ -289,8 +347,16 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
 
 def a_threshold_is_kept(forks: Forks, run: Path, store: Path, file: Path) -> None:
     for limit in ("-1e9", "1e9"):
-        done = good(forks.run("evaluate.py", run, f"data={store}", "split=valid",
-                              f"predictions={file}", f"threshold={limit}"))  # fmt: skip
+        done = good(
+            forks.run(
+                "evaluate.py",
+                run,
+                f"data={store}",
+                "split=valid",
+                f"predictions={file}",
+                f"threshold={limit}",
+            )
+        )
         found = read(file)
         assert found.threshold == float(limit)
         shown = [f"valid {name} {value:.4f}" for name, value in found.metrics().items()]
@@ -317,10 +383,16 @@ def answered_there(forks: Forks, run: Path, raw: dict[str, Any], directory: Path
             # windows as the store has them: they all begin at a fifth word
             best, null, text = -np.inf, np.inf, ""
             given = tokenizer(
-                qa["question"], paragraph["context"], truncation="only_second", max_length=20,
-                stride=11, return_overflowing_tokens=True, return_offsets_mapping=True,
-                return_tensors="pt", padding=True,
-            )  # fmt: skip
+                qa["question"],
+                paragraph["context"],
+                truncation="only_second",
+                max_length=20,
+                stride=11,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                return_tensors="pt",
+                padding=True,
+            )
             spans_of = given.pop("offset_mapping")
             given.pop("overflow_to_sample_mapping")
             with torch.inference_mode():

@@ -66,11 +66,23 @@ def rows_of(split: Split, number: int) -> np.ndarray:
 def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, tokenizer):
     last = CONTEXT.rindex("branch did")
     found = make(
-        monkeypatch, tmp_path, tokenizer,
-        squad(question(0, "1973"), question(1, "branch did", last), question(2, None),
-              question(3, "\u00c9milie's caf\u00e9 (opened"), question(4, "\u5317\u4eac")),
-        "--max-tokens", 60, "--stride", 25, "--max-question", 7,
-    )  # fmt: skip
+        monkeypatch,
+        tmp_path,
+        tokenizer,
+        squad(
+            question(0, "1973"),
+            question(1, "branch did", last),
+            question(2, None),
+            question(3, "\u00c9milie's caf\u00e9 (opened"),
+            question(4, "\u5317\u4eac"),
+        ),
+        "--max-tokens",
+        60,
+        "--stride",
+        25,
+        "--max-question",
+        7,
+    )
     assert (found.kind, found.metric) == ("span", "f1")
     split = found.split("train")
     context = found.tokenizer().encode_batch([CONTEXT])[0]
@@ -103,8 +115,18 @@ def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, 
 def test_a_label_is_in_every_window_that_holds_the_answer(monkeypatch, tmp_path, tokenizer):
     start = CONTEXT.index("3,000", 150)
     value = squad(question(0, "3,000 cups", start))
-    found = make(monkeypatch, tmp_path, tokenizer, value, "--max-tokens", 80, "--stride", 10,
-                 "--max-question", 10)  # fmt: skip
+    found = make(
+        monkeypatch,
+        tmp_path,
+        tokenizer,
+        value,
+        "--max-tokens",
+        80,
+        "--stride",
+        10,
+        "--max-question",
+        10,
+    )
     split = found.split("train")
     starts, ends = (split.columns[f"context.{name}"][0] for name in ("starts", "ends"))
     held = 0
@@ -142,10 +164,18 @@ def test_dev_sets_of_squad(shared, tmp_path):
     (tmp_path / "tok").mkdir()
     tokenizers.wordpiece(pieces, lowercase=True).save(tmp_path / "tok")
     said = command(
-        "preprocess.py", "task", "squad", "--train", shared / "squad/train-subset-1.json",
-        "--valid", shared / "squad/dev-v2.0.rebuilt.json", "--tokenizer", tmp_path / "tok",
-        "--output", tmp_path / "s",
-    )  # fmt: skip
+        "preprocess.py",
+        "task",
+        "squad",
+        "--train",
+        shared / "squad/train-subset-1.json",
+        "--valid",
+        shared / "squad/dev-v2.0.rebuilt.json",
+        "--tokenizer",
+        tmp_path / "tok",
+        "--output",
+        tmp_path / "s",
+    )
     assert "valid: 35 articles, 11,873 questions, 5,945 without an answer" in said.out
     split = open_store(tmp_path / "s").split("valid")
     columns = split.columns
@@ -177,7 +207,7 @@ def test_dev_sets_of_squad(shared, tmp_path):
         ({"data": []}, "raw.json holds no question that can be used"),
         (squad({"id": "q", "question": "?"}), "raw.json:1: q: there are no 'answers' to train on"),
     ],
-)  # fmt: skip
+)
 def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
     with pytest.raises(BadInput, match=phrase):
         make(monkeypatch, tmp_path, tokenizer, value)

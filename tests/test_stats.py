@@ -38,15 +38,18 @@ def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
     with create_store(path, words, columns, texts) as new:
         for name, number in SPLITS.items():
             rows[name] = {
-                text: [generator.zipf(1.5, n).clip(5, 99).tolist()
-                       for n in generator.integers(text == "tokens", 30, number)]
+                text: [
+                    generator.zipf(1.5, n).clip(5, 99).tolist()
+                    for n in generator.integers(text == "tokens", 30, number)
+                ]
                 for text in ("tokens", "tokens_b")
-            }  # fmt: skip
+            }
             rows[name]["id"] = [[60_000] * int(n) for n in generator.integers(0, 9, number)]
             rows[name]["label"] = generator.integers(-2, 3, number).tolist()
             if kind == "score":
-                rows[name]["label"] = [1000 + x / 7 if x > -2 else np.nan
-                                       for x in rows[name]["label"]]  # fmt: skip
+                rows[name]["label"] = [
+                    1000 + x / 7 if x > -2 else np.nan for x in rows[name]["label"]
+                ]
             with new.split(name) as split:
                 for text in texts:
                     values = [i for row in rows[name][text] for i in row]
@@ -74,9 +77,13 @@ def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
         for text in ("tokens", "tokens_b"):
             lengths = [len(row) for row in split[text]]
             assert here["lengths"][text] == pytest.approx(
-                {"mean": np.mean(lengths), "min": min(lengths), "median": np.median(lengths),
-                 "max": max(lengths)}
-            )  # fmt: skip
+                {
+                    "mean": np.mean(lengths),
+                    "min": min(lengths),
+                    "median": np.median(lengths),
+                    "max": max(lengths),
+                }
+            )
         labels = Counter(split["label"])
         wanted = {label: labels[i] for i, label in enumerate(LABELS)}
         assert here["labels"] == wanted | {"(none)": labels[-1], "(not in training)": labels[-2]}
@@ -161,8 +168,13 @@ def test_many_classes_are_summed_up():
     from matplotlib.figure import Figure
 
     train = {f"class {i}": 1000 - i for i in range(100)}
-    found = {"kind": "class", "splits": {"train": {"labels": train}, "test": {"labels": {
-        f"class {i}": 1 for i in range(100)}}}}  # fmt: skip
+    found = {
+        "kind": "class",
+        "splits": {
+            "train": {"labels": train},
+            "test": {"labels": {f"class {i}": 1 for i in range(100)}},
+        },
+    }
     shown = figure._classes(found)
     assert shown == [f"class {i}" for i in range(figure.CLASSES)]
     axes: Any = Figure().add_subplot()

@@ -148,48 +148,86 @@ def plan_of(file: Path, tmp_path: Path, scale: str = "mini", **needs: str) -> Pl
         ('rows = "start"', 'rows = "begin"', "there is no 'begin'"),
         ("[50.0, 99.0]", "[50.0]", "'pretrained' has 1 numbers, its columns are 2"),
         ('than.start = "scratch"', 'than.start = "clean"', "there is no 'clean'"),
-        ("vary.seed = [0, 1]", "vary.seed = [0]\nvary.speed.one = { optim.lr = 1.0 }",
-         "speed and rate both set optim.lr"),
+        (
+            "vary.seed = [0, 1]",
+            "vary.seed = [0]\nvary.speed.one = { optim.lr = 1.0 }",
+            "speed and rate both set optim.lr",
+        ),
         ('table = "main"', 'table = "other"', "there is no 'other'"),
-        ('settings.init = "{stage.pretrain}"', 'settings.init = "{stage.finetune}"',
-         "wait for one another: finetune -> finetune"),
+        (
+            'settings.init = "{stage.pretrain}"',
+            'settings.init = "{stage.finetune}"',
+            "wait for one another: finetune -> finetune",
+        ),
         ("settings.train.epochs = 1", "settings.train.epoch = 1", "unknown key train.epoch"),
         ('"{need.data}/x.tsv"', '"{need.dat}/x.tsv"', "there is no 'dat'"),
-        ("settings.train = { steps = 4 }", "settings.train = { steps = 4 }\nvary.depth.two = {}",
-         "{stage.pretrain} varies by depth"),
+        (
+            "settings.train = { steps = 4 }",
+            "settings.train = { steps = 4 }\nvary.depth.two = {}",
+            "{stage.pretrain} varies by depth",
+        ),
         ("[scales.mini]", "[scales.mini]\nlevels.start = ['clear']", "there is no 'clear'"),
         ('recipe = "' + str(ROOT) + '/recipes/pretrain/smoke.toml"', "", "a recipe or a command"),
         ('op = "clean"', 'op = "cleam"', "its op must be one of"),
-        ("vary.seed = [0, 1]", "settings.mapping = 'symbols:{sed}'",
-         "'symbols:{sed}': {sed} is no factor of it; its factors: start, rate"),
-        ("vary.seed = [0, 1]", "vary.a.one = { seed = 1 }\nvary.b.one = { seed.all = 2 }",
-         "the factors a and b both set seed.all"),
-        ("vary.seed = [0, 1]", "vary.a.one = { data.fraction = 0.1 }",
-         "stages.finetune: data.fraction is now fraction: write fraction=0.1"),
-        ("settings.data = \"{made.task}\"", "settings.data.store = '{made.task}'",
-         "data.store is now data: write data="),
+        (
+            "vary.seed = [0, 1]",
+            "settings.mapping = 'symbols:{sed}'",
+            "'symbols:{sed}': {sed} is no factor of it; its factors: start, rate",
+        ),
+        (
+            "vary.seed = [0, 1]",
+            "vary.a.one = { seed = 1 }\nvary.b.one = { seed.all = 2 }",
+            "the factors a and b both set seed.all",
+        ),
+        (
+            "vary.seed = [0, 1]",
+            "vary.a.one = { data.fraction = 0.1 }",
+            "stages.finetune: data.fraction is now fraction: write fraction=0.1",
+        ),
+        (
+            'settings.data = "{made.task}"',
+            "settings.data.store = '{made.task}'",
+            "data.store is now data: write data=",
+        ),
         ('columns = "rate"', 'columns = "metric"', 'columns="metric" needs metric.NAME=METRIC'),
-        ('columns = "rate"', 'columns = "rate"\nmetric = "acuracy"',
-         "will have no 'acuracy'; it has loss, accuracy, f1, mcc"),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmetric = "acuracy"',
+            "will have no 'acuracy'; it has loss, accuracy, f1, mcc",
+        ),
         ('columns = "rate"', 'columns = "start"', "rows and columns are both 'start'"),
         ('columns = ["low", "high"]', 'columns = ["low", "low"]', "two published columns"),
         ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is no number"),
         ('each = "rate"', 'each = "start"', "compares a level with itself"),
         ('than.start = "scratch"', 'than.start = "pretrained"', "compares a level with itself"),
         ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
-        ("[[claims]]", "[[tables]]\nname = 'main'\ntitle = 'x'\nstage = 'finetune'\n"
-         "rows = 'start'\ncolumns = 'rate'\n[[claims]]", "two of the tables are named 'main'"),
-        ('columns = "rate"', 'columns = "metric"\nmetric.loss = "train.loss"',
-         "say which metric of table main"),
+        (
+            "[[claims]]",
+            "[[tables]]\nname = 'main'\ntitle = 'x'\nstage = 'finetune'\n"
+            "rows = 'start'\ncolumns = 'rate'\n[[claims]]",
+            "two of the tables are named 'main'",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "metric"\nmetric.loss = "train.loss"',
+            "say which metric of table main",
+        ),
         ('columns = "rate"', 'columns = "rate"\nmetric.low = "f1"', "metric.high must be given"),
         ('columns = "rate"', 'columns = "rate"\nwhere.seed = "2"', "there is no '2'"),
         ('columns = "rate"', 'columns = "rate"\nminus = "pretrian"', "did you mean pretrain?"),
-        ("[[claims]]", "[[summaries]]\ntitle = 'x'\ntable = 'main'\nby = 'seed'\n[[claims]]",
-         "there is no 'seed'"),
-        ("[[claims]]", "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\n"
-         "panels = 'rate'\nlines = 'model'\n[[claims]]", "there is no 'model'"),
+        (
+            "[[claims]]",
+            "[[summaries]]\ntitle = 'x'\ntable = 'main'\nby = 'seed'\n[[claims]]",
+            "there is no 'seed'",
+        ),
+        (
+            "[[claims]]",
+            "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\n"
+            "panels = 'rate'\nlines = 'model'\n[[claims]]",
+            "there is no 'model'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_study_that_makes_no_sense_is_refused(
     file: Path, tmp_path: Path, old: str, new: str, words: str
 ) -> None:
@@ -237,8 +275,13 @@ def test_the_key_is_the_content(file: Path, data: Path, tmp_path: Path) -> None:
     first = keys(data=str(data))
     moved = data.rename(tmp_path / "moved")
     assert keys(data=str(moved)) == first  # where it lies is no content
-    changed(file, ("settings.train.epochs = 1", "settings.train.epochs = 1\n"
-                   "settings.train.log_every = 3\nsettings.system.threads = 1"))  # fmt: skip
+    changed(
+        file,
+        (
+            "settings.train.epochs = 1",
+            "settings.train.epochs = 1\nsettings.train.log_every = 3\nsettings.system.threads = 1",
+        ),
+    )
     assert keys(data=str(moved)) == first
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [1, 2]"))
     other = keys(data=str(moved))
@@ -251,12 +294,15 @@ def test_what_is_made_may_depend_on_levels(file: Path, data: Path, tmp_path: Pat
     changed(
         file,
         ('settings.data = "{made.task}"', 'settings.data = "{made.{start}}"'),
-        ("[stages.pretrain]", '''[made.pretrained]
+        (
+            "[stages.pretrain]",
+            """[made.pretrained]
 command = ["preprocess.py", "{rate}", "{out}"]
 [made.scratch]
 same = "task"
-[stages.pretrain]'''),
-    )  # fmt: skip
+[stages.pretrain]""",
+        ),
+    )
     plan = plan_of(file, tmp_path, data=str(data))
     made = [work for work in plan.works.values() if not work.stage]
     assert [work.command[1] for work in made if work.name == "made.pretrained"] == ["low", "high"]
@@ -276,13 +322,17 @@ same = "task"
 def test_a_stage_at_another_level(file: Path, data: Path, tmp_path: Path) -> None:
     changed(
         file,
-        ("settings.train = { steps = 4 }",
-         "settings.train = { steps = 4 }\nvary.start.pretrained = {}\nvary.seed = [0, 1]"),
+        (
+            "settings.train = { steps = 4 }",
+            "settings.train = { steps = 4 }\nvary.start.pretrained = {}\nvary.seed = [0, 1]",
+        ),
         ('settings.init = "{stage.pretrain}"\n', ""),
-        ("vary.start.pretrained = {}\nvary.start.scratch = {",
-         'vary.start.pretrained = { init = "{stage.pretrain}" }\nvary.start.scratch = '
-         '{ init = "{stage.pretrain(start=pretrained)}",'),
-    )  # fmt: skip
+        (
+            "vary.start.pretrained = {}\nvary.start.scratch = {",
+            'vary.start.pretrained = { init = "{stage.pretrain}" }\nvary.start.scratch = '
+            '{ init = "{stage.pretrain(start=pretrained)}",',
+        ),
+    )
     plan = plan_of(file, tmp_path, data=str(data))
     by_key = {work.key: work for work in plan.works.values()}
     for run in plan.runs("finetune"):
@@ -304,22 +354,38 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "operations", "words"),
     [
-        ("{stage.pretrain}", '{ op = "reinit_head", layer = 2, head = 1 }',
-         "reinit_head: layer=2: the model has layers 1 to 1"),
-        ("{made.half}", '{ op = "reinit_head", layer = 2, head = 4 }',
-         "reinit_head: head=4: a layer has heads 1 to 3"),
-        ("{made.half}", '{ op = "keep_layers", first = 1 }, { op = "keep_layers", every = 2 }',
-         "keep_layers: every=2: the model has layers 1 to 1"),
+        (
+            "{stage.pretrain}",
+            '{ op = "reinit_head", layer = 2, head = 1 }',
+            "reinit_head: layer=2: the model has layers 1 to 1",
+        ),
+        (
+            "{made.half}",
+            '{ op = "reinit_head", layer = 2, head = 4 }',
+            "reinit_head: head=4: a layer has heads 1 to 3",
+        ),
+        (
+            "{made.half}",
+            '{ op = "keep_layers", first = 1 }, { op = "keep_layers", every = 2 }',
+            "keep_layers: every=2: the model has layers 1 to 1",
+        ),
         ("{made.hf}", '{ op = "reinit_last_layers", from_layer = 6 }', "give 1 to 5"),
-        ("{need.checkpoint}", '{ op = "keep_layers", layers = [3] }',
-         "layers=3: the model has layers 1 to 2"),
+        (
+            "{need.checkpoint}",
+            '{ op = "keep_layers", layers = [3] }',
+            "layers=3: the model has layers 1 to 2",
+        ),
         ("{need.albert}", '{ op = "reverse_layers" }', "(ALBERT)"),
     ],
-)  # fmt: skip
+)
 def test_operations_on_what_is_not_there_are_refused_before_any_run(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, operations: str,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: str,
+    operations: str,
     words: str,
-) -> None:  # fmt: skip
+) -> None:
     """The shape is known from the recipe of a run to come, a checkpoint, or what is imported."""
     needs = ["checkpoint", "hf", "albert"]
     made = """
@@ -329,15 +395,26 @@ command = ["-m", "xformer.convert", "from-hf", "{need.hf}", "{out}"]
 command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)", "--seed", "1"]
 """
     made += "".join(f'[needs.{name}]\nabout = "x"\nget = "x"\n' for name in needs)
-    changed(file, ("[stages.pretrain]", f"{made}\n[stages.pretrain]"),
-            ('settings.init = "{stage.pretrain}"',
-             f'settings.init = "{start}"\nsettings.mapping = "symbols:0"'),
-            ('{ op = "clean" }', operations))  # fmt: skip
+    changed(
+        file,
+        ("[stages.pretrain]", f"{made}\n[stages.pretrain]"),
+        (
+            'settings.init = "{stage.pretrain}"',
+            f'settings.init = "{start}"\nsettings.mapping = "symbols:0"',
+        ),
+        ('{ op = "clean" }', operations),
+    )
     looking.checkpoint(tmp_path / "checkpoint")
     looking.checkpoint(tmp_path / "albert", shared_layers=True)
     (tmp_path / "hf").mkdir()
-    sizes = {"num_hidden_layers": 4, "hidden_size": 6, "num_attention_heads": 3,
-             "intermediate_size": 7, "max_position_embeddings": 9, "vocab_size": 9}  # fmt: skip
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 6,
+        "num_attention_heads": 3,
+        "intermediate_size": 7,
+        "max_position_embeddings": 9,
+        "vocab_size": 9,
+    }
     write_json(tmp_path / "hf/config.json", {"model_type": "bert", **sizes})
     given = [f"needs.{name}={tmp_path / name}" for name in needs]
     line = [str(file), "scale=mini", "--dry-run", f"output={tmp_path / 'studies'}"]
@@ -380,9 +457,15 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     outcomes = pool.execute(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {
-        "there": "there", "good": "done", "bad": "failed", "after": "not run", "last": "not run",
-        "empty": "failed", "poor": "not run", "other": "done",
-    }  # fmt: skip
+        "there": "there",
+        "good": "done",
+        "bad": "failed",
+        "after": "not run",
+        "last": "not run",
+        "empty": "failed",
+        "poor": "not run",
+        "other": "done",
+    }
     assert sorted(prepared) == ["bad", "empty", "good", "other"]
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
     assert "left no" in outcomes["empty"].why
@@ -475,10 +558,15 @@ class Slow:
 def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
     """When a pre-training ends, its fine-tunings go before the next pre-training."""
     works = [
-        work(tmp_path, "a", ""), work(tmp_path, "a1", "", "a"), work(tmp_path, "a2", "", "a"),
-        work(tmp_path, "b", ""), work(tmp_path, "b1", "", "b"), work(tmp_path, "b2", "", "b"),
-        work(tmp_path, "c", ""), work(tmp_path, "c1", "", "c"),
-    ]  # fmt: skip
+        work(tmp_path, "a", ""),
+        work(tmp_path, "a1", "", "a"),
+        work(tmp_path, "a2", "", "a"),
+        work(tmp_path, "b", ""),
+        work(tmp_path, "b1", "", "b"),
+        work(tmp_path, "b2", "", "b"),
+        work(tmp_path, "c", ""),
+        work(tmp_path, "c1", "", "c"),
+    ]
     executor = Slow()
     script = iter(["a", "b", "a1", "a2", "b1", "c", "b2", "c1"])
 
@@ -579,8 +667,9 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
             case 9:
                 executor.end("next")
 
-    outcomes = pool.execute(works, executor, changed, lambda _: None, 0, pause=pause,
-                            tell=told.append)  # fmt: skip
+    outcomes = pool.execute(
+        works, executor, changed, lambda _: None, 0, pause=pause, tell=told.append
+    )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
     assert told == [
         f"paused: nothing was running; remove {pause} to go on",
@@ -603,8 +692,15 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
         elif told:
             pause.unlink(missing_ok=True)
 
-    outcomes = pool.execute([long, plain], pool.Local(2, 1), changed, lambda _: None, 0.01,
-                            pause=pause, tell=told.append)  # fmt: skip
+    outcomes = pool.execute(
+        [long, plain],
+        pool.Local(2, 1),
+        changed,
+        lambda _: None,
+        0.01,
+        pause=pause,
+        tell=told.append,
+    )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
     assert (tmp_path / "saved").exists()
     assert told[0].startswith("paused: 2 commands to be started again; ")
@@ -617,8 +713,14 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
         path = tmp_path / name
         return Work(name, name, path, path / "result.json", (), waits, stage="s", recipe={})
 
-    works = [work(tmp_path, "store", ""), run("a", "store"), run("a1", "a", "store"),
-             run("b", "store"), run("b1", "b"), run("b2", "b")]  # fmt: skip
+    works = [
+        work(tmp_path, "store", ""),
+        run("a", "store"),
+        run("a1", "a", "store"),
+        run("b", "store"),
+        run("b1", "b"),
+        run("b2", "b"),
+    ]
     wanted = ["a1", "b1", "b2"]
     assert list(to_do(works, wanted)) == ["store", "a", "a1", "b", "b1", "b2"]
     for name in ("a1", "b", "b1"):
@@ -631,13 +733,22 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
     (weights / "manifest.json").touch()
     assert list(to_do(works, wanted)) == ["b2"]
     executor = Slow()
-    outcomes = pool.execute(works, executor, lambda _: (
-        executor.end("b2", made=False) if executor.running else None),
-        lambda _: None, 0, wanted=wanted)  # fmt: skip
+    outcomes = pool.execute(
+        works,
+        executor,
+        lambda _: executor.end("b2", made=False) if executor.running else None,
+        lambda _: None,
+        0,
+        wanted=wanted,
+    )
     assert {key: outcome.state for key, outcome in outcomes.items()} == {
-        "store": "not needed", "a": "not needed", "a1": "there", "b": "there", "b1": "there",
+        "store": "not needed",
+        "a": "not needed",
+        "a1": "there",
+        "b": "there",
+        "b1": "there",
         "b2": "failed",
-    }  # fmt: skip
+    }
 
 
 def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> None:
@@ -668,7 +779,9 @@ def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> N
     told = [True, 1, False, 1, "1", "1", [], [str(seen)], ""]
     assert json.loads(shows.proof.read_text()) == told
     assert (tmp_path / "door.log").read_text().splitlines() == [
-        f"['{script}', 'x=1'] __main__ {tmp_path}", "wrong"]  # fmt: skip
+        f"['{script}', 'x=1'] __main__ {tmp_path}",
+        "wrong",
+    ]
     assert (tmp_path / "module.log").read_text().startswith("error: ")
 
 
@@ -712,8 +825,15 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
     for path in kept.iterdir():  # the same content makes the same file
         assert path.read_bytes() == (tmp_path / "other" / path.name).read_bytes()
         names = zipfile.ZipFile(path).namelist()
-        assert names == ["config.json", "key", "log.jsonl", "model.sha256",
-                         "predictions/valid.npz", "result.json", "run_manifest.json"]  # fmt: skip
+        assert names == [
+            "config.json",
+            "key",
+            "log.jsonl",
+            "model.sha256",
+            "predictions/valid.npz",
+            "result.json",
+            "run_manifest.json",
+        ]
 
         assert str(tmp_path).encode() not in zipfile.ZipFile(path).read("config.json")
 
@@ -760,8 +880,10 @@ def test_a_run_without_weights_is_made_again(file: Path, data: Path, tmp_path: P
     assert run.done
     prepare(run)
     assert not run.path.exists()  # as training wants it
-    assert sorted(p.name for p in run.path.parent.glob(f"*{run.key}*")) == [
-        run.key, f"{run.key}.toml"][1:]  # fmt: skip
+    assert (
+        sorted(p.name for p in run.path.parent.glob(f"*{run.key}*"))
+        == [run.key, f"{run.key}.toml"][1:]
+    )
     finish_one = {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0}
     run.path.mkdir()
     write_json(run.proof, finish_one)
@@ -852,7 +974,10 @@ def test_a_kill_leaves_no_half_of_a_kept_run(
 
 def test_what_a_command_left_is_kept(file: Path, data: Path, tmp_path: Path) -> None:
     """Its result and the pictures that the study shows; what waits for more has it made again."""
-    file.write_text(STUDY.replace("[[tables]]", """
+    file.write_text(
+        STUDY.replace(
+            "[[tables]]",
+            """
 [stages.look]
 command = ["-c", "1", "{made.task}", "{out}"]
 result = "look.json"
@@ -868,7 +993,10 @@ name = "more"
 title = "More"
 stage = "more"
 file = "x.svg"
-[[tables]]""", 1))  # fmt: skip
+[[tables]]""",
+            1,
+        )
+    )
     plan = plan_of(file, tmp_path, data=str(data))
     (look,), (more,) = plan.runs("look"), plan.runs("more")
     look.path.mkdir(parents=True)
@@ -880,7 +1008,11 @@ file = "x.svg"
     shutil.rmtree(plan.root)
     Ledger(tmp_path / "kept", plan).unpack()
     assert sorted(path.name for path in look.path.iterdir() if path.name[0] != ".") == [
-        "key", "look-dark.svg", "look.json", "look.svg"]  # fmt: skip
+        "key",
+        "look-dark.svg",
+        "look.json",
+        "look.svg",
+    ]
     assert look.done
     assert not look.whole
     assert look.key in to_do(plan.works.values(), [more.key])
@@ -909,11 +1041,22 @@ def test_a_study_that_is_killed_loses_nothing(
     forks: Forks, file: Path, data: Path, tmp_path: Path
 ) -> None:
     """Alone, so that its run goes on without it, and with all its processes."""
-    changed(file, ("vary.seed = [0, 1]", "vary.seed = [0]"),
-            ("steps = 4 }", "steps = 120, checkpoint_every = 20, log_every = 20 }"),
-            ("[scales.mini]", "[scales.mini]\nlevels.rate = ['low']"))  # fmt: skip
-    line = ["-m", "xformer.study", str(file), "scale=mini", f"needs.data={data}", "jobs=2",
-            f"output={tmp_path / 'studies'}", f"kept={tmp_path / 'kept'}"]  # fmt: skip
+    changed(
+        file,
+        ("vary.seed = [0, 1]", "vary.seed = [0]"),
+        ("steps = 4 }", "steps = 120, checkpoint_every = 20, log_every = 20 }"),
+        ("[scales.mini]", "[scales.mini]\nlevels.rate = ['low']"),
+    )
+    line = [
+        "-m",
+        "xformer.study",
+        str(file),
+        "scale=mini",
+        f"needs.data={data}",
+        "jobs=2",
+        f"output={tmp_path / 'studies'}",
+        f"kept={tmp_path / 'kept'}",
+    ]
     plan = plan_of(file, tmp_path, data=str(data))
     checkpoints = plan.runs("pretrain")[0].path / "checkpoints"
     for number, kill in enumerate((os.kill, os.killpg), 1):
@@ -927,8 +1070,10 @@ def test_a_study_that_is_killed_loses_nothing(
         kept = zipfile.ZipFile(path)
         run = tmp_path / "whole" / path.stem  # one that was never stopped
         good(forks.run("train.py", tmp_path / f"studies/runs/{path.stem}.toml", f"run={run}"))
-        scores = (json.loads(text)["metrics"] for text in (
-            kept.read("result.json"), (run / "result.json").read_text()))  # fmt: skip
+        scores = (
+            json.loads(text)["metrics"]
+            for text in (kept.read("result.json"), (run / "result.json").read_text())
+        )
         assert next(scores) == next(scores)
         digest, name = kept.read("model.sha256").decode().split()
         assert file_checksum(run / name) == digest
@@ -1008,9 +1153,13 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
     verdict = results.verdicts()[0]
     assert verdict.state == "holds"
     assert [part[0] for part in verdict.parts] == ["low", "high"]
-    ps = [compare(*pair).p for pair in (
-        ([60.0, 60.4, 60.8, 61.2], [50.0, 50.2, 50.4, 50.6]),
-        ([60.0, 60.2, 60.4, 60.6], [50.0, 50.1, 50.2, 50.3]))]  # fmt: skip
+    ps = [
+        compare(*pair).p
+        for pair in (
+            ([60.0, 60.4, 60.8, 61.2], [50.0, 50.2, 50.4, 50.6]),
+            ([60.0, 60.2, 60.4, 60.6], [50.0, 50.1, 50.2, 50.3]),
+        )
+    ]
     assert [part[2] for part in verdict.parts] == pytest.approx(holm([p for p in ps if p]))
 
     text = markdown(results, {})
@@ -1095,9 +1244,11 @@ def test_differences_deviations_means_summaries_and_curves(
         run.proof.write_text(json.dumps(content))
     for run in plan.runs("finetune") + plan.runs("base"):
         loss = 1.0 + (run.levels.get("start") == "scratch") + 0.5 * int(run.levels["seed"])
-        lines = [{"event": "train", "step": 5, "loss": 3.0},
-                 {"event": "validation", "step": 5, "accuracy": 0.5},
-                 {"event": "train", "step": 10, "loss": loss}]  # fmt: skip
+        lines = [
+            {"event": "train", "step": 5, "loss": 3.0},
+            {"event": "validation", "step": 5, "accuracy": 0.5},
+            {"event": "train", "step": 10, "loss": loss},
+        ]
         (run.path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
     results = Results(plan.study, plan)
     tables = {table.name: results.cells(table) for table in plan.study.tables}
@@ -1105,7 +1256,9 @@ def test_differences_deviations_means_summaries_and_curves(
     assert gains == [[0.375, 0.125, 0.25], [-0.125, -0.125, -0.125]]
     assert tables["spread"][0][0].value == pytest.approx(np.std([75, 100], ddof=1))
     assert [[cell.value for cell in row] for row in tables["losses"]] == [
-        [1.25, 0.75], [2.25, 0.375]]  # fmt: skip
+        [1.25, 0.75],
+        [2.25, 0.375],
+    ]
     last = results.verdicts()[-1]
     assert last.state == "undecided"  # both seeds differ by the same: no spread to judge by
     assert "+1.000" in markdown(results, {})
@@ -1116,8 +1269,11 @@ def test_differences_deviations_means_summaries_and_curves(
     assert [one.published for one in scratch][:3] == [2.0, -0.125, None]
     panels = averaged(results, plan.study.curves[0])
     assert [(panel.name, panel.value) for panel in panels] == [
-        ("low", "loss"), ("high", "loss"),
-        ("low", "validation accuracy"), ("high", "validation accuracy")]  # fmt: skip
+        ("low", "loss"),
+        ("high", "loss"),
+        ("low", "validation accuracy"),
+        ("high", "validation accuracy"),
+    ]
     line = panels[0].lines[1]
     assert (line.name, line.runs, line.x, line.mean) == ("scratch", 2, [5.0, 10.0], [3.0, 2.25])
     directory = plan.root / "letters-mini"
@@ -1138,8 +1294,14 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
         assert wanted is not None
         far = []
         for level in wanted.rows:
-            found = [float(x) for x in (cells.rows[level] if summary.by == "layer" else
-                     [row[cells.columns.index(level)] for row in cells.rows.values()])]  # fmt: skip
+            found = [
+                float(x)
+                for x in (
+                    cells.rows[level]
+                    if summary.by == "layer"
+                    else [row[cells.columns.index(level)] for row in cells.rows.values()]
+                )
+            ]
             for name, value in describe(found).items():
                 number = wanted.number(level, name)
                 assert value is not None
@@ -1152,8 +1314,9 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
 def test_studies_share_runs(tmp_path: Path) -> None:
     def keys(name: str) -> dict[str, str]:
         plan = plan_of(ROOT / f"recipes/studies/{name}.toml", tmp_path)
-        return {work.key: work.levels.get("fraction", "") for work in plan.works.values()
-                if work.stage}  # fmt: skip
+        return {
+            work.key: work.levels.get("fraction", "") for work in plan.works.values() if work.stage
+        }
 
     whole, part = keys("kao2021-figure2"), keys("kao2021-one-percent")
     assert {part[key] for key in part.keys() & whole.keys()} == {"all"}
@@ -1255,10 +1418,18 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
     depths = "".join(f"\nvary.depth.{x} = {{ optim.warmup = {i} }}" for i, x in enumerate("abc"))
     changed(file, ("vary.seed = [0, 1]", f"vary.seed = [0, 1]{depths}"), ('each = "rate"', ""))
     plan = plan_of(file, tmp_path, data=str(data))
-    gain = {("0", "a"): 0.1, ("0", "b"): 0.2, ("0", "c"): 0.3,
-            ("1", "a"): 0.3, ("1", "b"): 0.3, ("1", "c"): 0.6}  # fmt: skip
-    finish(plan, lambda seed, start, depth, **_: (
-        0.3 + (gain[seed, depth] if start == "pretrained" else 0.0)))  # fmt: skip
+    gain = {
+        ("0", "a"): 0.1,
+        ("0", "b"): 0.2,
+        ("0", "c"): 0.3,
+        ("1", "a"): 0.3,
+        ("1", "b"): 0.3,
+        ("1", "c"): 0.6,
+    }
+    finish(
+        plan,
+        lambda seed, start, depth, **_: 0.3 + (gain[seed, depth] if start == "pretrained" else 0.0),
+    )
     results = Results(plan.study, plan)
     difference = results.verdicts()[0].parts[0][1]
     assert difference.p == pytest.approx(stats.ttest_rel([50, 70], [30, 30]).pvalue)
@@ -1272,18 +1443,26 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
     """Also behind other text, with what is below a need; and all of them are waited for."""
     (data / "sub").mkdir()
-    changed(file, ("[[tables]]", '''[stages.look]
+    changed(
+        file,
+        (
+            "[[tables]]",
+            """[stages.look]
 command = ["-c", "1", "data={need.data}/sub", "{made.task}:{made.letters}", "{out}"]
 [[pictures]]
 name = "p"
 title = "p"
 stage = "look"
 file = "p.svg"
-[[tables]]'''))  # fmt: skip
+[[tables]]""",
+        ),
+    )
     plan = plan_of(file, tmp_path, data=str(data))
     (look,) = plan.runs("look")
-    made = {name: next(w for w in plan.works.values() if w.name == f"made.{name}")
-            for name in ("task", "letters")}  # fmt: skip
+    made = {
+        name: next(w for w in plan.works.values() if w.name == f"made.{name}")
+        for name in ("task", "letters")
+    }
     assert look.command[2] == f"data={data}/sub"
     assert look.command[3] == f"{made['task'].path}:{made['letters'].path}"
     assert set(look.waits) == {work.key for work in made.values()}
@@ -1298,11 +1477,14 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
     work_ = work(tmp_path, "shared", "1/0")
     shared = replace(work_, path=tmp_path / "run", proof=tmp_path / "run/result.json")
     shared.path.mkdir()
-    code = ("import fcntl, sys, time; lock = open(sys.argv[1] + '/.lock', 'w');"
-            "fcntl.flock(lock, fcntl.LOCK_EX); print(flush=True); time.sleep(0.5);"
-            "open(sys.argv[1] + '/result.json', 'w').write('{}')")  # fmt: skip
-    with subprocess.Popen([sys.executable, "-c", code, str(shared.path)],
-                          stdout=subprocess.PIPE) as other:  # fmt: skip
+    code = (
+        "import fcntl, sys, time; lock = open(sys.argv[1] + '/.lock', 'w');"
+        "fcntl.flock(lock, fcntl.LOCK_EX); print(flush=True); time.sleep(0.5);"
+        "open(sys.argv[1] + '/result.json', 'w').write('{}')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(shared.path)], stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         other.stdout.readline()
         assert pool.in_use(shared.path)
@@ -1320,8 +1502,9 @@ def test_gpus_are_those_that_the_process_may_see(
     local, found = pool.local(0, 2), []
     assert local.slots == 4
     for slot in range(4):
-        shows = work(tmp_path, f"w{slot}", "import os; "
-                     "P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])")  # fmt: skip
+        shows = work(
+            tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+        )
         job = local.start(shows, slot)
         job.wait()
         found.append(shows.proof.read_text())
@@ -1353,8 +1536,15 @@ def test_damaged_files_of_a_study(
         '{"splits": {"train": {"rows": 9, "tokens": 99}}, "tokenizer": {"vocab_size": 9}}'
     )
     (place / name).write_text(content)
-    line = ["-m", "xformer.study", str(file), "scale=mini", f"output={root}",
-            f"needs.data={data}", "--dry-run"]  # fmt: skip
+    line = [
+        "-m",
+        "xformer.study",
+        str(file),
+        "scale=mini",
+        f"output={root}",
+        f"needs.data={data}",
+        "--dry-run",
+    ]
     done = forks.run(*line)
     if words:
         refused(done, words)
@@ -1446,10 +1636,13 @@ def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
 
 def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path: Path) -> None:
     title = HOSTILE.replace('"', '\\"')
-    changed(file, ('title = "Letters"', f'title = "{title}"'),
-            ('title = "Accuracy"', f'title = "{title}"'),
-            ("vary.start.pretrained", f'vary.start."{title}"'),
-            ('"pretrained"', f'"{title}"'))  # fmt: skip
+    changed(
+        file,
+        ('title = "Letters"', f'title = "{title}"'),
+        ('title = "Accuracy"', f'title = "{title}"'),
+        ("vary.start.pretrained", f'vary.start."{title}"'),
+        ('"pretrained"', f'"{title}"'),
+    )
     plan, path = a_page(file, data, tmp_path)
     assert "&lt;script&gt;" in path.read_text().partition("Not done")[2][:3000]
     for i, run in enumerate(plan.runs("finetune")):
@@ -1478,9 +1671,17 @@ def in_chromium(path: Path, script: str, fragment: str = "") -> str:
         "--disable-background-networking --disable-component-update --disable-sync"
     )
     ended = subprocess.run(
-        [chromium, *quiet.split(), f"--user-data-dir={path.parent / 'chromium'}", "--dump-dom",
-         f"file://{copy}{fragment}"], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            chromium,
+            *quiet.split(),
+            f"--user-data-dir={path.parent / 'chromium'}",
+            "--dump-dom",
+            f"file://{copy}{fragment}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     return ended.stdout
 
 
@@ -1562,8 +1763,11 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert not root.exists()
     refused(forks.run(*arguments), "nothing can run", "needs.data=PATH")
     refused(forks.run(*arguments, "needs.dat=x"), "has no such need")
-    changed(file, ("vary.seed = [0, 1]", "vary.seed = [0]"),
-            ("[scales.mini]", "[scales.mini]\nlevels.rate = ['low']"))  # fmt: skip
+    changed(
+        file,
+        ("vary.seed = [0, 1]", "vary.seed = [0]"),
+        ("[scales.mini]", "[scales.mini]\nlevels.rate = ['low']"),
+    )
     done = good(command(*arguments, f"needs.data={data}"))
     assert "[5/5]" in done.err
     report = (root / "letters-mini/report.md").read_text()
@@ -1571,8 +1775,10 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert "**undecided**" in report
 
     # what is there is not run again; another seed adds its own runs
-    changed(file, ("vary.seed = [0]", "vary.seed = [0, 1]\nwithout = [{ seed = '1', start = "
-                   "'scratch' }]"))  # fmt: skip
+    changed(
+        file,
+        ("vary.seed = [0]", "vary.seed = [0, 1]\nwithout = [{ seed = '1', start = 'scratch' }]"),
+    )
     logs = {p: p.stat().st_mtime_ns for p in root.glob("runs/*/log.jsonl")}
     again = good(forks.run(*arguments, f"needs.data={data}"))
     assert len([line for line in again.err.splitlines() if ": done, " in line]) == 1
@@ -1618,8 +1824,15 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
-    found = forks.run("-m", "xformer.study", file, "scale=mini", "executor=slurm",
-                      f"output={tmp_path / 's'}", f"needs.data={data}")  # fmt: skip
+    found = forks.run(
+        "-m",
+        "xformer.study",
+        file,
+        "scale=mini",
+        "executor=slurm",
+        f"output={tmp_path / 's'}",
+        f"needs.data={data}",
+    )
     refused(found, "executor=local" if shutil.which("sbatch") is None else "executor=")
 
 

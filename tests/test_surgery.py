@@ -58,8 +58,9 @@ def tokenizer(pieces: list[str] = PIECES) -> Tokenizer:
     return tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=False)
 
 
-def counted(config: ModelConfig = SHAPE, known: Tokenizer | None = None,
-            head: Head | None = None) -> Checkpoint:  # fmt: skip
+def counted(
+    config: ModelConfig = SHAPE, known: Tokenizer | None = None, head: Head | None = None
+) -> Checkpoint:
     """A checkpoint in which no two elements are the same: its weights count from 1."""
     made = checkpoints.fresh(config, known or tokenizer(), seed=0)
     made, _, _ = made.with_head(head or Head("mlm"), seed=0)
@@ -145,9 +146,10 @@ def test_layers_from_one_to_the_last_are_drawn_anew(first: int) -> None:
     before = counted()
     after = surgery.apply(before, [ReinitLastLayers(from_layer=first, seed=2)])
     expected = {
-        name for name in before.weights
+        name
+        for name in before.weights
         if name.startswith("encoder.layers.") and int(name.split(".")[2]) + 1 >= first
-    }  # fmt: skip
+    }
     assert differing(after, before) == expected
     for name in expected:
         weight = after.weights[name]
@@ -191,8 +193,9 @@ def test_a_head_acts_through_its_rows_and_columns_alone() -> None:
     projection at 0, only re-initialising that head changes what the layer adds."""
     from tiny import random_batch
 
-    made = checkpoints.fresh(SHAPE.model_copy(update={"vocab_size": 97, "max_positions": 17}),
-                             tokenizer(), seed=3)  # fmt: skip
+    made = checkpoints.fresh(
+        SHAPE.model_copy(update={"vocab_size": 97, "max_positions": 17}), tokenizer(), seed=3
+    )
     out = made.weights["encoder.layers.0.attention.out.weight"]
     out[:, :4] = 0  # heads 1 and 2 of 3 are cut off
     batch = random_batch()
@@ -255,8 +258,14 @@ def test_all_pieces_but_special_and_unused_ones_exchange_theirs() -> None:
 
 def test_english_like_pieces_of_other_vocabularies() -> None:
     bpe = tokenizers.byte_bpe(
-        {p: i for i, p in enumerate([*tokenizers.ROBERTA_SPECIAL.values(), "Ġ", "a", "b", "1",
-                                     "Ġa", "Ġ1"])}, [("Ġ", "a"), ("Ġ", "1")])  # fmt: skip
+        {
+            p: i
+            for i, p in enumerate(
+                [*tokenizers.ROBERTA_SPECIAL.values(), "Ġ", "a", "b", "1", "Ġa", "Ġ1"]
+            )
+        },
+        [("Ġ", "a"), ("Ġ", "1")],
+    )
     known = counted(SHAPE, bpe)
     assert {i for seed in range(20) for i in moved(known, seed=seed)[0]} == {6, 7, 9}
     letters = counted(SHAPE, tokenizers.symbols("ACGT"))
@@ -304,8 +313,11 @@ def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
     old, new = before.weights[WORD], after.weights[WORD]
     for i in [*range(5), 6, 9]:
         assert torch.equal(new[i], old[i]), i
-    copies = [next(j for j in (6, 9) if torch.equal(new[i], old[j]))
-              for i in range(16) if i > 4 and i not in (6, 9)]  # fmt: skip
+    copies = [
+        next(j for j in (6, 9) if torch.equal(new[i], old[j]))
+        for i in range(16)
+        if i > 4 and i not in (6, 9)
+    ]
     assert sorted(copies) in ([6] * 4 + [9] * 5, [6] * 5 + [9] * 4)
     record = after.history[-1]
     assert (record["store"], record["split"], record["seed"]) == (str(store), "train", 4)
@@ -328,8 +340,9 @@ def test_used_is_what_the_mapping_says(tmp_path: Path) -> None:
 
 def test_the_clean_twin_is_drawn_from_either_distribution() -> None:
     before = counted()
-    normal, truncated = (surgery.apply(before, [Clean(seed=3, distribution=d)])
-                         for d in ("normal", "truncated"))  # fmt: skip
+    normal, truncated = (
+        surgery.apply(before, [Clean(seed=3, distribution=d)]) for d in ("normal", "truncated")
+    )
     scratch, _, _ = checkpoints.fresh(SHAPE, tokenizer(), 3).with_head(Head("mlm"), 3)
     assert same(normal, scratch)
     for name, weight in truncated.weights.items():
@@ -384,9 +397,10 @@ def test_a_scaled_matrix_keeps_its_size(match: Any) -> None:
     before = counted()
     scaled = surgery.apply(before, [ReinitScaled(match=match, seed=1)])
     for name, old in before.weights.items():
-        new, fresh = scaled.weights[name], checkpoints.initialise(
-            name, old.shape, SHAPE, 1, purpose="reinit_scaled"
-        )  # fmt: skip
+        new, fresh = (
+            scaled.weights[name],
+            checkpoints.initialise(name, old.shape, SHAPE, 1, purpose="reinit_scaled"),
+        )
         if old.ndim == 1:
             assert torch.equal(new, fresh), name
             continue
@@ -469,8 +483,12 @@ def test_an_operation_draws_the_same_wherever_it_stands() -> None:
     """Its numbers hang on its own seed, not on what was drawn before it."""
     before, head = counted(), ReinitHead(seed=7, layer=2, head=1)
     alone = surgery.apply(before, [head])
-    for others in ([Clean(seed=1)], [OracleShuffle(seed=7)], [ReverseLayers()],
-                   [ReinitHead(seed=7, layer=1, head=2)]):  # fmt: skip
+    for others in (
+        [Clean(seed=1)],
+        [OracleShuffle(seed=7)],
+        [ReverseLayers()],
+        [ReinitHead(seed=7, layer=1, head=2)],
+    ):
         after = surgery.apply(before, [*others, head])
         for part, axis in (("qkv.weight", 0), ("out.weight", 1)):
             name = f"encoder.layers.1.attention.{part}"
@@ -480,8 +498,10 @@ def test_an_operation_draws_the_same_wherever_it_stands() -> None:
 
 def test_operations_with_one_seed_do_not_share_their_numbers() -> None:
     last = ReinitLastLayers(seed=7, from_layer=1, distribution="normal")
-    drawn = [surgery.apply(counted(), [o]).weights["encoder.layers.2.mlp.up.weight"].flatten()
-             for o in (Clean(seed=7), last)]  # fmt: skip
+    drawn = [
+        surgery.apply(counted(), [o]).weights["encoder.layers.2.mlp.up.weight"].flatten()
+        for o in (Clean(seed=7), last)
+    ]
     assert abs(np.corrcoef(torch.stack(drawn).numpy())[0, 1]) < 0.6
 
 
@@ -512,10 +532,20 @@ def test_every_operation_is_a_function_with_its_fields_as_arguments() -> None:
 
 # --------------------------------------------------------------------------------- families
 
-LAYERED = ("reverse_layers", "keep_layers(first=1)", "reinit_last_layers(from_layer=1)",
-           "reinit_head(layer=1, head=1)")  # fmt: skip
-ALL = (*LAYERED, "clean", "clean_embeddings", "shuffle_embeddings", "reinit_scaled(match=variance)",
-       "oracle_shuffle")  # fmt: skip
+LAYERED = (
+    "reverse_layers",
+    "keep_layers(first=1)",
+    "reinit_last_layers(from_layer=1)",
+    "reinit_head(layer=1, head=1)",
+)
+ALL = (
+    *LAYERED,
+    "clean",
+    "clean_embeddings",
+    "shuffle_embeddings",
+    "reinit_scaled(match=variance)",
+    "oracle_shuffle",
+)
 KINDS: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": {"first_position": 2, "token_types": 1},
@@ -572,24 +602,40 @@ def operate(forks: Forks) -> Operate:
 
 def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
     """As a user types it."""
-    given = ["reverse_layers", "shuffle_embeddings(seed=1, keep_special=true, english_only=true)",
-             "keep_layers(layers=[1, 4])", "reinit_scaled(match=magnitude)"]  # fmt: skip
+    given = [
+        "reverse_layers",
+        "shuffle_embeddings(seed=1, keep_special=true, english_only=true)",
+        "keep_layers(layers=[1, 4])",
+        "reinit_scaled(match=magnitude)",
+    ]
     done = good(command("-m", "xformer.surgery", saved, tmp_path / "new", *given, "--seed", "9"))
-    expected = surgery.apply(counted(), [
-        ReverseLayers(), ShuffleEmbeddings(seed=1), KeepLayers(layers=(1, 4)),
-        ReinitScaled(match="magnitude", seed=9),
-    ])  # fmt: skip
+    expected = surgery.apply(
+        counted(),
+        [
+            ReverseLayers(),
+            ShuffleEmbeddings(seed=1),
+            KeepLayers(layers=(1, 4)),
+            ReinitScaled(match="magnitude", seed=9),
+        ],
+    )
     made = checkpoints.load(tmp_path / "new")
     assert same(made, expected)
     assert made.history == expected.history
     assert made.config == expected.config
     assert [line.split(" ")[0] for line in done.out.splitlines()[:4]] == [
-        "reverse_layers", "shuffle_embeddings", "keep_layers", "reinit_scaled"
-    ]  # fmt: skip
+        "reverse_layers",
+        "shuffle_embeddings",
+        "keep_layers",
+        "reinit_scaled",
+    ]
     assert "weights new" in done.out.splitlines()[4]
     shown = good(forks.run("-m", "xformer.convert", "inspect", tmp_path / "new")).out
-    for line in ("reverse_layers", "shuffle_embeddings seed=1 keep_special=True english_only=True",
-                 "keep_layers layers=[1, 4]", "reinit_scaled seed=9 match=magnitude"):  # fmt: skip
+    for line in (
+        "reverse_layers",
+        "shuffle_embeddings seed=1 keep_special=True english_only=True",
+        "keep_layers layers=[1, 4]",
+        "reinit_scaled seed=9 match=magnitude",
+    ):
         assert line in shown, shown
 
 
@@ -644,15 +690,16 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["substitute_unused(store={tmp}/full, split=test)"], ["no split 'test'; it has train"]),
     ([], ["OPERATION", "--help"]),
     (["clean", "--seed", "-1"], ["--seed -1 is not allowed"]),
-]  # fmt: skip
+]
 
 
 def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
     """By the command's own main, in this process: importing torch for each would take a minute."""
     from xformer.surgery.__main__ import main
 
-    checkpoints.save(checkpoints.fresh(SHAPE.model_copy(update={"hidden": 9}), tokenizer(), 1),
-                     tmp_path / "wide")  # fmt: skip
+    checkpoints.save(
+        checkpoints.fresh(SHAPE.model_copy(update={"hidden": 9}), tokenizer(), 1), tmp_path / "wide"
+    )
     cnn = ModelConfig(architecture="hilbert_cnn", kmer=2, max_positions=63)
     checkpoints.save(checkpoints.fresh(cnn, tokenizers.symbols("ACGT"), 1), tmp_path / "cnn")
     ids(tmp_path / "letters", [[5, 6]], tokenizers.symbols("ACGT"))
@@ -715,10 +762,19 @@ def test_a_recipe_operates_on_what_it_starts_from(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
     """Half the layers, reversed, one head drawn anew; the run says so and goes through the loop."""
-    listed = '[{op="reverse_layers"}, {op="reinit_head", layer=2, head=1, seed=5}, ' \
-             '{op="keep_layers", every=2}]'  # fmt: skip
-    line = training(SMOKE, data.text, tmp_path / "run", f"init={learned['text']}",
-                    f"surgery={listed}", "train.steps=2", "seed=3")  # fmt: skip
+    listed = (
+        '[{op="reverse_layers"}, {op="reinit_head", layer=2, head=1, seed=5}, '
+        '{op="keep_layers", every=2}]'
+    )
+    line = training(
+        SMOKE,
+        data.text,
+        tmp_path / "run",
+        f"init={learned['text']}",
+        f"surgery={listed}",
+        "train.steps=2",
+        "seed=3",
+    )
     good(forks.run(*[part for part in line if not part.startswith("model.layers")]))
     made = checkpoints.load(tmp_path / "run")
     assert made.config.layers == 1
@@ -743,8 +799,16 @@ Monitor.advance = stopping
 
 
 def started(learned: dict[str, Path], data: Toys, run: Path, *more: str) -> list[str]:
-    return training(SMOKE, data.text, run, f"init={learned['text']}", *NO_DROPOUT,
-                    "train.steps=6", "optim.weight_decay=0.5", *more)  # fmt: skip
+    return training(
+        SMOKE,
+        data.text,
+        run,
+        f"init={learned['text']}",
+        *NO_DROPOUT,
+        "train.steps=6",
+        "optim.weight_decay=0.5",
+        *more,
+    )
 
 
 WORDS_ONLY = 'train.only=["embeddings.word", "mlm_head"]'
@@ -756,13 +820,24 @@ def test_what_is_not_trained_does_not_change_by_a_bit(
     """Words and LM head (Chiang & Lee 2020, section 4.4): the decoder is the table of words."""
     done = good(forks.run(*started(learned, data, tmp_path / "run", WORDS_ONLY)))
     before, after = (checkpoints.load(p) for p in (learned["text"], tmp_path / "run"))
-    changed = {name for name, weight in before.weights.items()
-               if weight.numpy().tobytes() != after.weights[name].numpy().tobytes()}  # fmt: skip
-    assert changed == {WORD, BIAS, *(f"mlm_head.{part}" for part in
-                       ("dense.weight", "dense.bias", "norm.weight", "norm.bias"))}  # fmt: skip
+    changed = {
+        name
+        for name, weight in before.weights.items()
+        if weight.numpy().tobytes() != after.weights[name].numpy().tobytes()
+    }
+    assert changed == {
+        WORD,
+        BIAS,
+        *(
+            f"mlm_head.{part}"
+            for part in ("dense.weight", "dense.bias", "norm.weight", "norm.bias")
+        ),
+    }
     assert after.history[-1]["only"] == ["embeddings.word", "mlm_head"]
-    some, every = (sum(w.numel() for n, w in before.weights.items() if n in names)
-                   for names in (changed, set(before.weights)))  # fmt: skip
+    some, every = (
+        sum(w.numel() for n, w in before.weights.items() if n in names)
+        for names in (changed, set(before.weights))
+    )
     assert f"trains {some:,} of {every:,} parameters" in done.err + done.out
     state = checkpoints.load_tensors(
         checkpoints.resolve(tmp_path / "run") / "optimizer.safetensors"
@@ -826,9 +901,14 @@ def test_patterns_that_are_refused(
 def test_frozen_new_weights_are_named(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    line = training("recipes/finetune/classify.toml", data.classes, tmp_path / "run",
-                    f"init={learned['text']}", "train.epochs=0.1",
-                    'train.only=["task_head"]')  # fmt: skip
+    line = training(
+        "recipes/finetune/classify.toml",
+        data.classes,
+        tmp_path / "run",
+        f"init={learned['text']}",
+        "train.epochs=0.1",
+        'train.only=["task_head"]',
+    )
     done = good(forks.run(*line))
     assert "new weights that train.only leaves frozen: pooler" in done.err + done.out
     after = checkpoints.load(tmp_path / "run").weights

@@ -148,8 +148,9 @@ def test_lengths_are_even_over_their_range():
     lengths = np.concatenate(blocks)
     assert fits(np.bincount(lengths, minlength=130)[90:121], np.full(31, len(lengths) / 31))
     assert 0 <= lengths.sum() - 5_000_000 < lengths[-1]
-    assert set(np.concatenate(list(synthetic.draw_lengths(
-        replace(corpus, lengths=(7, 7)), "train", 700)))) == {7}  # fmt: skip
+    assert set(
+        np.concatenate(list(synthetic.draw_lengths(replace(corpus, lengths=(7, 7)), "train", 700)))
+    ) == {7}
 
 
 # ------------------------------------------------------------------------------ the stack grammar
@@ -343,8 +344,18 @@ def test_sequences_of_all_lengths_keep_their_places(name):
 @pytest.mark.parametrize("name", ["uniform", "zipf", "nesting", "flat"])
 def test_the_command(tmp_path, name):
     options = ["--push", 0.3] if name in ("nesting", "flat") else []
-    said = run(name, "--tokens", 20_000, *options, "--seed", 3, "--distinct", 50, "--output",
-               tmp_path / "s")  # fmt: skip
+    said = run(
+        name,
+        "--tokens",
+        20_000,
+        *options,
+        "--seed",
+        3,
+        "--distinct",
+        50,
+        "--output",
+        tmp_path / "s",
+    )
     assert "M tokens/s" in said
     found = open_store(tmp_path / "s")
     # the embedding keeps its size (Chiang and Lee 2020, section 4.3)
@@ -379,8 +390,19 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["zipf", "nesting"])
 def test_frequencies_of_a_store(tmp_path, source, name):
-    run(name, "--frequencies", source, "--tokens", 100_000, "--lengths", "5:9", "--vocab-size", 40,
-        "--output", tmp_path / "s")  # fmt: skip
+    run(
+        name,
+        "--frequencies",
+        source,
+        "--tokens",
+        100_000,
+        "--lengths",
+        "5:9",
+        "--vocab-size",
+        40,
+        "--output",
+        tmp_path / "s",
+    )
     found = open_store(tmp_path / "s")
     assert found.vocab_size == 40
     assert found.tokenizer().pieces[5:7] == ["w5", "w6"]
@@ -465,10 +487,22 @@ def running(process: int) -> bool:
 )
 def test_workers_end_with_their_parent(tmp_path, number, status):
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "preprocess.py"), "synthetic", "flat", "--tokens", "3000000000",
-         "--workers", "2", "--output", str(tmp_path / "s")],
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "preprocess.py"),
+            "synthetic",
+            "flat",
+            "--tokens",
+            "3000000000",
+            "--workers",
+            "2",
+            "--output",
+            str(tmp_path / "s"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         workers: set[int] = set()
         until = time.monotonic() + 60

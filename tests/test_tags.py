@@ -72,8 +72,11 @@ def words(store: Store, split: str) -> list[list[tuple[str, str]]]:
         ids, labels = columns["tokens"][row], columns["labels"][row]
         assert len(ids) == len(labels)
         starts = [*np.flatnonzero(labels != IGNORED), len(ids)]
-        names = [store.labels[i] if i >= 0 else {-1: "none", -2: "unseen"}[i] for i in labels
-                 if i != IGNORED]  # fmt: skip
+        names = [
+            store.labels[i] if i >= 0 else {-1: "none", -2: "unseen"}[i]
+            for i in labels
+            if i != IGNORED
+        ]
         spelt = [tokenizer.decode(ids[a:b]) for a, b in pairwise(starts)]
         found.append(list(zip(spelt, names, strict=True)))
     return found
@@ -123,11 +126,13 @@ def test_conll_u(make: Make) -> None:
         "# text = du pain\n1-2\tdu\t_\t_\n1\tEU\t_\tADP\n2\tlamb\t_\t_\n2.1\tx\t_\tX\n"
         "3\t#\t_\tSYM\n\n# next\n1\tcall\t_\tNOUN\n"
     )
-    store = make({"fr-ud-train.conllu": text}, "conll", "--input", ".", "--word", "2", "--label",
-                 "4")  # fmt: skip
+    store = make(
+        {"fr-ud-train.conllu": text}, "conll", "--input", ".", "--word", "2", "--label", "4"
+    )
     assert words(store, "train") == [
-        [("eu", "ADP"), ("lamb", "none"), ("[UNK]", "SYM")], [("call", "NOUN")]
-    ]  # fmt: skip
+        [("eu", "ADP"), ("lamb", "none"), ("[UNK]", "SYM")],
+        [("call", "NOUN")],
+    ]
     assert not is_bio(store.labels)
     assert store.metric == "accuracy"
 
@@ -142,10 +147,14 @@ REFUSED: list[tuple[dict[str, str], list[str], str, bool]] = [
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--word", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": "a\nb\n"}, ["--train", "a.tsv"], "1 column, by its .* column 2", False),
     ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "there is one class only, O", False),
-    ({"a.tsv": TSV, "b.tsv": "a\n"}, ["--train", "a.tsv", "--valid", "b.tsv"], "b.tsv has 1 colu",
-     False),
+    (
+        {"a.tsv": TSV, "b.tsv": "a\n"},
+        ["--train", "a.tsv", "--valid", "b.tsv"],
+        "b.tsv has 1 colu",
+        False,
+    ),
     ({"a.tsv": TSV}, ["--input", "a.tsv"], "too few to be split 90/5/5", False),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[2] for case in REFUSED])
@@ -168,17 +177,18 @@ def test_what_is_wrong_is_named(
 FLIP = {
     "sequences.fasta": ">a-A\nMKV\nL\n>b-B\nACDE\n>c-C\nMM\n>d-D\nAC\n",
     "sampled.fasta": ">a-A SET=train VALIDATION=False\nHHCC\n>b-B SET=train VALIDATION=True\nEEHC\n"
-                     ">d-D SET=train VALIDATION=False\nEE\n>c-C SET=test VALIDATION=False\nCH\n",
+    ">d-D SET=train VALIDATION=False\nEE\n>c-C SET=test VALIDATION=False\nCH\n",
     "mask.fasta": ">a-A\n1101\n>b-B\n1111\n>c-C\n00\n>d-D\n11\n",
-}  # fmt: skip
+}
 
 
 def test_flip(make: Make, tmp_path: Path) -> None:
     store = make(FLIP, "protein/secondary", "--input", ".")
     assert store.labels == ["C", "E", "H"]
     assert words(store, "train") == [
-        [("M", "H"), ("K", "H"), ("V", "none"), ("L", "C")], [("A", "E"), ("C", "E")]
-    ]  # fmt: skip
+        [("M", "H"), ("K", "H"), ("V", "none"), ("L", "C")],
+        [("A", "E"), ("C", "E")],
+    ]
     assert words(store, "valid") == [[("A", "E"), ("C", "E"), ("D", "H"), ("E", "C")]]
     assert words(store, "test") == [[("M", "none"), ("M", "none")]]
     assert store.split("train").columns["id"].text(1) == "d-D"
@@ -215,8 +225,10 @@ def test_flip_takes_a_directory_alone(make: Make) -> None:
 
 def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(shared / "protein/flip/secondary_structure_splits.zip") as packed:
-        texts = {name: packed.read(f"splits/{name}.fasta").decode()
-                 for name in ("sequences", "sampled", "mask")}  # fmt: skip
+        texts = {
+            name: packed.read(f"splits/{name}.fasta").decode()
+            for name in ("sequences", "sampled", "mask")
+        }
     # every tenth protein
     few = {f"{name}.fasta": ">" + ">".join(text.split(">")[1::10]) for name, text in texts.items()}
     store = make(few, "protein/secondary", "--input", ".")
@@ -261,9 +273,10 @@ def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path
 def test_every_word_has_a_token(kind: str) -> None:
     corpus = ["it's a test of the words été and naïve things"] * 9
     tokenizer = (
-        tokenizers.symbols(corpus[0].split(), separated=True) if kind == "separated"
+        tokenizers.symbols(corpus[0].split(), separated=True)
+        if kind == "separated"
         else tokenizers.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
-    )  # fmt: skip
+    )
     texts = ["it's a \u200d été ", "", "  words\tof \u200b\u200b\n", "\u00ad", "ftx ﬁne 中文 a"]
     plain = tokenizer.encode_batch(texts)
     for text, (ids, first), bare in zip(texts, encode_words(tokenizer, texts), plain, strict=True):
@@ -361,8 +374,11 @@ def test_scores_equal_slow_loops() -> None:
 
 def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
     """Words of one topic are names, those of another places."""
-    named = {word: label for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
-             for word in words}  # fmt: skip
+    named = {
+        word: label
+        for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
+        for word in words
+    }
     rows_of_words = (draw.choice(WORDS, draw.integers(3, 25)) for _ in range(rows))
     return [[(str(w), named.get(str(w), "O")) for w in words] for words in rows_of_words]
 
@@ -374,8 +390,19 @@ def store(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) ->
     for split, rows in (("train", 300), ("valid", 40), ("test", 50)):
         blocks = ["\n".join("\t".join(pair) for pair in row) for row in toy(draw, rows)]
         (directory / f"{split}.conll").write_text("\n\n".join(blocks) + "\n")
-    good(forks.run("preprocess.py", "task", "conll", "--input", directory, "--tokenizer",
-                 data.tokenizer, "--output", directory / "store"))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "task",
+            "conll",
+            "--input",
+            directory,
+            "--tokenizer",
+            data.tokenizer,
+            "--output",
+            directory / "store",
+        )
+    )
     return directory / "store"
 
 
@@ -401,8 +428,12 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     assert table[0] == ["labels", "row"]
     lines = [labels.split() for labels, _ in table[1:]]
     assert [len(line) for line in lines] == [len(row) for row in rows]
-    pairs = [(label, pair[1]) for line, row in zip(lines, rows, strict=True)
-             for label, pair in zip(line, row, strict=True) if label != "_"]  # fmt: skip
+    pairs = [
+        (label, pair[1])
+        for line, row in zip(lines, rows, strict=True)
+        for label, pair in zip(line, row, strict=True)
+        if label != "_"
+    ]
     assert np.mean([a == b for a, b in pairs]) == pytest.approx(result["test"]["accuracy"])
     # what batch.max_tokens cuts has no label
     assert [label == "_" for line in lines for label in line] == [
@@ -427,8 +458,9 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     refused(forks.run("evaluate.py", run, f"input={empty}"), "empty.txt is empty")
 
 
-def labelled_there(forks: Forks, run: Path, rows: list[list[list[str]]], lines: list[list[str]],
-                   place: Path) -> None:  # fmt: skip
+def labelled_there(
+    forks: Forks, run: Path, rows: list[list[list[str]]], lines: list[list[str]], place: Path
+) -> None:
     """The exported model says the same, by the means of transformers alone."""
     transformers = pytest.importorskip("transformers")
     good(forks.run("-m", "xformer.convert", "to-hf", run, place / "theirs"))
@@ -436,13 +468,21 @@ def labelled_there(forks: Forks, run: Path, rows: list[list[list[str]]], lines: 
     model = auto.from_pretrained(place / "theirs").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "theirs")
     for row, line in zip(rows, lines, strict=True):
-        given = tokenizer([word for word, _ in row], is_split_into_words=True, truncation=True,
-                          max_length=20, return_tensors="pt")  # fmt: skip
+        given = tokenizer(
+            [word for word, _ in row],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=20,
+            return_tensors="pt",
+        )
         with torch.inference_mode():
             best = model(**given).logits[0].argmax(1)
         places = given.word_ids()
-        found = [model.config.id2label[int(best[places.index(i)])] for i in range(len(row))
-                 if i in places]  # fmt: skip
+        found = [
+            model.config.id2label[int(best[places.index(i)])]
+            for i in range(len(row))
+            if i in places
+        ]
         assert found == [label for label in line if label != "_"]
 
 
@@ -450,6 +490,8 @@ def test_other_stores_are_refused(forks: Forks, data: Toys, store: Path, tmp_pat
     refused(forks.run(*training(TAG, data.classes, tmp_path / "run")), "store of kind tag")
     classify = "recipes/finetune/classify.toml"
     refused(forks.run(*training(classify, store, tmp_path / "run")), "is tag")
-    refused(forks.run(*training(TAG, store, tmp_path / "run", "train.metric=mcc")),
-            "train.metric='mcc' is none of loss, accuracy, f1, entity_f1")  # fmt: skip
+    refused(
+        forks.run(*training(TAG, store, tmp_path / "run", "train.metric=mcc")),
+        "train.metric='mcc' is none of loss, accuracy, f1, entity_f1",
+    )
     assert not os.path.exists(tmp_path / "run")

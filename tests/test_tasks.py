@@ -119,19 +119,43 @@ def raw_rows(path: Path, header: bool) -> Raw:
 # directory; places of the texts and the label in train and dev; of the texts in test; rows; rows of
 # each class in train; whether train has a header
 GLUE: dict[str, tuple[str, list[int], int, list[int], list[int], dict[str, int], bool]] = {
-    "cola": ("CoLA", [3], 1, [1], [8551, 1043, 1063],
-             {"acceptable": 6023, "unacceptable": 2528}, False),
-    "sst2": ("SST-2", [0], 1, [1], [67349, 872, 1821],
-             {"positive": 37569, "negative": 29780}, True),
-    "mrpc": ("MRPC", [3, 4], 0, [3, 4], [3668, 408, 1725],
-             {"equivalent": 2474, "not_equivalent": 1194}, True),
+    "cola": (
+        "CoLA",
+        [3],
+        1,
+        [1],
+        [8551, 1043, 1063],
+        {"acceptable": 6023, "unacceptable": 2528},
+        False,
+    ),
+    "sst2": (
+        "SST-2",
+        [0],
+        1,
+        [1],
+        [67349, 872, 1821],
+        {"positive": 37569, "negative": 29780},
+        True,
+    ),
+    "mrpc": (
+        "MRPC",
+        [3, 4],
+        0,
+        [3, 4],
+        [3668, 408, 1725],
+        {"equivalent": 2474, "not_equivalent": 1194},
+        True,
+    ),
     "rte": ("RTE", [1, 2], 3, [1, 2], [2490, 277, 3000], {}, True),
     "wnli": ("WNLI", [1, 2], 3, [1, 2], [635, 71, 146], {}, True),
     "stsb": ("STS-B", [7, 8], 9, [7, 8], [5749, 1500, 1379], {}, True),
-}  # fmt: skip
-NUMBERED = {"cola": ["unacceptable", "acceptable"], "sst2": ["negative", "positive"],
-            "mrpc": ["not_equivalent", "equivalent"],
-            "wnli": ["not_entailment", "entailment"]}  # fmt: skip
+}
+NUMBERED = {
+    "cola": ["unacceptable", "acceptable"],
+    "sst2": ["negative", "positive"],
+    "mrpc": ["not_equivalent", "equivalent"],
+    "wnli": ["not_entailment", "entailment"],
+}
 
 
 @pytest.mark.parametrize("name", GLUE)
@@ -184,11 +208,18 @@ def test_mrpc_from_microsofts_files(shared: Path, make: Make, tmp_path: Path) ->
     assert [given.split(s).rows for s in given.splits] == [4076, 1, 1725]
 
 
-# fmt: off
-MNLI_HEAD = ["index", "promptID", "pairID", "genre", "sentence1_binary_parse",
-             "sentence2_binary_parse", "sentence1_parse", "sentence2_parse", "sentence1",
-             "sentence2"]
-# fmt: on
+MNLI_HEAD = [
+    "index",
+    "promptID",
+    "pairID",
+    "genre",
+    "sentence1_binary_parse",
+    "sentence2_binary_parse",
+    "sentence1_parse",
+    "sentence2_parse",
+    "sentence1",
+    "sentence2",
+]
 MNLI = ["neutral", "entailment", "contradiction", "neutral"]
 
 
@@ -206,16 +237,22 @@ def mnli_file(rows: int, votes: int, seed: str) -> str:
 
 
 def test_mnli(make: Make, tmp_path: Path) -> None:
-    raw = write(tmp_path / "MNLI", {
-        "train.tsv": mnli_file(12, 1, "train"),
-        "dev_matched.tsv": mnli_file(4, 5, "dev m"),
-        "dev_mismatched.tsv": mnli_file(5, 5, "dev mm"),
-        "test_matched.tsv": mnli_file(6, 0, "test m"),
-        "test_mismatched.tsv": mnli_file(7, 0, "test mm"),
-        "diagnostic.tsv": "something else\n", "original/x_train.tsv": "y\n",
-    })  # fmt: skip
-    widths = [len((raw / f"{n}.tsv").read_text().split("\n")[0].split("\t"))
-              for n in ("train", "dev_matched", "test_matched")]  # fmt: skip
+    raw = write(
+        tmp_path / "MNLI",
+        {
+            "train.tsv": mnli_file(12, 1, "train"),
+            "dev_matched.tsv": mnli_file(4, 5, "dev m"),
+            "dev_mismatched.tsv": mnli_file(5, 5, "dev mm"),
+            "test_matched.tsv": mnli_file(6, 0, "test m"),
+            "test_mismatched.tsv": mnli_file(7, 0, "test mm"),
+            "diagnostic.tsv": "something else\n",
+            "original/x_train.tsv": "y\n",
+        },
+    )
+    widths = [
+        len((raw / f"{n}.tsv").read_text().split("\n")[0].split("\t"))
+        for n in ("train", "dev_matched", "test_matched")
+    ]
     assert widths == [12, 16, 10]
     store = make("glue/mnli", "--input", raw)
     assert store.labels == ["entailment", "neutral", "contradiction"]
@@ -236,15 +273,20 @@ def test_mnli(make: Make, tmp_path: Path) -> None:
 def test_qqp_and_its_broken_rows(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [[str(i), str(2 * i), str(2 * i + 1), f"q {i}?", f"r {i}?", str(i % 2)]
-            for i in range(20)]  # fmt: skip
+    rows = [
+        [str(i), str(2 * i), str(2 * i + 1), f"q {i}?", f"r {i}?", str(i % 2)] for i in range(20)
+    ]
     broken = ['7\t14\t15\t"a question', "in two lines\tother\t1", "8\t9"]
     body = tsv(rows[:5]) + "\n".join(broken) + "\n" + tsv(rows[5:])
     head = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-    raw = write(tmp_path / "QQP", {
-        "train.tsv": head + body, "dev.tsv": head + tsv(rows[:3]).replace("q", "s"),
-        "test.tsv": "id\tquestion1\tquestion2\n" + "0\tu\tv\n1\tw\tx\n",
-    })  # fmt: skip
+    raw = write(
+        tmp_path / "QQP",
+        {
+            "train.tsv": head + body,
+            "dev.tsv": head + tsv(rows[:3]).replace("q", "s"),
+            "test.tsv": "id\tquestion1\tquestion2\n" + "0\tu\tv\n1\tw\tx\n",
+        },
+    )
     store = make("glue/qqp", "--input", raw)
     assert [store.split(s).rows for s in store.splits] == [20, 3, 2]
     expected = [(f"q {i}?", f"r {i}?", ["not_duplicate", "duplicate"][i % 2]) for i in range(20)]
@@ -261,10 +303,14 @@ def test_qnli(make: Make, tmp_path: Path) -> None:
     both = ["entailment", "not_entailment"]
     rows = [[str(i), f"When {i}?", f"In {i}.", both[i % 2]] for i in range(9)]
     head = ["index", "question", "sentence", "label"]
-    raw = write(tmp_path / "QNLI", {
-        "train.tsv": tsv([head, *rows]), "dev.tsv": tsv([head, *rows[:2]]),
-        "test.tsv": tsv([row[:3] for row in [head, *rows[2:4]]]),
-    })  # fmt: skip
+    raw = write(
+        tmp_path / "QNLI",
+        {
+            "train.tsv": tsv([head, *rows]),
+            "dev.tsv": tsv([head, *rows[:2]]),
+            "test.tsv": tsv([row[:3] for row in [head, *rows[2:4]]]),
+        },
+    )
     store = make("glue/qnli", "--input", raw)
     assert store.labels == both
     assert content(store)["train"] == [(f"When {i}?", f"In {i}.", both[i % 2]) for i in range(9)]
@@ -293,14 +339,13 @@ HF: dict[str, tuple[list[str], list[Any], list[str]]] = {  # columns, labels, th
     "glue/cola": (["sentence"], [0, 1], ["unacceptable", "acceptable"]),
     "glue/mrpc": (["sentence1", "sentence2"], [0, 1], ["not_equivalent", "equivalent"]),
     "glue/qqp": (["question1", "question2"], [0, 1], ["not_duplicate", "duplicate"]),
-    "glue/mnli": (["premise", "hypothesis"], [0, 1, 2],
-                  ["entailment", "neutral", "contradiction"]),
+    "glue/mnli": (["premise", "hypothesis"], [0, 1, 2], ["entailment", "neutral", "contradiction"]),
     "glue/qnli": (["question", "sentence"], [0, 1], ["entailment", "not_entailment"]),
     "glue/rte": (["sentence1", "sentence2"], [0, 1], ["entailment", "not_entailment"]),
     "glue/wnli": (["sentence1", "sentence2"], [0, 1], ["not_entailment", "entailment"]),
     "glue/sst2": (["sentence"], [0, 1], ["negative", "positive"]),
     "glue/stsb": (["sentence1", "sentence2"], [0.25, 5.0, 3.75], []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HF)
@@ -310,8 +355,9 @@ def test_glue_as_hugging_face_names_it(name: str, make: Make, tmp_path: Path) ->
     matched = ["_matched", "_mismatched"] if name == "glue/mnli" else [""]
     splits = [("train", ["train"], 9)] + [
         (f"{ours}{'' if kind == '_matched' else kind}", [f"{theirs}{kind}"], 4)
-        for ours, theirs in (("valid", "validation"), ("test", "test")) for kind in matched
-    ]  # fmt: skip
+        for ours, theirs in (("valid", "validation"), ("test", "test"))
+        for kind in matched
+    ]
     expected: dict[str, list[tuple[Any, ...]]] = {}
     made: list[tuple[str, list[dict[str, Any]]]] = []
     for split, (file,), size in splits:
@@ -374,15 +420,24 @@ def test_odd_delimited_files(make: Make, tmp_path: Path) -> None:
     """Windows ends, a mark at the start, line ends in quotes, tabs at the end, line separators."""
     pair = ["--text", "text", "--label", "label"]
     odd = "x\u2028y\x0b\x0c\x85z"
-    raw = write(tmp_path / "r", {
-        "TRAIN.CSV": b"\xef\xbb\xbf" + f'text,label\r\n"a ""1""\r\n\r\nb",x\r\n{odd},y\r\n'.encode()
-    })  # fmt: skip
+    raw = write(
+        tmp_path / "r",
+        {
+            "TRAIN.CSV": b"\xef\xbb\xbf"
+            + f'text,label\r\n"a ""1""\r\n\r\nb",x\r\n{odd},y\r\n'.encode()
+        },
+    )
     store = make("tsv", "--train", raw / "TRAIN.CSV", *pair, name="csv")
     assert content(store)["train"] == [('a "1"\n\nb', "x"), (odd, "y")]
-    raw = write(tmp_path / "s", {
-        "Train.TSV": f'text\tlabel\t\t\n"a\tx\t\t\n\n{odd}\ty\t\t\n', "._train.tsv": "junk",
-        ".dev.tsv": "junk", "Dev.TSV": "text\tlabel\nb\tx",
-    })  # fmt: skip
+    raw = write(
+        tmp_path / "s",
+        {
+            "Train.TSV": f'text\tlabel\t\t\n"a\tx\t\t\n\n{odd}\ty\t\t\n',
+            "._train.tsv": "junk",
+            ".dev.tsv": "junk",
+            "Dev.TSV": "text\tlabel\nb\tx",
+        },
+    )
     os.chmod(raw, 0o555)
     store = make("tsv", "--input", raw, *pair, name="tsv")
     assert content(store) == {"train": [('"a', "x"), (odd, "y")], "valid": [("b", "x")]}
@@ -409,8 +464,18 @@ def test_json_of_columns_and_of_rows(make: Make, tmp_path: Path) -> None:
         ("columns.indent", json.dumps(columns, indent=1)),
     ):
         raw = write(tmp_path / name, {"train.json": text})
-        store = make("tsv", "--train", raw / "train.json", "--text", "t", "--label", "n", "--kind",
-                     "score", name=f"{name}.s")  # fmt: skip
+        store = make(
+            "tsv",
+            "--train",
+            raw / "train.json",
+            "--text",
+            "t",
+            "--label",
+            "n",
+            "--kind",
+            "score",
+            name=f"{name}.s",
+        )
         assert content(store)["train"] == [("a 0", 0), ("a 1", 0.25), ("a 2", 0.5), ("a 3", 0.75)]
 
 
@@ -419,10 +484,14 @@ def test_texts_in_two_splits_are_told(
 ) -> None:
     rows = [f"text {i}\t{'xy'[i % 2]}\n" for i in range(30)]
     head = "t\tl\n"
-    raw = write(tmp_path / "r", {
-        "train.tsv": head + "".join(rows[:20]), "dev.tsv": head + "".join(rows[18:24]),
-        "test.tsv": head + "".join([*rows[23:], rows[0], rows[0], "text 1 \ty\n"]),
-    })  # fmt: skip
+    raw = write(
+        tmp_path / "r",
+        {
+            "train.tsv": head + "".join(rows[:20]),
+            "dev.tsv": head + "".join(rows[18:24]),
+            "test.tsv": head + "".join([*rows[23:], rows[0], rows[0], "text 1 \ty\n"]),
+        },
+    )
     store = make("tsv", "--input", raw, "--text", "t", "--label", "l")
     assert [store.split(s).rows for s in store.splits] == [20, 6, 10]
     twice = store.meta["origin"]["in_two_splits"]
@@ -450,14 +519,21 @@ def test_alphabets() -> None:
 def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Hilbert-CNN's text: blank lines, windows line ends, a record cut short."""
     made = letters(0, 100)
-    text = "".join(f">i{i}\r\n{s.lower()}\r\n{i % 2}\r\n" + "\r\n" * (i % 3)
-                   for i, s in enumerate(made))  # fmt: skip
-    raw = write(tmp_path / "r", {
-        "H3.txt": "\r\n" + text, "cut.txt": text + ">last\r\nACGT", "H3.txt.gz":
-        gzip.compress(text.encode()), "inner.txt": text + ">a\nACGT\n>b\nACGT\n1\n",
-    })  # fmt: skip
-    stores = [make("dna/h3", "--input", raw / name, name=f"{name}.s")
-              for name in ("H3.txt", "H3.txt.gz")]  # fmt: skip
+    text = "".join(
+        f">i{i}\r\n{s.lower()}\r\n{i % 2}\r\n" + "\r\n" * (i % 3) for i, s in enumerate(made)
+    )
+    raw = write(
+        tmp_path / "r",
+        {
+            "H3.txt": "\r\n" + text,
+            "cut.txt": text + ">last\r\nACGT",
+            "H3.txt.gz": gzip.compress(text.encode()),
+            "inner.txt": text + ">a\nACGT\n>b\nACGT\n1\n",
+        },
+    )
+    stores = [
+        make("dna/h3", "--input", raw / name, name=f"{name}.s") for name in ("H3.txt", "H3.txt.gz")
+    ]
     expected = [(sequence, str(i % 2)) for i, sequence in enumerate(made)]
     for store in stores:
         rows = content(store)
@@ -476,14 +552,23 @@ def test_dna_in_wrapped_fasta(make: Make, tmp_path: Path) -> None:
     """FASTA in a .txt file is told from three lines, also where sequences take several lines."""
     made = letters(1, 60)
     plain = "".join(f">i{i} {'NA'[i % 2]}\n{s}\n" for i, s in enumerate(made))
-    wrapped = "".join(f">i{i} {'NA'[i % 2]}\n{s[:12]}\n{s[12:24]}\n{s[24:]}\n"
-                      for i, s in enumerate(made))  # fmt: skip
-    raw = write(tmp_path / "r", {
-        "a.txt": plain, "b.txt": wrapped, "c.FASTA": wrapped, "d.txt.gz": gzip.compress(
-            wrapped.encode()), "e.fa.gz": gzip.compress(wrapped.encode()),
-    })  # fmt: skip
-    found = [content(make("dna", "--input", path, name=f"{path.name}.s"))
-             for path in sorted(raw.iterdir())]  # fmt: skip
+    wrapped = "".join(
+        f">i{i} {'NA'[i % 2]}\n{s[:12]}\n{s[12:24]}\n{s[24:]}\n" for i, s in enumerate(made)
+    )
+    raw = write(
+        tmp_path / "r",
+        {
+            "a.txt": plain,
+            "b.txt": wrapped,
+            "c.FASTA": wrapped,
+            "d.txt.gz": gzip.compress(wrapped.encode()),
+            "e.fa.gz": gzip.compress(wrapped.encode()),
+        },
+    )
+    found = [
+        content(make("dna", "--input", path, name=f"{path.name}.s"))
+        for path in sorted(raw.iterdir())
+    ]
     assert all(rows == found[0] for rows in found)
     expected = Counter((s, "NA"[i % 2]) for i, s in enumerate(made))
     assert Counter(row for rows in found[0].values() for row in rows) == expected
@@ -493,8 +578,14 @@ def test_dna_as_published(shared: Path, make: Make) -> None:
     """The files of GUE: every row of two published splits."""
     for name, rows in (("H3", 1497), ("H4", 1461)):
         folder = shared / "dna/GUE/EMP" / name
-        store = make(f"dna/{name.lower()}", "--train", folder / "dev.csv", "--test",
-                     folder / "test.csv", name=name)  # fmt: skip
+        store = make(
+            f"dna/{name.lower()}",
+            "--train",
+            folder / "dev.csv",
+            "--test",
+            folder / "test.csv",
+            name=name,
+        )
         assert [store.split(s).rows for s in store.splits] == [rows, rows]
         assert store.tokenizer().pieces[5:] == list(dna.IUPAC)
         for split, file in (("train", "dev"), ("test", "test")):
@@ -515,8 +606,10 @@ def test_deeploc(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """Its own test marks; a tenth of the rest to validate on; proteins of two places left out."""
     places = ["Cell.membrane-M", "Nucleus-U", "Lysosome/Vacuole-S", "Cytoplasm-S"]
     made = letters(2, 400, 40, "ACDEFGHIKLMNPQRSTVWY")
-    records = [f">Q{i} {places[i % 4]}{' test' if i % 5 == 0 else ''}\n{s[:30]}\n{s[30:]}\n"
-               for i, s in enumerate(made)]  # fmt: skip
+    records = [
+        f">Q{i} {places[i % 4]}{' test' if i % 5 == 0 else ''}\n{s[:30]}\n{s[30:]}\n"
+        for i, s in enumerate(made)
+    ]
     records += [f">P{i} Cytoplasm-Nucleus-U{' test' * (i % 2)}\n{made[i]}\n" for i in range(4)]
     raw = write(tmp_path / "r", {"deeploc_data.fasta": "".join(records)})
     store = make("protein/localization", "--input", raw / "deeploc_data.fasta")
@@ -557,17 +650,28 @@ def test_multiloc_as_published(shared: Path, make: Make) -> None:
     rows = content(store)
     assert sum(map(len, rows.values())) == 5959
     assert Counter(label for r in rows.values() for _, label in r) == {
-        "cytoplasmic": 1411, "plasma_membrane": 1238, "extracellular": 843, "nuclear": 837,
-        "mitochondrial": 510, "chloroplast": 449, "ER": 198, "peroxisomal": 157, "Golgi": 150,
-        "lysosomal": 103, "vacuolar": 63,
-    }  # fmt: skip
+        "cytoplasmic": 1411,
+        "plasma_membrane": 1238,
+        "extracellular": 843,
+        "nuclear": 837,
+        "mitochondrial": 510,
+        "chloroplast": 449,
+        "ER": 198,
+        "peroxisomal": 157,
+        "Golgi": 150,
+        "lysosomal": 103,
+        "vacuolar": 63,
+    }
     sets = {split: {text for text, _ in r} for split, r in rows.items()}
     assert not sets["train"] & sets["valid"] | sets["train"] & sets["test"]
     assert not sets["valid"] & sets["test"]
     raw = "".join((folder / "ER.fasta").read_text().split("\n"))
     whole = "".join(text for r in rows.values() for text, label in r if label == "ER")
-    assert len(whole) == sum(len(line) for line in (folder / "ER.fasta").read_text().split("\n")
-                             if not line.startswith(">"))  # fmt: skip
+    assert len(whole) == sum(
+        len(line)
+        for line in (folder / "ER.fasta").read_text().split("\n")
+        if not line.startswith(">")
+    )
     assert all(text in raw for text, label in rows["test"] if label == "ER")
 
 
@@ -578,9 +682,15 @@ def test_classes_by_file_names_and_a_training_file(
     what is not read."""
     made = letters(4, 40)
     body = ["".join(f">i{i} {'xy'[i % 2]}\n{made[i]}\n" for i in range(k, 40, 2)) for k in (0, 1)]
-    raw = write(tmp_path / "r", {"beta-barrel.FASTA": body[0], "m.fna.gz":
-                                 gzip.compress(body[1].encode()), "._m.fasta": "junk",
-                                 "README.md": "x"})  # fmt: skip
+    raw = write(
+        tmp_path / "r",
+        {
+            "beta-barrel.FASTA": body[0],
+            "m.fna.gz": gzip.compress(body[1].encode()),
+            "._m.fasta": "junk",
+            "README.md": "x",
+        },
+    )
     rows = [row for r in content(make("dna", "--input", raw)).values() for row in r]
     assert Counter(rows) == {(s, ["beta-barrel", "m"][i % 2]): 1 for i, s in enumerate(made)}
     assert "note" not in capsys.readouterr().err
@@ -614,16 +724,25 @@ def test_tape(make: Make, tmp_path: Path, shared: Path) -> None:
     designs = shared / "protein/stability_rocklin/stability_designs.csv"
     with pytest.raises(BadInput, match="'stabilityscore_cnn_calibrated'; give --label COLUMN"):
         make("protein/stability", "--input", designs, name="x")
-    store = make("protein/stability", "--input", designs, "--label",
-                 "stabilityscore_cnn_calibrated", name="s")  # fmt: skip
+    store = make(
+        "protein/stability",
+        "--input",
+        designs,
+        "--label",
+        "stabilityscore_cnn_calibrated",
+        name="s",
+    )
     with designs.open() as opened:
-        expected = sorted((r["sequence"], float(r["stabilityscore_cnn_calibrated"]))
-                          for r in csv.DictReader(opened))  # fmt: skip
+        expected = sorted(
+            (r["sequence"], float(r["stabilityscore_cnn_calibrated"]))
+            for r in csv.DictReader(opened)
+        )
     found = sorted(row for r in content(store).values() for row in r)
     assert [s for s, _ in found] == [s for s, _ in expected]
     assert sum(n for _, n in found) == pytest.approx(sum(n for _, n in expected), abs=1e-2)
-    lines = "".join(json.dumps({"primary": s, "stability_score": [0.5]}) + "\n"
-                    for s in letters(5, 3))  # fmt: skip
+    lines = "".join(
+        json.dumps({"primary": s, "stability_score": [0.5]}) + "\n" for s in letters(5, 3)
+    )
     bare = lines.replace(', "stability_score": [0.5]', "")
     raw_ = write(tmp_path / "t", {"stability_train.jsonl": lines, "stability_test.jsonl": bare})
     store = make("protein/stability", "--input", raw_, name="t.s")
@@ -727,18 +846,26 @@ def test_maestro_as_published(shared: Path, make: Make) -> None:
     with pytest.raises(BadInput, match=r"v1\.0\.0\.csv:2: 2017/MIDI.*: there is no such file"):
         make("music/maestro", "--input", shared / "music/maestro_v1_metadata", name="x")
     with pytest.raises(BadInput, match="holds no example that can be used"):
-        make("music/maestro", "--input", shared / "music/maestro_v1_metadata", "--skip-bad",
-             name="x")  # fmt: skip
+        make(
+            "music/maestro", "--input", shared / "music/maestro_v1_metadata", "--skip-bad", name="x"
+        )
 
 
 def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """csv; json as v1 writes it (pieces) and as v2 and v3 do (columns); pieces that are wrong."""
     rows: list[dict[str, Any]] = [
-            {"canonical_composer": ["Bach", "Chopin"][i % 2], "canonical_title": f"No {i}, \"x\"",
-             "split": ["train", "train", "train", "validation", "test"][i % 5], "year": 2000 + i,
-             "midi_filename": f"20/{i}.midi"} for i in range(10)]  # fmt: skip
-    files: dict[str, str | bytes] = {r["midi_filename"]: midi(tune(i, 50 + i)) for i, r in
-                                     enumerate(rows)}  # fmt: skip
+        {
+            "canonical_composer": ["Bach", "Chopin"][i % 2],
+            "canonical_title": f'No {i}, "x"',
+            "split": ["train", "train", "train", "validation", "test"][i % 5],
+            "year": 2000 + i,
+            "midi_filename": f"20/{i}.midi",
+        }
+        for i in range(10)
+    ]
+    files: dict[str, str | bytes] = {
+        r["midi_filename"]: midi(tune(i, 50 + i)) for i, r in enumerate(rows)
+    }
     columns = {name: {str(i): r[name] for i, r in enumerate(rows)} for name in rows[0]}
     stores: list[Store] = []
     for text in (None, json.dumps(rows), json.dumps(columns)):
@@ -748,8 +875,16 @@ def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
         else:
             write(raw, {"maestro-v3.0.0.json": text})
         table = [] if len(stores) % 2 else [next(raw.glob("maestro*"))]  # its directory, or itself
-        stores.append(make("music/maestro", "--input", *(table or [raw]), "--segment", 20,
-                           name=f"s{len(stores)}"))  # fmt: skip
+        stores.append(
+            make(
+                "music/maestro",
+                "--input",
+                *(table or [raw]),
+                "--segment",
+                20,
+                name=f"s{len(stores)}",
+            )
+        )
     assert content(stores[0]) == content(stores[1]) == content(stores[2])
     assert pieces_of(stores[0], "valid") == {
         f"20/{i}.midi": " ".join(map(str, by_two(tune(i, 50 + i)))) for i in (3, 8)
@@ -757,9 +892,12 @@ def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [stores[0].split(s).rows for s in stores[0].splits] == [18, 6, 6]
     whole = midi(tune(0, 20))
     wrong: dict[str, str | bytes] = {
-        "20/0.midi": b"", "20/1.midi": b"no music at all", "20/2.midi": whole[:40],
-        "20/5.midi": midi([]), "20/4.midi": midi(tune(1, 9), drums=True),
-    }  # fmt: skip
+        "20/0.midi": b"",
+        "20/1.midi": b"no music at all",
+        "20/2.midi": whole[:40],
+        "20/5.midi": midi([]),
+        "20/4.midi": midi(tune(1, 9), drums=True),
+    }
     raw = write(tmp_path / "wrong", {**files, "20/7.midi": midi(tune(7, 64))})
     in_form("csv", rows, raw / "maestro.csv")
     for name, data in wrong.items():
@@ -779,8 +917,10 @@ def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "maestro.csv:10: 20/8.midi: there is no such file" in told
     assert all(name in told for name in wrong)
     assert [list(pieces_of(store, s)) for s in store.splits] == [
-        ["20/6.midi", "20/7.midi"], ["20/3.midi"], ["20/9.midi"],
-    ]  # fmt: skip
+        ["20/6.midi", "20/7.midi"],
+        ["20/3.midi"],
+        ["20/9.midi"],
+    ]
 
 
 def test_a_directory_a_composer(make: Make, tmp_path: Path) -> None:
@@ -810,10 +950,14 @@ def test_a_directory_a_composer(make: Make, tmp_path: Path) -> None:
 def test_splits_are_drawn_by_the_seed(make: Make, tmp_path: Path) -> None:
     made = letters(6, 400)
     rows = [(s, i % 2) for i, s in enumerate(made)] + [(s, 1) for s in made[:80]]
-    raw = write(tmp_path / "r", {"t.csv": "sequence,label\n" + "".join(
-        f"{s},{label}\n" for s, label in rows)})  # fmt: skip
-    stores = [make("dna", "--input", raw / "t.csv", "--seed", seed, name=f"s{i}")
-              for i, seed in enumerate((0, 0, 1))]  # fmt: skip
+    raw = write(
+        tmp_path / "r",
+        {"t.csv": "sequence,label\n" + "".join(f"{s},{label}\n" for s, label in rows)},
+    )
+    stores = [
+        make("dna", "--input", raw / "t.csv", "--seed", seed, name=f"s{i}")
+        for i, seed in enumerate((0, 0, 1))
+    ]
     assert content(stores[0]) == content(stores[1]) != content(stores[2])
     for store in stores:
         found = content(store)
@@ -841,35 +985,83 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ({"train.tsv": TSV + "c\n"}, [*T, "--input", "."], r"train\.tsv:4: 1 column instead of 2", 2),
     ({"train.tsv": TSV + "c\tx\ty\n"}, [*T, "--input", "."], r"train\.tsv:4: 3 columns inst", 2),
     ({"train.tsv": TSV + "c\t\n"}, [*T, "--input", "."], r"train\.tsv:4: the label is empty", 2),
-    ({"train.tsv": TSV.encode() + b"caf\xe9\tx\n"}, [*T, "--input", "."],
-     r"train\.tsv:4: not valid UTF-8", 2),
+    (
+        {"train.tsv": TSV.encode() + b"caf\xe9\tx\n"},
+        [*T, "--input", "."],
+        r"train\.tsv:4: not valid UTF-8",
+        2,
+    ),
     ({"train.tsv": TSV.encode("utf-16")}, [*T, "--input", "."], r"train\.tsv:1: not valid", None),
-    ({"train.tsv": TSV + "c\tz\n"}, [*T, "--labels", "x,y", "--input", "."],
-     r"train\.tsv:4: label 'z' is none of x, y", 2),
-    ({"train.tsv": TSV.replace("x", "1").replace("y", "nan") + "c\t2\nd\tinf\n"},
-     [*T, "--kind", "score", "--input", "."], r"train\.tsv:3: the score 'nan' is not a number", 2),
-    ({"train.tsv": TSV, "dev.tsv": "t\tl\n"}, [*T, "--input", "."],
-     r"dev\.tsv holds no example, so the split valid would be empty", None),
+    (
+        {"train.tsv": TSV + "c\tz\n"},
+        [*T, "--labels", "x,y", "--input", "."],
+        r"train\.tsv:4: label 'z' is none of x, y",
+        2,
+    ),
+    (
+        {"train.tsv": TSV.replace("x", "1").replace("y", "nan") + "c\t2\nd\tinf\n"},
+        [*T, "--kind", "score", "--input", "."],
+        r"train\.tsv:3: the score 'nan' is not a number",
+        2,
+    ),
+    (
+        {"train.tsv": TSV, "dev.tsv": "t\tl\n"},
+        [*T, "--input", "."],
+        r"dev\.tsv holds no example, so the split valid would be empty",
+        None,
+    ),
     ({"train.tsv": TSV, "dev.tsv": ""}, [*T, "--input", "."], r"dev\.tsv is empty", None),
     ({"train.tsv": "t\tt\tl\na\tb\tx\n"}, [*T, "--input", "."], "columns are called 't'", None),
-    ({"train.csv": 't,l\na,x\nb,y\n"c,x\nd,y\n'}, [*T, "--input", "."],
-     r"train\.csv:5: unexpected end of data \(the row begins in line 4\)", 2),
+    (
+        {"train.csv": 't,l\na,x\nb,y\n"c,x\nd,y\n'},
+        [*T, "--input", "."],
+        r"train\.csv:5: unexpected end of data \(the row begins in line 4\)",
+        2,
+    ),
     ({"train.csv": 't,l\na,x\n"b"b,y\nc,y\n'}, [*T, "--input", "."], r"train\.csv:3: ',' expec", 2),
-    ({"train.csv": b't,l\na,x\n\xff,y\n"c\n"c,y\nd,y\n'}, [*T, "--input", "."],
-     r"train\.csv:3: not valid UTF-8", 2),
-    ({"train.jsonl": '[1]\n{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n'}, [*T, "--input", "."],
-     r"train\.jsonl:1: this is no JSON object", 2),
-    ({"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b",\n{"t": "b", "l": 1}\n'}, [*T, "--input", "."],
-     r"train\.jsonl:2: not valid JSON", 2),
-    ({"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "b"}\nnull\n'},
-     [*T, "--input", "."], r"train\.jsonl:3: there is no 'l'", 2),
-    ({"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "\\ud83d", "l": 1}\n'},
-     [*T, "--input", "."], r"train\.jsonl:3: half a surrogate pair", 2),
-    ({"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": ["a", "b"], "l": 1}\n'},
-     [*T, "--input", "."], r"train\.jsonl:3: .* is neither text nor a number", 2),
+    (
+        {"train.csv": b't,l\na,x\n\xff,y\n"c\n"c,y\nd,y\n'},
+        [*T, "--input", "."],
+        r"train\.csv:3: not valid UTF-8",
+        2,
+    ),
+    (
+        {"train.jsonl": '[1]\n{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n'},
+        [*T, "--input", "."],
+        r"train\.jsonl:1: this is no JSON object",
+        2,
+    ),
+    (
+        {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b",\n{"t": "b", "l": 1}\n'},
+        [*T, "--input", "."],
+        r"train\.jsonl:2: not valid JSON",
+        2,
+    ),
+    (
+        {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "b"}\nnull\n'},
+        [*T, "--input", "."],
+        r"train\.jsonl:3: there is no 'l'",
+        2,
+    ),
+    (
+        {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "\\ud83d", "l": 1}\n'},
+        [*T, "--input", "."],
+        r"train\.jsonl:3: half a surrogate pair",
+        2,
+    ),
+    (
+        {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": ["a", "b"], "l": 1}\n'},
+        [*T, "--input", "."],
+        r"train\.jsonl:3: .* is neither text nor a number",
+        2,
+    ),
     ({"train.jsonl": "no JSON\n"}, [*T, "--input", "."], r"train\.jsonl:1: not valid JSON", None),
-    ({"train.json": '{"t": {"0": "a", "1": "b"}, "l": {"0": 1, "1": 2, "2": 1}}'},
-     [*T, "--input", "."], r"train\.json:3: there is no 't'", 2),
+    (
+        {"train.json": '{"t": {"0": "a", "1": "b"}, "l": {"0": 1, "1": 2, "2": 1}}'},
+        [*T, "--input", "."],
+        r"train\.json:3: there is no 't'",
+        2,
+    ),
     ({"train.json": "[1, 2]"}, [*T, "--input", "."], r"train\.json:1: this is no JS", None),
     ({"train.json": '[{"t": "a", "l": 0},'}, [*T, "--input", "."], "train.json:1: not valid", None),
     ({"train.parquet": b"PAR1 not really"}, [*T, "--input", "."], "is not a parquet file", None),
@@ -877,55 +1069,110 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ({"train.tsv": TSV}, [*T, "--train"], "argument --train: expected at least one argument", None),
     ({"d/train.tsv": TSV}, [*T, "--train", "d"], "d is a directory; give a file", None),
     ({"a.tsv": TSV}, [*T, "--valid", "a.tsv"], "give --input FILE|DIR, or --train FILE", None),
-    ({"train-0-of-3.tsv": TSV, "train-2-of-3.tsv": TSV}, [*T, "--input", "."],
-     "holds 2 of the 3 files of train", None),
+    (
+        {"train-0-of-3.tsv": TSV, "train-2-of-3.tsv": TSV},
+        [*T, "--input", "."],
+        "holds 2 of the 3 files of train",
+        None,
+    ),
     ({"train.tsv": TSV}, [*T, "--labels", "x,y,x", "--input", "."], "give each class once", None),
-    ({"train.tsv": SST2 + "c\t2\n"}, ["glue/sst2", "--input", "."],
-     r"train\.tsv:4: label '2' is none of negative, positive", 2),
+    (
+        {"train.tsv": SST2 + "c\t2\n"},
+        ["glue/sst2", "--input", "."],
+        r"train\.tsv:4: label '2' is none of negative, positive",
+        2,
+    ),
     ({"train.tsv": SST2 + "c\t-1\n"}, ["glue/sst2", "--input", "."], r"train\.tsv:4: label '-1", 2),
-    ({"train.tsv": SST2.replace("sentence", "text")}, ["glue/sst2", "--input", "."],
-     "has no column 'sentence'; it has 'text', 'label'", None),
+    (
+        {"train.tsv": SST2.replace("sentence", "text")},
+        ["glue/sst2", "--input", "."],
+        "has no column 'sentence'; it has 'text', 'label'",
+        None,
+    ),
     ({"train.tsv": SST2}, ["glue/sst2", "--input", "train.tsv"], "too few to be split", None),
     ({"train.tsv": SST2}, ["glue/mnli", "--train", "train.tsv"], "has no column 'sentence1'", None),
-    ({"msr_paraphrase_train.txt": "Quality\n"}, ["glue/mrpc", "--input", "."],
-     "lacks dev_ids.tsv", None),
+    (
+        {"msr_paraphrase_train.txt": "Quality\n"},
+        ["glue/mrpc", "--input", "."],
+        "lacks dev_ids.tsv",
+        None,
+    ),
     ({"a.fa": FASTA + ">j x\nAC1T\n"}, ["dna", "--input", "a.fa"], r"a\.fa:82: '1' is no l", 40),
-    ({"a.fa": FASTA + ">j x\nACQT\n"}, ["dna", "--input", "a.fa"],
-     r"a\.fa:81: letters other than ACGTNRYSWKMBDHV: 'Q'", 40),
+    (
+        {"a.fa": FASTA + ">j x\nACQT\n"},
+        ["dna", "--input", "a.fa"],
+        r"a\.fa:81: letters other than ACGTNRYSWKMBDHV: 'Q'",
+        40,
+    ),
     ({"a.fa": FASTA + ">j\nACGT\n"}, ["dna", "--input", "a.fa"], r"a\.fa:81: the label is em", 40),
     ({"a.fa": FASTA + ">j x\n"}, ["dna", "--input", "a.fa"], r"a\.fa:81: a record without", 40),
-    ({"a.fa": FASTA + ">i3 x\nACGT\n"}, ["dna", "--input", "a.fa"],
-     r"a\.fa:81: an earlier row has the id 'i3' too", 40),
+    (
+        {"a.fa": FASTA + ">i3 x\nACGT\n"},
+        ["dna", "--input", "a.fa"],
+        r"a\.fa:81: an earlier row has the id 'i3' too",
+        40,
+    ),
     ({"a.fa": "ACGT\n" + FASTA}, ["dna", "--input", "a.fa"], r"a\.fa:1: text before the", None),
     ({"a.csv": CSV + "AC-T,0\n"}, ["dna", "--input", "a.csv"], r"a\.csv:42: letters .*: '-'", 40),
     ({"a.csv": CSV + ",0\n"}, ["dna", "--input", "a.csv"], r"a\.csv:42: the sequence is empty", 40),
     ({"a.csv": CSV.replace("label", "x")}, ["dna", "--input", "a.csv"], "give --label COL", None),
-    ({"a.csv": CSV}, ["dna", "--sequence", "sqeuence", "--input", "a.csv"],
-     "no column 'sqeuence'.*did you mean 'sequence'", None),
-    ({"a.csv": CSV.replace(",0", ",low")}, ["protein/stability", "--input", "a.csv"],
-     r"a\.csv:2: the score 'low' is not a number", 20),
+    (
+        {"a.csv": CSV},
+        ["dna", "--sequence", "sqeuence", "--input", "a.csv"],
+        "no column 'sqeuence'.*did you mean 'sequence'",
+        None,
+    ),
+    (
+        {"a.csv": CSV.replace(",0", ",low")},
+        ["protein/stability", "--input", "a.csv"],
+        r"a\.csv:2: the score 'low' is not a number",
+        20,
+    ),
     ({"a.jsonl": JSONL + "[]\n"}, ["protein", "--input", "a.jsonl"], r"a\.jsonl:41: this is", 40),
-    ({"x.fa": FASTA, "y.fa": FASTA}, ["protein", "--input", ".", "--valid", "x.fa"],
-     "holds a FASTA file a class, which takes no --valid or --test", None),
-    ({"a.fa": FASTA.replace(" x", " x test").replace(" y", " y test")}, ["dna", "--input", "a.fa"],
-     "holds no row for training", None),
-    ({"maestro.csv": "canonical_composer,split,midi_filename\nBach,all,a.mid\n"},
-     ["music/maestro", "--input", "."], r"maestro\.csv:2: column 'split' is 'all'", None),
-    ({"maestro.csv": "composer,split,midi_filename\n"}, ["music/maestro", "--input", "."],
-     "has no column 'canonical_composer'; .*did you mean 'composer'", None),
-    ({"maestro.json": '{"split": {"0": "train"}}'}, ["music/maestro", "--input", "."],
-     "has no column 'canonical_composer'", None),
+    (
+        {"x.fa": FASTA, "y.fa": FASTA},
+        ["protein", "--input", ".", "--valid", "x.fa"],
+        "holds a FASTA file a class, which takes no --valid or --test",
+        None,
+    ),
+    (
+        {"a.fa": FASTA.replace(" x", " x test").replace(" y", " y test")},
+        ["dna", "--input", "a.fa"],
+        "holds no row for training",
+        None,
+    ),
+    (
+        {"maestro.csv": "canonical_composer,split,midi_filename\nBach,all,a.mid\n"},
+        ["music/maestro", "--input", "."],
+        r"maestro\.csv:2: column 'split' is 'all'",
+        None,
+    ),
+    (
+        {"maestro.csv": "composer,split,midi_filename\n"},
+        ["music/maestro", "--input", "."],
+        "has no column 'canonical_composer'; .*did you mean 'composer'",
+        None,
+    ),
+    (
+        {"maestro.json": '{"split": {"0": "train"}}'},
+        ["music/maestro", "--input", "."],
+        "has no column 'canonical_composer'",
+        None,
+    ),
     ({"a.mid": b"MThd\xff"}, ["music/maestro", "--input", "a.mid"], "is no table", None),
     ({"train.tsv": TSV}, ["glue/cola", "--input", "."], "has no column 'sentence'; it", None),
     ({"maestro.csv": "x\n"}, ["music/maestro", "--train", "maestro.csv"], "give --input", None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case[2] for case in REFUSED])
 def test_what_is_wrong_is_named(
-    case: tuple[dict[str, str | bytes], list[str], str, int | None], make: Make, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    case: tuple[dict[str, str | bytes], list[str], str, int | None],
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """One line with file and line, nothing written; --skip-bad goes on without those rows."""
     files, arguments, phrase, left = case
     raw = write(tmp_path / "raw", files)
@@ -1027,16 +1274,26 @@ def of_split(forks: Forks, run: Path, store: Path, split: str) -> list[list[str]
 def test_mnli_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     """Both sets to validate on are scored, the unlabelled ones are not; raw files are read by the
     names of their columns."""
-    files = {"train": (40, 1), "dev_matched": (9, 5), "dev_mismatched": (11, 5),
-             "test_matched": (6, 0), "test_mismatched": (7, 0)}  # fmt: skip
-    raw = write(tmp_path / "r", {f"{name}.tsv": mnli_file(rows, votes, name)
-                                 for name, (rows, votes) in files.items()})  # fmt: skip
+    files = {
+        "train": (40, 1),
+        "dev_matched": (9, 5),
+        "dev_mismatched": (11, 5),
+        "test_matched": (6, 0),
+        "test_mismatched": (7, 0),
+    }
+    raw = write(
+        tmp_path / "r",
+        {f"{name}.tsv": mnli_file(rows, votes, name) for name, (rows, votes) in files.items()},
+    )
     make("glue/mnli", "--input", raw)
     store, run = tmp_path / "store", tmp_path / "run"
     scores = learn(forks, store, run, "batch.max_tokens=60")
     assert list(scores) == ["valid", "valid_mismatched"]
-    for split, file in (("valid", "dev_matched"), ("valid_mismatched", "dev_mismatched"),
-                        ("test_mismatched", "test_mismatched")):  # fmt: skip
+    for split, file in (
+        ("valid", "dev_matched"),
+        ("valid_mismatched", "dev_mismatched"),
+        ("test_mismatched", "test_mismatched"),
+    ):
         if not split.startswith("test"):
             answers = of_split(forks, run, store, split)
             right = np.mean([a[0] == MNLI[i % 4] for i, a in enumerate(answers)])
@@ -1047,12 +1304,18 @@ def test_mnli_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
 
 def test_cola_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     """Its training file has no header, its test file has one."""
-    rows = [["gj04", str(i % 2), "*"[: i % 2], f"words {['good', 'bad'][i % 2]} {i}"]
-            for i in range(60)]  # fmt: skip
-    raw = write(tmp_path / "CoLA", {
-        "train.tsv": tsv(rows[:40]), "dev.tsv": tsv(rows[40:]),
-        "test.tsv": "index\tsentence\n" + tsv([[str(i), r[3]] for i, r in enumerate(rows[40:])]),
-    })  # fmt: skip
+    rows = [
+        ["gj04", str(i % 2), "*"[: i % 2], f"words {['good', 'bad'][i % 2]} {i}"] for i in range(60)
+    ]
+    raw = write(
+        tmp_path / "CoLA",
+        {
+            "train.tsv": tsv(rows[:40]),
+            "dev.tsv": tsv(rows[40:]),
+            "test.tsv": "index\tsentence\n"
+            + tsv([[str(i), r[3]] for i, r in enumerate(rows[40:])]),
+        },
+    )
     store = make("glue/cola", "--input", raw)
     assert store.meta["origin"]["columns"] == {
         "text": "sentence",
@@ -1073,11 +1336,17 @@ def test_sequences_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     made = letters(8, 100, 24, "ACDEFGHIKLMNPQRSTVWY")
     train = "".join(f">i{i} {'xy'[i % 2]}\n{s}\n" for i, s in enumerate(made[:60]))
     test = "".join(f">i{i} {'xyz'[i % 3]}\n{s}\n" for i, s in enumerate(made[60:]))
-    raw = write(tmp_path / "r", {
-        "train.fasta": train, "valid.fasta": train.replace(">i", ">v"),
-        "test.fasta": test, "plain.tsv": "\n".join(made[60:]).lower(),
-        "headed.tsv": "id\tsequence\n" + "".join(f"{i}\t{s}\n" for i, s in enumerate(made[60:])),
-    })  # fmt: skip
+    raw = write(
+        tmp_path / "r",
+        {
+            "train.fasta": train,
+            "valid.fasta": train.replace(">i", ">v"),
+            "test.fasta": test,
+            "plain.tsv": "\n".join(made[60:]).lower(),
+            "headed.tsv": "id\tsequence\n"
+            + "".join(f"{i}\t{s}\n" for i, s in enumerate(made[60:])),
+        },
+    )
     store = make("protein/localization", "--input", raw, "--longest", 11)
     assert store.labels == ["x", "y"]
     assert store.meta["origin"]["unseen"] == {"test": {"z": 13}}
@@ -1119,8 +1388,10 @@ def test_unseen_classes_are_told(
         "warning: valid: rows of classes that training has not count as wrong: 'w' 1, 'z' 2" in told
     )
     assert stats.describe(store)["splits"]["valid"]["labels"] == {
-        "x": 1, "y": 1, "(not in training)": 3,
-    }  # fmt: skip
+        "x": 1,
+        "y": 1,
+        "(not in training)": 3,
+    }
 
 
 def test_music_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
@@ -1132,8 +1403,9 @@ def test_music_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
         notes = draw.integers(40 + 3 * (i % 2), 80 + 3 * (i % 2), 10 * (1 + i % 5)).tolist()
         files[f"{i}.mid"] = midi(notes)
         split = "train" if i < 36 else "validation" if i < 48 else "test"
-        rows.append({"canonical_composer": "AB"[i % 2], "split": split,
-                     "midi_filename": f"{i}.mid"})  # fmt: skip
+        rows.append(
+            {"canonical_composer": "AB"[i % 2], "split": split, "midi_filename": f"{i}.mid"}
+        )
     raw = write(tmp_path / "r", files)
     in_form("csv", rows, raw / "maestro.csv")
     store = make("music/maestro", "--input", raw, "--segment", 10)

@@ -239,12 +239,16 @@ def corpora(shared: Path) -> dict[str, list[str]]:
         "German": [row[1] for row in german],
         "Chinese": list(strings(json.loads(read("lang/zh/zh_ncv.json")))),
         "Japanese": read("lang/ja/train.ja").replace(" ", "").split("\n"),
-        "Kannada": [*read("lang/kn/entity_kannada.txt").split("\n")[:150],
-                    *strings(json.loads(read("lang/kn/allama.json")))],
+        "Kannada": [
+            *read("lang/kn/entity_kannada.txt").split("\n")[:150],
+            *strings(json.loads(read("lang/kn/allama.json"))),
+        ],
         "Java": [path.read_text(encoding="utf-8") for path in java[::30]],
-        "GLUE": [*read("glue/CoLA/dev.tsv").replace("\t", "\n").split("\n")[:400],
-                 *read("glue/STS-B/dev.tsv").replace("\t", "\n").split("\n")],
-    }  # fmt: skip
+        "GLUE": [
+            *read("glue/CoLA/dev.tsv").replace("\t", "\n").split("\n")[:400],
+            *read("glue/STS-B/dev.tsv").replace("\t", "\n").split("\n"),
+        ],
+    }
     for name, texts in every.items():
         sizes = np.cumsum([len(text) for text in texts])
         every[name] = texts[: int(np.searchsorted(sizes, SAMPLE)) + 1]
@@ -258,15 +262,26 @@ def spiece(corpora: dict[str, list[str]], user_defined: str) -> bytes:
 
     model = io.BytesIO()
     lines = [line for texts in corpora.values() for text in texts for line in text.split("\n")]
-    plain = ["".join(c for c in unicodedata.normalize("NFKD", line) if not unicodedata.combining(c))
-             for line in lines]  # fmt: skip
+    plain = [
+        "".join(c for c in unicodedata.normalize("NFKD", line) if not unicodedata.combining(c))
+        for line in lines
+    ]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line.lower() for line in plain]),
-        model_writer=model, vocab_size=4000, model_type="unigram", max_sentence_length=2**20,
-        character_coverage=0.998, pad_id=0, unk_id=1, bos_id=-1, eos_id=-1, pad_piece="<pad>",
-        control_symbols=["[CLS]", "[SEP]", "[MASK]"], user_defined_symbols=list(user_defined),
+        model_writer=model,
+        vocab_size=4000,
+        model_type="unigram",
+        max_sentence_length=2**20,
+        character_coverage=0.998,
+        pad_id=0,
+        unk_id=1,
+        bos_id=-1,
+        eos_id=-1,
+        pad_piece="<pad>",
+        control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+        user_defined_symbols=list(user_defined),
         minloglevel=2,
-    )  # fmt: skip
+    )
     return model.getvalue()
 
 
@@ -277,9 +292,14 @@ def bare_spiece(corpora: dict[str, list[str]]) -> bytes:
     model = io.BytesIO()
     lines = (line for texts in corpora.values() for text in texts for line in text.split("\n"))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=model, vocab_size=4000, model_type="unigram",
-        max_sentence_length=2**20, character_coverage=0.998, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=4000,
+        model_type="unigram",
+        max_sentence_length=2**20,
+        character_coverage=0.998,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 
@@ -288,8 +308,16 @@ def extended(theirs: Any, path: Path) -> Any:
     from tokenizers import AddedToken
 
     theirs.add_special_tokens({"additional_special_tokens": ["[ENT]"]})
-    theirs.add_tokens(["covid", "Naïve", "new york", "study", AddedToken("ab", single_word=True),
-                       AddedToken("iso", normalized=False, lstrip=True)])  # fmt: skip
+    theirs.add_tokens(
+        [
+            "covid",
+            "Naïve",
+            "new york",
+            "study",
+            AddedToken("ab", single_word=True),
+            AddedToken("iso", normalized=False, lstrip=True),
+        ]
+    )
     theirs.save_pretrained(path)
     return type(theirs).from_pretrained(path)
 
@@ -314,8 +342,19 @@ class Pair(NamedTuple):
         return any(token in text for token in [*self.ours.meta["special"].values(), "[ENT]"])
 
 
-PAIRS = ["uncased", "cased", "chinese", "gpt2", "albert", "albert cased", "albert symbols", "xlm",
-         "uncased words", "cased words", "gpt2 words"]  # fmt: skip
+PAIRS = [
+    "uncased",
+    "cased",
+    "chinese",
+    "gpt2",
+    "albert",
+    "albert cased",
+    "albert symbols",
+    "xlm",
+    "uncased words",
+    "cased words",
+    "gpt2 words",
+]
 
 
 def folder(path: Path, files: dict[str, Path | bytes], options: dict[str, bool]) -> Path:
@@ -342,15 +381,20 @@ def pairs(
     gpt2 = {name: vocabularies / f"gpt2.{name}" for name in ("vocab.json", "merges.txt")}
     accents = {"do_lower_case": False, "keep_accents": True}
     table: dict[str, tuple[Any, dict[str, Any], dict[str, bool]]] = {
-        **{name: (bert, {"vocab.txt": vocabularies / f"bert-base-{name}.vocab.txt"},
-                  {"do_lower_case": name == "uncased"})
-           for name in ("uncased", "cased", "chinese")},
+        **{
+            name: (
+                bert,
+                {"vocab.txt": vocabularies / f"bert-base-{name}.vocab.txt"},
+                {"do_lower_case": name == "uncased"},
+            )
+            for name in ("uncased", "cased", "chinese")
+        },
         "gpt2": (roberta, gpt2, {}),
         "albert": (albert, {"spiece.model": plain}, {}),
         "albert cased": (albert, {"spiece.model": plain}, accents),
         "albert symbols": (albert, {"spiece.model": symbols}, {}),
         "xlm": (xlm, {"sentencepiece.bpe.model": bare_spiece(corpora)}, {}),
-    }  # fmt: skip
+    }
     found = {}
     for name, (kind, files, options) in table.items():
         path = folder(tmp_path_factory.mktemp("published") / "x", files, options)
@@ -409,8 +453,11 @@ def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_pat
     theirs.save_pretrained(tmp_path / "fast")
     # tokenizer.json alone, with nothing beside it, tells the same by its own steps
     shutil.copy(tmp_path / "fast/tokenizer.json", tmp_path / "alone.json")
-    again = [tokenizers.load(tmp_path), published.read(tmp_path / "fast"),
-             published.read(tmp_path / "alone.json")]  # fmt: skip
+    again = [
+        tokenizers.load(tmp_path),
+        published.read(tmp_path / "fast"),
+        published.read(tmp_path / "alone.json"),
+    ]
     for other in again:
         assert (other.kind, other.meta) == (ours.kind, ours.meta)
         assert [ids.tolist() for ids in other.encode_batch(texts)] == wanted
@@ -443,8 +490,11 @@ def test_bert_s_options_are_those_of_transformers(tmp_path, lowercase, accents, 
     transformers = pytest.importorskip("transformers")
     letters = "aAeéEÉ中文"
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
-    options = {"do_lower_case": lowercase, "strip_accents": accents,
-               "tokenize_chinese_chars": chinese}  # fmt: skip
+    options = {
+        "do_lower_case": lowercase,
+        "strip_accents": accents,
+        "tokenize_chinese_chars": chinese,
+    }
     path = folder(tmp_path / "x", {"vocab.txt": "\n".join(pieces).encode()}, options)
     theirs = transformers.BertTokenizer.from_pretrained(path)
     Pair(published.read(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
@@ -495,18 +545,35 @@ def test_offsets_of_wordpiece(pairs):
     ours = pairs["uncased"].ours
     text = " Étude  e\u0301te\u0301 naïve中文, “ok” 🙂x"
     assert pieces_of(ours, text) == [
-        ("et", "Ét"), ("##ude", "ude"), ("et", "e\u0301t"), ("##e", "e"), ("naive", "naïve"),
-        ("中", "中"), ("文", "文"), (",", ","), ("“", "“"), ("ok", "ok"), ("”", "”"),
+        ("et", "Ét"),
+        ("##ude", "ude"),
+        ("et", "e\u0301t"),
+        ("##e", "e"),
+        ("naive", "naïve"),
+        ("中", "中"),
+        ("文", "文"),
+        (",", ","),
+        ("“", "“"),
+        ("ok", "ok"),
+        ("”", "”"),
         ("[UNK]", "🙂x"),
-    ]  # fmt: skip
+    ]
 
 
 def test_offsets_of_byte_bpe(pairs):
     text = "Hello  world 🙂\n\nnaïve x "
     assert pieces_of(pairs["gpt2"].ours, text) == [
-        ("Hello", "Hello"), ("Ġ", ""), ("Ġworld", "world"), ("ĠðŁĻĤ", "🙂"), ("Ċ", ""), ("Ċ", ""),
-        ("na", "na"), ("Ã¯ve", "ïve"), ("Ġx", "x"), ("Ġ", ""),
-    ]  # fmt: skip
+        ("Hello", "Hello"),
+        ("Ġ", ""),
+        ("Ġworld", "world"),
+        ("ĠðŁĻĤ", "🙂"),
+        ("Ċ", ""),
+        ("Ċ", ""),
+        ("na", "na"),
+        ("Ã¯ve", "ïve"),
+        ("Ġx", "x"),
+        ("Ġ", ""),
+    ]
     found = pieces_of(pairs["gpt2"].ours, "𓂀")  # each token is a part of the character's bytes
     assert len(found) == 4
     assert {span for _, span in found} == {"𓂀"}

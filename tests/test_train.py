@@ -40,8 +40,12 @@ from xformer.distributed import Ranks, slow_precision
 from xformer.monitor import SILENT
 from xformer.train import Recipe, prepare
 
-SHORT = ["train.steps=15", "train.checkpoint_every=4", "train.validate_every=6",
-         "train.log_every=3"]  # fmt: skip
+SHORT = [
+    "train.steps=15",
+    "train.checkpoint_every=4",
+    "train.validate_every=6",
+    "train.log_every=3",
+]
 # of a run: what depends on the clock or on the moment of a restart
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib"}
 
@@ -80,8 +84,9 @@ def content(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
     found["predictions"] = {p.name: p.read_bytes() for p in (run / "predictions").iterdir()}
     for path in (run / "checkpoints").glob("step_*"):
-        found[path.name] = [(path / f"{name}.safetensors").read_bytes() for name in
-                            ("model", "optimizer")]  # fmt: skip
+        found[path.name] = [
+            (path / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")
+        ]
         found[path.name] += [timeless(read_json(path / f"{n}.json")) for n in ("state", "config")]
     return found
 
@@ -198,8 +203,13 @@ def validate(job, run, model, state, *rest):
     return original(job, run, model, state, *rest)
 train._validate = validate
 """
-    patient = ["train.metric=accuracy", "train.patience=3", "train.steps=50",
-               "train.validate_every=2", "train.log_every=5"]  # fmt: skip
+    patient = [
+        "train.metric=accuracy",
+        "train.patience=3",
+        "train.steps=50",
+        "train.validate_every=2",
+        "train.log_every=5",
+    ]
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     good(forks.run(*training(SMOKE, data.text, runs[0], *patient), before=prescribed))
     line = training(SMOKE, data.text, runs[1], *patient)
@@ -267,10 +277,11 @@ def test_ranks_and_micro_batches_give_one_gradient(
     """Without dropout: 2 ranks, 3 ranks, 4 micro-batches, and 2 ranks after 1, against 1."""
     runs = {"one": (1, "1"), "two": (2, "1"), "three": (3, "1"), "four": (1, "4")}
     lines = {
-        name: training(SMOKE, data.text, tmp_path / name, *SHORT, *NO_DROPOUT,
-                       f"batch.accumulate={accumulate}")
+        name: training(
+            SMOKE, data.text, tmp_path / name, *SHORT, *NO_DROPOUT, f"batch.accumulate={accumulate}"
+        )
         for name, (_, accumulate) in {**runs, "elastic": (2, "1")}.items()
-    }  # fmt: skip
+    }
     going = [forks.start(*lines[name], ranks=ranks) for name, (ranks, _) in runs.items()]
     killer = AT_STEP.format(step=4, signal="SIGTERM", ranks="0")
     assert forks.run(*lines["elastic"], before=killer).status == 128 + signal.SIGTERM
@@ -278,8 +289,9 @@ def test_ranks_and_micro_batches_give_one_gradient(
     for fork in going:
         good(fork.wait())
     logs = {name: log(tmp_path / name) for name in lines}
-    weights = {name: load_file(tmp_path / name / "checkpoints/step_15/model.safetensors")
-               for name in lines}  # fmt: skip
+    weights = {
+        name: load_file(tmp_path / name / "checkpoints/step_15/model.safetensors") for name in lines
+    }
     for name in lines:
         for a, b in zip(logs["one"], logs[name], strict=True):
             for key in ("loss", "grad_norm", "lr", "accuracy"):
@@ -345,8 +357,19 @@ def test_a_step_is_the_same_wherever_a_run_goes_on(
 
 
 def test_ranks_without_rows_get_a_batch_that_does_not_count(data: Toys, tmp_path: Path) -> None:
-    recipe = load(Recipe, [*training(SMOKE, data.text, tmp_path / "run", "batch.rows=2",
-                                     "batch.accumulate=2", "system.shard=model")[1:]])  # fmt: skip
+    recipe = load(
+        Recipe,
+        [
+            *training(
+                SMOKE,
+                data.text,
+                tmp_path / "run",
+                "batch.rows=2",
+                "batch.accumulate=2",
+                "system.shard=model",
+            )[1:]
+        ],
+    )
     own = []
     for rank in range(3):
         step = prepare(recipe, Ranks(rank, 3, torch.device("cpu"))).feed().take(0)
@@ -451,8 +474,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["data={toys}/absent"], ["absent is not a store"]),
     (["data={toys}/raw"], ["raw is not a store"]),
     (["data={toys}/splice", "init={trained}"], ["splice was made with another tokenizer"]),
-    (["data={toys}/splice", "init={trained}", "mapping=symbol:0"], ["mapping='symbol:0'",
-                                                                   "symbols:SEED"]),
+    (
+        ["data={toys}/splice", "init={trained}", "mapping=symbol:0"],
+        ["mapping='symbol:0'", "symbols:SEED"],
+    ),
     (["mapping=shift:x"], ["mapping='shift:x'"]),
     (["head=classify"], ["head=classify needs a store of kind class", "text is text"]),
     (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
@@ -471,23 +496,37 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["surgery=clean"], ["surgery='clean'", "list"]),
     (["train.metric=f1"], ["train.metric='f1' is none of loss, accuracy, perplexity"]),
     (["data={no_valid}"], ["no split 'valid'", "train.select=last"]),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="session")
 def no_valid(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the split train alone."""
     store = tmp_path_factory.mktemp("no-valid") / "store"
-    good(forks.run("preprocess.py", "text", "--input", data.raw / "train.txt", "--tokenizer",
-                   data.tokenizer, "--output", store))  # fmt: skip
+    good(
+        forks.run(
+            "preprocess.py",
+            "text",
+            "--input",
+            data.raw / "train.txt",
+            "--tokenizer",
+            data.tokenizer,
+            "--output",
+            store,
+        )
+    )
     return store
 
 
 @pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: " ".join(case[0]))
 def test_bad_input_costs_one_line(
-    case: tuple[list[str], list[str]], forks: Forks, data: Toys, trained: Path, no_valid: Path,
+    case: tuple[list[str], list[str]],
+    forks: Forks,
+    data: Toys,
+    trained: Path,
+    no_valid: Path,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     overrides, words = case
     names = {"toys": data.text.parent, "trained": trained, "no_valid": no_valid}
     given = [o if o.startswith("surgery") else o.format(**names) for o in overrides]
@@ -563,8 +602,11 @@ Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
     flipped[-2] ^= 1  # another word
     impossible[-1] = 0xFF  # an id that no vocabulary holds: a crash, perhaps before the check
     for content, before, ranks in (
-        (flipped, "", 1), (flipped, slow, 1), (impossible, slow, 1), (flipped, "", 2),
-    ):  # fmt: skip
+        (flipped, "", 1),
+        (flipped, slow, 1),
+        (impossible, slow, 1),
+        (flipped, "", 2),
+    ):
         tokens.write_bytes(content)
         longer = ["overwrite=true", "train.steps=80", "train.log_every=90"]
         done = forks.run(*training(SMOKE, store, run, *longer), before=before, ranks=ranks)
@@ -590,8 +632,11 @@ def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     line = training(SMOKE, data.text, disk / "run", *SHORT)
     full = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, *line],
-        cwd=ROOT, env={**os.environ, **QUIET}, text=True, capture_output=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, **QUIET},
+        text=True,
+        capture_output=True,
+    )
     assert (full.returncode, "Traceback" in full.stderr) == (1, False), full.stderr
     assert "No space left on device" in full.stderr.splitlines()[-1], full.stderr
     assert {p.name for p in (rescued / "checkpoints").iterdir()} == {"step_4", "step_6"}
@@ -626,10 +671,18 @@ def test_schedules(forks: Forks, data: Toys, tmp_path: Path) -> None:
         "constant": ["optim.warmup=5", "train.steps=0", "train.epochs=2", "batch.rows=30"],
     }
     going = [
-        forks.start(*training(CLASSIFY, data.classes, tmp_path / name, *every,
-                              f"optim.schedule={name}", *overrides))
+        forks.start(
+            *training(
+                CLASSIFY,
+                data.classes,
+                tmp_path / name,
+                *every,
+                f"optim.schedule={name}",
+                *overrides,
+            )
+        )
         for name, overrides in cases.items()
-    ]  # fmt: skip
+    ]
     for fork in going:
         good(fork.wait())
     k = np.arange(1, steps + 1)
@@ -645,8 +698,16 @@ def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
     run = learned["text"]
     drawn_once(run)
     shown = board(run)
-    expected = {"loss", "accuracy", "perplexity", "lr", "grad_norm", "real_tokens_per_second",
-                "padding", "memory_gib"}  # fmt: skip
+    expected = {
+        "loss",
+        "accuracy",
+        "perplexity",
+        "lr",
+        "grad_norm",
+        "real_tokens_per_second",
+        "padding",
+        "memory_gib",
+    }
     assert {f"train/{name}" for name in expected} <= set(shown.Tags()["scalars"])
     assert "validation/loss" in shown.Tags()["scalars"]
     text = shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -680,8 +741,9 @@ def test_help_explains_every_key() -> None:
         assert line in lines
 
 
-def test_overwrite_spares_what_is_no_run(forks: Forks, data: Toys, learned: dict[str, Path],
-                                         tmp_path: Path) -> None:  # fmt: skip
+def test_overwrite_spares_what_is_no_run(
+    forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
     """A checkpoint has a config.json too: it is no run, and overwrite=true does not empty it."""
     path = tmp_path / "checkpoint"
     shutil.copytree(checkpoints.resolve(learned["text"]), path)

@@ -74,8 +74,13 @@ def judged(one: Account, loss: float, norm: float, forced: bool = False) -> bool
 
 def test_an_account_leaves_dropped_steps_out() -> None:
     one = account(0.0)
-    fates = [judged(one, 3.0, 1.0), judged(one, np.nan, 1.0), judged(one, 3.0, np.inf),
-             judged(one, 5.0, 9.0, forced=True), judged(one, 4.0, 2.0)]  # fmt: skip
+    fates = [
+        judged(one, 3.0, 1.0),
+        judged(one, np.nan, 1.0),
+        judged(one, 3.0, np.inf),
+        judged(one, 5.0, 9.0, forced=True),
+        judged(one, 4.0, 2.0),
+    ]
     assert fates == [False, True, True, True, False]
     assert one.sums.tolist() == [14.0, 4.0, 2.0, 2.0]
     whats = [what for *_, what in one.read()]
@@ -137,22 +142,28 @@ class Explode(torch.autograd.Function):
 def test_the_first_layer_is_named() -> None:
     model, inputs = Deep(), [torch.ones(1, 3), torch.full((1, 3), torch.inf)]
     assert first_layer(model, 2, lambda i: model(inputs[i])) == (
-        FORWARD, 1, "the output of layers.0",
-    )  # fmt: skip
+        FORWARD,
+        1,
+        "the output of layers.0",
+    )
     assert model.seen == 0  # a pass that is only looked at leaves no trace
     stage, _, where = first_layer(model, 1, lambda i: model(inputs[0]))
     assert stage == NOWHERE
     assert "the largest gradient is that of layers." in where
     hook = model.layers[1].register_forward_hook(lambda module, i, output: Explode.apply(output))
     assert first_layer(model, 1, lambda i: model(inputs[0])) == (
-        BACKWARD, 0, "the gradient of the output of layers.0",
-    )  # fmt: skip
+        BACKWARD,
+        0,
+        "the gradient of the output of layers.0",
+    )
     hook.remove()
     with torch.no_grad():
         model.get_parameter("layers.2.bias")[1] = torch.nan
     assert first_layer(model, 1, lambda i: model(inputs[0])) == (
-        WEIGHT, 0, "the weight layers.2.bias",
-    )  # fmt: skip
+        WEIGHT,
+        0,
+        "the weight layers.2.bias",
+    )
 
 
 # ---------------------------------------------------------------------------------- in training
@@ -178,14 +189,19 @@ def test_a_bad_row_stops_is_skipped_or_gone_back_from(
     rows = sorted(in_step(6))
     bad = BAD_ROW.format(row=rows[3])
     runs = {name: tmp_path / name for name in ("stop", "skip", "rollback", "killed")}
-    lines = {name: training(SMOKE, data.text, run, *STEPS, f"train.trouble={name}")
-             for name, run in runs.items()}  # fmt: skip
+    lines = {
+        name: training(SMOKE, data.text, run, *STEPS, f"train.trouble={name}")
+        for name, run in runs.items()
+    }
     lines["killed"][-1] = "train.trouble=rollback"
     done = forks.run(*lines["stop"], before=bad)
     assert done.status == 1, done
     said = done.err.splitlines()[-1]
-    for words in ("error: the loss is not finite at step 6: the output of encoder.layers.1.mlp, ",
-                  f"rows {rows[0]}, {rows[1]}, ", "train.trouble=skip"):  # fmt: skip
+    for words in (
+        "error: the loss is not finite at step 6: the output of encoder.layers.1.mlp, ",
+        f"rows {rows[0]}, {rows[1]}, ",
+        "train.trouble=skip",
+    ):
         assert words in said, said
     assert troubles(runs["stop"])[-1]["step"] == log(runs["stop"])[-1]["step"] == 6
     killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
@@ -231,8 +247,15 @@ def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
     theirs = sorted(feed.take(40).batches[0].rows.tolist())
     assert set(theirs) < set(rows)
     for how in ("none", "model"):
-        line = training(SMOKE, data.text, tmp_path / how, *STEPS, *NO_DROPOUT,
-                        f"system.shard={how}", "train.trouble=skip")  # fmt: skip
+        line = training(
+            SMOKE,
+            data.text,
+            tmp_path / how,
+            *STEPS,
+            *NO_DROPOUT,
+            f"system.shard={how}",
+            "train.trouble=skip",
+        )
         going.append(forks.start(*line, ranks=2, before=BAD_ROW.format(row=theirs[0])))
     for fork, how in zip(going, ("none", "model"), strict=True):
         good(fork.wait())
@@ -255,8 +278,14 @@ def spiky(job, model, batch, step, i):
     return Loss(loss.total * 1000, loss.count, loss.correct) if step == 109 else loss
 train.loss_of = spiky
 """
-    wanted = ["train.steps=115", "train.spike=20", "train.trouble=skip", "batch.rows=2",
-              "train.select=last", "train.validate_every=200"]  # fmt: skip
+    wanted = [
+        "train.steps=115",
+        "train.spike=20",
+        "train.trouble=skip",
+        "batch.rows=2",
+        "train.select=last",
+        "train.validate_every=200",
+    ]
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     lines = [training(SMOKE, data.text, run, *wanted) for run in runs]
     stop = AT_STEP.format(step=90, signal="SIGTERM", ranks="0")

@@ -62,9 +62,13 @@ def test_no_context_crosses_a_row(tmp_path):
     rows = [[5] * 9] * 50 + [[8] * 10] + [[5] * 5 + [8] * 5, [5] * 6 + [8] * 4]
     found = figures.describe(store(tmp_path / "s", {"train": rows, "test": [[5] * 9]}))
     assert found["splits"]["train"] == {
-        "windows": 3, "english_like": 1, "disjoint": 3, "disjoint_english_like": 1,
-        "share": 1 / 3, "disjoint_share": 1 / 3,
-    }  # fmt: skip
+        "windows": 3,
+        "english_like": 1,
+        "disjoint": 3,
+        "disjoint_english_like": 1,
+        "share": 1 / 3,
+        "disjoint_share": 1 / 3,
+    }
     assert found["splits"]["test"]["share"] is None
     short = store(tmp_path / "short", {"train": [[5] * 9] * 3})
     with pytest.raises(BadInput, match="short has no row of 10 pieces"):
@@ -76,12 +80,12 @@ def test_english_like_pieces_of_every_kind():
     assert words == {5: ("a", True), 6: ("b", False), 7: ("Cd", True)}
     letters = [*tokenizers.ROBERTA_SPECIAL.values(), "a", "Ġa", "b", "ĠCd", "Ġ1", "é", "Ġ"]
     pairs = tokenizers.byte_bpe({piece: i for i, piece in enumerate(letters)}, [])
-    assert english(pairs) == {
-        5: ("a", False), 6: ("a", True), 7: ("b", False), 8: ("Cd", True)
-    }  # fmt: skip
+    assert english(pairs) == {5: ("a", False), 6: ("a", True), 7: ("b", False), 8: ("Cd", True)}
     assert figures.overlap(TOKENIZER, pairs) == {
-        "pieces": [15, 12], "english_like": [3, 4], "shared": 3
-    }  # fmt: skip
+        "pieces": [15, 12],
+        "english_like": [3, 4],
+        "shared": 3,
+    }
     scores = [(p, -1.0) for p in [*tokenizers.ALBERT_SPECIAL.values(), "▁a", "b", "▁", "a▁"]]
     unigram = tokenizers.albert(scores, None, [], [])
     assert english(unigram) == {5: ("a", True), 6: ("b", False)}
@@ -94,20 +98,25 @@ def test_the_overlap_of_published_vocabularies(shared, tmp_path):
     names = [shared / f"vocabs/bert-base-{n}.vocab.txt" for n in ("uncased", "cased", "chinese")]
     uncased, cased, chinese = map(figures.read, names)
     assert figures.overlap(uncased, cased) == {
-        "pieces": [30_522, 28_996], "english_like": [26_503, 26_015], "shared": 16_339
-    }  # fmt: skip
+        "pieces": [30_522, 28_996],
+        "english_like": [26_503, 26_015],
+        "shared": 16_339,
+    }
     uncased.save(tmp_path)
     again = figures.read(tmp_path)
     assert figures.overlap(again, chinese) == {
-        "pieces": [30_522, 21_128], "english_like": [26_503, 3_365], "shared": 2_672
-    }  # fmt: skip
+        "pieces": [30_522, 21_128],
+        "english_like": [26_503, 3_365],
+        "shared": 2_672,
+    }
 
 
 def test_the_commands(tmp_path):
     rows = [[5, 5, 5, 5, 5, 5, 8, 8, 8, 8, 8, 8]]
     store(tmp_path / "s", {"train": rows, "test": [[5]]})
-    done = good(command("preprocess.py", "english-contexts", tmp_path / "s", "--json",
-                        tmp_path / "c.json"))  # fmt: skip
+    done = good(
+        command("preprocess.py", "english-contexts", tmp_path / "s", "--json", tmp_path / "c.json")
+    )
     assert done.out.splitlines()[1:] == [
         "train: 33.333% (1 of 3); not overlapping 100.000% (1 of 1)",
         "test: no row of 10 pieces",
@@ -116,13 +125,24 @@ def test_the_commands(tmp_path):
     assert written["splits"]["train"]["disjoint_share"] == 1
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join([*SPECIAL, "a", "b"]), encoding="utf-8")
-    done = good(command("preprocess.py", "vocab-overlap", tmp_path / "s", vocabulary, "--json",
-                        tmp_path / "o.json"))  # fmt: skip
+    done = good(
+        command(
+            "preprocess.py",
+            "vocab-overlap",
+            tmp_path / "s",
+            vocabulary,
+            "--json",
+            tmp_path / "o.json",
+        )
+    )
     assert [line.split()[-3:] for line in done.out.splitlines()[1:]] == [
-        ["15", "3", "1"], ["7", "2", "1"]
-    ]  # fmt: skip
+        ["15", "3", "1"],
+        ["7", "2", "1"],
+    ]
     assert json.loads((tmp_path / "o.json").read_text())["shared"] == 1
     refused(command("preprocess.py", "english-contexts", vocabulary), "is not a store")
     refused(command("preprocess.py", "vocab-overlap", vocabulary, tmp_path / "x"), "x does not")
-    refused(command("preprocess.py", "vocab-overlap", vocabulary, vocabulary, "--json", tmp_path),
-            "is a directory; give a file")  # fmt: skip
+    refused(
+        command("preprocess.py", "vocab-overlap", vocabulary, vocabulary, "--json", tmp_path),
+        "is a directory; give a file",
+    )

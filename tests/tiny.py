@@ -26,8 +26,13 @@ LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17,
 VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
 LETTERS = [chr(i) for i in range(33, 33 + PIECES - 5)]  # bytes that stand for themselves
 LENGTHS = [1, 5, 5, 2, LONGEST, 3]
-CLASSES = {"Bert": "bert", "Roberta": "roberta", "Albert": "albert", "DistilBert": "distilbert",
-           "XLMRoberta": "xlm-roberta"}  # fmt: skip
+CLASSES = {
+    "Bert": "bert",
+    "Roberta": "roberta",
+    "Albert": "albert",
+    "DistilBert": "distilbert",
+    "XLMRoberta": "xlm-roberta",
+}
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -48,13 +53,23 @@ def family_of(kind: str) -> Family:
 
 def _settings(family: str) -> dict[str, Any]:
     if family == "distilbert":
-        return {"vocab_size": PIECES, "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS,
-                "hidden_dim": INNER, "max_position_embeddings": LONGEST}  # fmt: skip
+        return {
+            "vocab_size": PIECES,
+            "dim": HIDDEN,
+            "n_layers": LAYERS,
+            "n_heads": HEADS,
+            "hidden_dim": INNER,
+            "max_position_embeddings": LONGEST,
+        }
     found = {
-        "vocab_size": PIECES, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "intermediate_size": INNER, "layer_norm_eps": 1e-2,
+        "vocab_size": PIECES,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": INNER,
+        "layer_norm_eps": 1e-2,
         "max_position_embeddings": LONGEST,
-    }  # fmt: skip
+    }
     if family.endswith("roberta"):
         found |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
     if family == "albert":

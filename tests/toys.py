@@ -64,8 +64,9 @@ def _splice(draw: np.random.Generator) -> str:
 def make(forks: Forks, directory: Path) -> Toys:
     """Write raw files and stores below a directory."""
     raw = directory / "raw"
-    toys = Toys(raw, *(directory / n for n in
-                ("tokenizer", "text", "classes", "scores", "pairs", "splice")))  # fmt: skip
+    toys = Toys(
+        raw, *(directory / n for n in ("tokenizer", "text", "classes", "scores", "pairs", "splice"))
+    )
     raw.mkdir()
     for name, header, row in (
         ("classes", "text\tlabel", _class),
@@ -86,17 +87,46 @@ def make(forks: Forks, directory: Path) -> Toys:
     def preprocess(*arguments: str | Path) -> None:
         good(forks.run("preprocess.py", *arguments))
 
-    preprocess("tokenizer", "--kind", "wordpiece", "--input", raw / "train.txt",
-                "--vocab-size", "90", "--output", toys.tokenizer)  # fmt: skip
+    preprocess(
+        "tokenizer",
+        "--kind",
+        "wordpiece",
+        "--input",
+        raw / "train.txt",
+        "--vocab-size",
+        "90",
+        "--output",
+        toys.tokenizer,
+    )
     known = ("--tokenizer", toys.tokenizer, "--output")
     held_out = ("--valid", raw / "valid.txt", "--test", raw / "test.txt")
     preprocess("text", "--input", raw / "train.txt", *held_out, *known, toys.text)
     tsv = ("task", "tsv", "--input")
     preprocess(*tsv, raw / "classes", "--text", "text", "--label", "label", *known, toys.classes)
-    preprocess(*tsv, raw / "scores", "--text", "text", "--label", "score", "--kind", "score",
-                *known, toys.scores)  # fmt: skip
-    preprocess(*tsv, raw / "pairs", "--text", "left", "--text-b", "right", "--label", "label",
-                *known, toys.pairs)  # fmt: skip
+    preprocess(
+        *tsv,
+        raw / "scores",
+        "--text",
+        "text",
+        "--label",
+        "score",
+        "--kind",
+        "score",
+        *known,
+        toys.scores,
+    )
+    preprocess(
+        *tsv,
+        raw / "pairs",
+        "--text",
+        "left",
+        "--text-b",
+        "right",
+        "--label",
+        "label",
+        *known,
+        toys.pairs,
+    )
     preprocess("task", "dna/splice", "--input", raw / "splice.data", "--output", toys.splice)
     return toys
 
@@ -107,14 +137,23 @@ def train_all(forks: Forks, toys: Toys, directory: Path) -> dict[str, Path]:
     lively = [*NO_DROPOUT, "batch.rows=16", "optim.lr=2e-3", "optim.warmup=0.1"]
     mapped = ["mapping=symbols:3", f"init={runs['text']}", "batch.max_tokens=64"]
     lines = [
-        training(SMOKE, toys.text, runs["text"], *lively, "batch.rows=32", "optim.lr=4e-3",
-                 "train.steps=250", "train.validate_every=50"),
+        training(
+            SMOKE,
+            toys.text,
+            runs["text"],
+            *lively,
+            "batch.rows=32",
+            "optim.lr=4e-3",
+            "train.steps=250",
+            "train.validate_every=50",
+        ),
         training(CLASSIFY, toys.classes, runs["classes"], *lively, "train.epochs=6"),
         training(REGRESS, toys.scores, runs["scores"], *lively, "train.epochs=6"),
-        training(CLASSIFY, toys.pairs, runs["pairs"], *lively, "train.epochs=10",
-                 "batch.max_tokens=40"),
+        training(
+            CLASSIFY, toys.pairs, runs["pairs"], *lively, "train.epochs=10", "batch.max_tokens=40"
+        ),
         training(CLASSIFY, toys.splice, runs["splice"], *lively, *mapped),
-    ]  # fmt: skip
+    ]
     going = [forks.start(*line) for line in lines[:-1]]
     for fork in going:
         good(fork.wait())

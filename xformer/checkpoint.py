@@ -49,9 +49,15 @@ FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # of a run, beside the checkpoint proper
 # types that weights have as a safetensors file names them, in the order in which they lie in it
 TYPES = {
-    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 HALF = (torch.float16, torch.bfloat16)  # widened to fp32 when they are read
 Distribution = Literal["normal", "truncated"]
 
@@ -163,8 +169,14 @@ def check_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], where: st
         raise BadInput(f"{where} has weights that its config does not know: {', '.join(left[:4])}")
 
 
-def initialise(name: str, shape: torch.Size, config: ModelConfig, seed: int,
-               distribution: Distribution = "normal", purpose: str = "") -> Tensor:  # fmt: skip
+def initialise(
+    name: str,
+    shape: torch.Size,
+    config: ModelConfig,
+    seed: int,
+    distribution: Distribution = "normal",
+    purpose: str = "",
+) -> Tensor:
     """Fresh values of one weight: norms and running variances 1, biases and running means 0, all
     else N(0, initializer_range^2), of a HilbertCNN N(0, spread^2).
 
@@ -230,9 +242,14 @@ def check_vocabulary(config: ModelConfig, pieces: int) -> None:
 # ---------------------------------------------------------------------------------- on disk
 
 
-def save(checkpoint: Checkpoint, path: str | Path, overwrite: bool = False,
-         optimizer: dict[str, Tensor] | None = None, state: dict[str, Any] | None = None,
-         check: Callable[[], None] = lambda: None) -> None:  # fmt: skip
+def save(
+    checkpoint: Checkpoint,
+    path: str | Path,
+    overwrite: bool = False,
+    optimizer: dict[str, Tensor] | None = None,
+    state: dict[str, Any] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Write a checkpoint as a directory that is whole or absent; `optimizer` and `state` are what
     a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`, and whatever
     `check`, called last, raises: then nothing is left."""
@@ -303,8 +320,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> str:
     end = 0
     for name in names:
         begin, end = end, end + whole[name].nbytes
-        header[name] = {"dtype": TYPES[whole[name].dtype], "shape": list(whole[name].shape),
-                        "data_offsets": [begin, end]}  # fmt: skip
+        header[name] = {
+            "dtype": TYPES[whole[name].dtype],
+            "shape": list(whole[name].shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     values = [whole[name].flatten().view(torch.uint8).numpy().data for name in names]

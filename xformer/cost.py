@@ -58,8 +58,9 @@ class Work:
         return Work(tokens, tokens * length, rows, round(tokens * masking))
 
 
-def parameters(config: ModelConfig, kind: HeadKind | None = None, outputs: int = 0,
-               parts: Collection[str] = ()) -> dict[str, int]:  # fmt: skip
+def parameters(
+    config: ModelConfig, kind: HeadKind | None = None, outputs: int = 0, parts: Collection[str] = ()
+) -> dict[str, int]:
     """Parameters by part, tied and shared ones once; arguments as of `Model`.
 
     The parts that a model has of: word embeddings, other embeddings, attention, feed-forward,
@@ -85,8 +86,9 @@ def _part(name: str) -> str:
     return "convolutions" if name.startswith("cnn") else "heads"
 
 
-def forward_flops(config: ModelConfig, kind: HeadKind | None, work: Work, outputs: int = 0,
-                  pairs: bool = False) -> int:  # fmt: skip
+def forward_flops(
+    config: ModelConfig, kind: HeadKind | None, work: Work, outputs: int = 0, pairs: bool = False
+) -> int:
     """Operations of a forward pass; `outputs` of a task head, `pairs` whether a pair head runs
     beside an MLM head."""
     if config.architecture == "hilbert_cnn":
@@ -108,8 +110,9 @@ def forward_flops(config: ModelConfig, kind: HeadKind | None, work: Work, output
     return flops + 2 * C * K * judged
 
 
-def training_flops(config: ModelConfig, kind: HeadKind, work: Work, outputs: int = 0,
-                   pairs: bool = False) -> int:  # fmt: skip
+def training_flops(
+    config: ModelConfig, kind: HeadKind, work: Work, outputs: int = 0, pairs: bool = False
+) -> int:
     """Operations of forward and backward passes that train all weights."""
     flops = (1 + BACKWARD) * forward_flops(config, kind, work, outputs, pairs)
     if config.architecture == "hilbert_cnn":  # its input, one-hot words, takes no gradient

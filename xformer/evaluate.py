@@ -90,8 +90,14 @@ class Scores:
 
 
 @torch.no_grad()
-def score(model: Model, assembler: Assembler, head: Head, ranks: Ranks, precision: str,
-          threshold: float | None = None) -> Scores:  # fmt: skip
+def score(
+    model: Model,
+    assembler: Assembler,
+    head: Head,
+    ranks: Ranks,
+    precision: str,
+    threshold: float | None = None,
+) -> Scores:
     """Metrics of a model on a split. Every rank takes its share and gets the whole result.
 
     Rows are cut into the same chunks on any number of ranks, and metrics are computed from the
@@ -172,8 +178,11 @@ def _kept(
         return tags.kept(outputs, split, head.labels)
     arrays, columns = {"row": np.arange(split.rows)}, split.columns
     if head.kind == "mlm":
-        arrays |= {"loss": outputs[:, 0], "masked": outputs[:, 1].astype(np.int64),
-                   "correct": outputs[:, 2].astype(np.int64)}  # fmt: skip
+        arrays |= {
+            "loss": outputs[:, 0],
+            "masked": outputs[:, 1].astype(np.int64),
+            "correct": outputs[:, 2].astype(np.int64),
+        }
     if head.kind != "mlm" or head.pair_scale:
         pairs = 3 if head.kind == "mlm" else 0
         arrays |= {"outputs": outputs[:, pairs:], "label": np.asarray(columns["label"])}
@@ -208,8 +217,13 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
 
 def check_kind(kind: str, head: HeadKind, store: object) -> None:
     """Raise BadInput unless a store of a kind holds what a head predicts; `store` names it."""
-    kinds = {"mlm": ("text", "class", "score", "span", "tag"), "classify": ("class",),
-             "regress": ("score",), "span": ("span",), "tag": ("tag",)}  # fmt: skip
+    kinds = {
+        "mlm": ("text", "class", "score", "span", "tag"),
+        "classify": ("class",),
+        "regress": ("score",),
+        "span": ("span",),
+        "tag": ("tag",),
+    }
     if kind not in kinds[head]:
         wants = " or ".join(kinds[head])
         raise BadInput(f"head={head} needs a store of kind {wants}; {store} is {kind}")
@@ -220,9 +234,11 @@ def check_task(store: Store, head: Head) -> None:
     check_kind(store.kind, head.kind, store.name)
     if (head.kind in ("classify", "tag") or head.pair_scale) and tuple(store.labels) != head.labels:
         unknown = sorted(set(store.labels) - set(head.labels))
-        what = f"labels outside the checkpoint's classes: {', '.join(unknown)}" if unknown else (
-            f"other classes than the checkpoint's: {', '.join(store.labels)}"
-        )  # fmt: skip
+        what = (
+            f"labels outside the checkpoint's classes: {', '.join(unknown)}"
+            if unknown
+            else (f"other classes than the checkpoint's: {', '.join(store.labels)}")
+        )
         raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(head.labels)}")
 
 

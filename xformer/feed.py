@@ -37,8 +37,16 @@ class Feed:
     of about as many tokens each. `masking` is the share of tokens to predict, 0 for none. With
     `even` every rank gets as many micro-batches, if need be such as do not count."""
 
-    def __init__(self, assembler: Assembler, stream: Stream, ranks: Ranks, accumulate: int = 1,
-                 seed: int = 0, masking: float = 0.0, even: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        assembler: Assembler,
+        stream: Stream,
+        ranks: Ranks,
+        accumulate: int = 1,
+        seed: int = 0,
+        masking: float = 0.0,
+        even: bool = False,
+    ):
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
         self.accumulate, self.seed, self.masking, self.even = accumulate, seed, masking, even
         self.made: dict[int, Step] = {}  # by position

@@ -23,15 +23,19 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
     if not patterns:
         return set(checkpoint.weights)
     if checkpoint.config.architecture != "transformer":
-        raise BadInput("train.only: a Hilbert-CNN trains as a whole, as the statistics of its "
-                       "batch norms would change under frozen weights")  # fmt: skip
+        raise BadInput(
+            "train.only: a Hilbert-CNN trains as a whole, as the statistics of its "
+            "batch norms would change under frozen weights"
+        )
     found: set[str] = set()
     for pattern in patterns:
         matching = {name for name in checkpoint.weights if _matches(name, pattern)}
         if not matching:
             beginnings = sorted({b for name in checkpoint.weights for b in _beginnings(name)})
-            raise BadInput(f"train.only={pattern!r} is the name of no weight"
-                           f"{nearest(pattern, beginnings) or _parts(checkpoint)}")  # fmt: skip
+            raise BadInput(
+                f"train.only={pattern!r} is the name of no weight"
+                f"{nearest(pattern, beginnings) or _parts(checkpoint)}"
+            )
         found |= matching
     return found
 

@@ -220,5 +220,8 @@ def squad_with_threshold(
     best = totals.argmax(0)
     threshold = values[best[1]] if best[1] else no_answer.min() - 1
     found = totals.max(0) / len(wanted)
-    return {"best_exact_match": float(found[0]), "best_f1": float(found[1]),
-            "best_threshold": float(threshold)}  # fmt: skip
+    return {
+        "best_exact_match": float(found[0]),
+        "best_f1": float(found[1]),
+        "best_threshold": float(threshold),
+    }

@@ -48,8 +48,12 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self.active:
             return
         self.bar.close()
@@ -130,8 +134,11 @@ class Monitor:
 
     def _draw(self, record: dict[str, Any]) -> None:
         if record["event"] != "end":  # a result is no curve
-            numbers = {f"{record['event']}/{name}": value for name, value in record.items()
-                       if name not in SILENT and isinstance(value, int | float)}  # fmt: skip
+            numbers = {
+                f"{record['event']}/{name}": value
+                for name, value in record.items()
+                if name not in SILENT and isinstance(value, int | float)
+            }
             self.board.numbers(record["step"], record["time"], numbers)
 
 
@@ -176,8 +183,9 @@ class Board:
 
         plugin = SummaryMetadata.PluginData(plugin_name="text")
         tensor = TensorProto(dtype="DT_STRING", string_val=[content.encode()])
-        value = Summary.Value(tag=f"{name}/text_summary", tensor=tensor,
-                              metadata=SummaryMetadata(plugin_data=plugin))  # fmt: skip
+        value = Summary.Value(
+            tag=f"{name}/text_summary", tensor=tensor, metadata=SummaryMetadata(plugin_data=plugin)
+        )
         self._write(summary=Summary(value=[value]))
 
     def close(self) -> None:

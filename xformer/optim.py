@@ -131,8 +131,13 @@ class FlatOptimizer:
 
     COUNTS = 4
 
-    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None,
-                 sliced: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        ranks: Ranks | None = None,
+        sliced: bool = False,
+    ):
         self.config, self.buffers = config, list(model.buffers())
         self.slices, self.slice = (ranks.world_size, ranks.rank) if ranks and sliced else (1, 0)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -159,14 +164,17 @@ class FlatOptimizer:
         # by parameters on the CPU, so that its kernels round alike for any number of processes, and
         # for NovoGrad, whose moments are a layer's
         if (device.type == "cpu" and self.slices == 1) or config.name == "novograd":
-            self.groups = [self._group(names, [self._part(name) for name in names], decay)
-                           for names, decay in ((decayed, config.weight_decay), (plain, 0.0))
-                           if names]  # fmt: skip
+            self.groups = [
+                self._group(names, [self._part(name) for name in names], decay)
+                for names, decay in ((decayed, config.weight_decay), (plain, 0.0))
+                if names
+            ]
         else:
             middle = min(max(split - start, 0), length)
             halves = (slice(0, middle), config.weight_decay), (slice(middle, length), 0.0)
-            self.groups = [self._group([], [part], decay) for part, decay in halves
-                           if len(self.mine[part])]  # fmt: skip
+            self.groups = [
+                self._group([], [part], decay) for part, decay in halves if len(self.mine[part])
+            ]
         self.rows: dict[str, Tensor] = {}  # a sparse gradient made dense: zero between steps
         if self.scattered:
             self.gradient = torch.zeros(self.COUNTS)
@@ -236,8 +244,17 @@ class FlatOptimizer:
                     torch._foreach_div_(some, divisor.float())
                     _other(config, group, some, lr)
                 continue
-            adam_step(config, group.weights, some, group.moments, group.steps, group.decay, lr,
-                      drop, divisor.float())  # fmt: skip
+            adam_step(
+                config,
+                group.weights,
+                some,
+                group.moments,
+                group.steps,
+                group.decay,
+                lr,
+                drop,
+                divisor.float(),
+            )
         self._forget_rows()
         if drop is not None:
             for buffer, before in zip(self.buffers, self.before, strict=True):
@@ -328,13 +345,22 @@ def _served(tensors: list[Tensor]) -> bool:
 
 def _addresses(*lists: list[Tensor]) -> Tensor:
     """Where the i-th tensors of lists lie and how long they are, (n, lists + 1)."""
-    return torch.tensor([[*(x.data_ptr() for x in some), some[0].numel()]
-                         for some in zip(*lists, strict=True)])  # fmt: skip
+    return torch.tensor(
+        [[*(x.data_ptr() for x in some), some[0].numel()] for some in zip(*lists, strict=True)]
+    )
 
 
-def adam_step(config: OptimConfig, weights: list[Tensor], gradients: list[Tensor],
-              moments: list[list[Tensor]], steps: list[Tensor], decay: float, lr: float,
-              drop: Tensor | None, divisor: Tensor | None = None) -> None:  # fmt: skip
+def adam_step(
+    config: OptimConfig,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    moments: list[list[Tensor]],
+    steps: list[Tensor],
+    decay: float,
+    lr: float,
+    drop: Tensor | None,
+    divisor: Tensor | None = None,
+) -> None:
     """A fused update by Adam or AdamW, none where `drop` is above 0; `divisor` is of the gradients,
     which may be changed."""
     first, second = moments
@@ -343,17 +369,39 @@ def adam_step(config: OptimConfig, weights: list[Tensor], gradients: list[Tensor
         if drop is None or not drop > 0:
             torch._foreach_add_(steps, 1)
             native.call(
-                "adam", torch.float32, _addresses(weights, gradients, first, second), len(weights),
-                1.0 if divisor is None else float(divisor), lr, *config.betas, config.eps,
-                decay if decoupled else 0.0, 0.0 if decoupled else decay, int(steps[0]),
-            )  # fmt: skip
+                "adam",
+                torch.float32,
+                _addresses(weights, gradients, first, second),
+                len(weights),
+                1.0 if divisor is None else float(divisor),
+                lr,
+                *config.betas,
+                config.eps,
+                decay if decoupled else 0.0,
+                0.0 if decoupled else decay,
+                int(steps[0]),
+            )
         return
     # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
     adam(
-        weights, gradients, first, second, [], steps, fused=True, grad_scale=divisor, lr=lr,
-        decoupled_weight_decay=decoupled, weight_decay=decay, beta1=config.betas[0],
-        beta2=config.betas[1], eps=config.eps, amsgrad=False, maximize=False, found_inf=drop,
-    )  # fmt: skip
+        weights,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        fused=True,
+        grad_scale=divisor,
+        lr=lr,
+        decoupled_weight_decay=decoupled,
+        weight_decay=decay,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
+        eps=config.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=drop,
+    )
 
 
 def _other(config: OptimConfig, group: Group, gradients: list[Tensor], lr: float) -> None:
@@ -361,19 +409,39 @@ def _other(config: OptimConfig, group: Group, gradients: list[Tensor], lr: float
     b1, b2 = config.betas
     if config.name == "adagrad":
         (sums,) = group.moments
-        adagrad(group.weights, gradients, sums, group.steps, lr=lr,
-                weight_decay=group.decay, lr_decay=0.0, eps=config.eps, maximize=False)  # fmt: skip
+        adagrad(
+            group.weights,
+            gradients,
+            sums,
+            group.steps,
+            lr=lr,
+            weight_decay=group.decay,
+            lr_decay=0.0,
+            eps=config.eps,
+            maximize=False,
+        )
     elif config.name == "novograd":
         novograd(group, gradients, lr, config.betas, config.eps)
     else:
         first, second = group.moments
         step = adamax if config.name == "adamax" else radam
-        step(group.weights, gradients, first, second, group.steps, beta1=b1, beta2=b2, lr=lr,
-             weight_decay=group.decay, eps=config.eps)  # fmt: skip
+        step(
+            group.weights,
+            gradients,
+            first,
+            second,
+            group.steps,
+            beta1=b1,
+            beta2=b2,
+            lr=lr,
+            weight_decay=group.decay,
+            eps=config.eps,
+        )
 
 
-def novograd(group: Group, gradients: list[Tensor], lr: float, betas: tuple[float, float],
-             eps: float) -> None:  # fmt: skip
+def novograd(
+    group: Group, gradients: list[Tensor], lr: float, betas: tuple[float, float], eps: float
+) -> None:
     """A step of NovoGrad (Ginsburg et al. 2019, algorithm 1), in place.
 
     Its second moment is one number a layer, the squared norm of the gradient; here each parameter
@@ -389,8 +457,9 @@ def novograd(group: Group, gradients: list[Tensor], lr: float, betas: tuple[floa
         steps += 1
 
 
-def check_state(tensors: dict[str, Tensor], moments: Collection[str],
-                names: Collection[str]) -> None:  # fmt: skip
+def check_state(
+    tensors: dict[str, Tensor], moments: Collection[str], names: Collection[str]
+) -> None:
     """Raise BadInput unless these are the moments of parameters of these names."""
     if {f"{m}.{name}" for m in moments for name in names} | {"step"} != set(tensors):
         raise BadInput("the checkpoint's optimizer state belongs to another model")

@@ -18,8 +18,9 @@ TEXTS = ("input", "input_b", "id")  # columns of texts that stand beside predict
 Table = dict[str, list[str]]  # columns of a table by name
 
 
-def fill_mask(checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE,
-              precision: str = "fp32") -> list[list[tuple[float, str]]]:  # fmt: skip
+def fill_mask(
+    checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE, precision: str = "fp32"
+) -> list[list[tuple[float, str]]]:
     """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
 
     Raises BadInput without an MLM head or a mask token, or if the text is too long, and Failure

@@ -79,8 +79,13 @@ class Predictions:
 
         Labels of -1 or NaN are not scored. Raises BadInput if no row has a label.
         """
-        kinds = {"classify": self._classes, "regress": self._scores, "tag": self._words,
-                 "span": self._answers, "mlm": self._masked}  # fmt: skip
+        kinds = {
+            "classify": self._classes,
+            "regress": self._scores,
+            "tag": self._words,
+            "span": self._answers,
+            "mlm": self._masked,
+        }
         return kinds[self.head]()
 
     def _known(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -49,8 +49,12 @@ class Profiler:
     def __enter__(self) -> Profiler:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.trace is not None:
             self.trace.stop()
         if self.active and error is None and self.steps < SKIP + STEPS:

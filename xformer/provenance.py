@@ -119,8 +119,12 @@ def versions() -> dict[str, str]:
         own = version(DISTRIBUTION)
     except PackageNotFoundError:
         own = "not installed"
-    return {"python": platform.python_version(), "torch": torch.__version__,
-            "numpy": np.__version__, "xformer": own}  # fmt: skip
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "xformer": own,
+    }
 
 
 def revision() -> str:
@@ -152,7 +156,12 @@ def diff(revision: str) -> str:
 def _git(*arguments: str) -> str:
     done = subprocess.run(
         ["git", "-C", str(ROOT), *arguments],
-        capture_output=True, text=True, errors="replace", check=True, timeout=PATIENCE,
-        stdin=subprocess.DEVNULL, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=True,
+        timeout=PATIENCE,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+    )
     return done.stdout.rstrip("\n")

@@ -40,17 +40,30 @@ from xformer.predictions import FOLDER
 # keys that may be others where a run goes on
 FREE = {
     "batch.accumulate",
-    *(f"train.{name}" for name in ("validate_every", "checkpoint_every", "log_every", "keep_last",
-                                   "keep_every", "keep_state", "keep_at", "trouble", "spike")),
-}  # fmt: skip
+    *(
+        f"train.{name}"
+        for name in (
+            "validate_every",
+            "checkpoint_every",
+            "log_every",
+            "keep_last",
+            "keep_every",
+            "keep_state",
+            "keep_at",
+            "trouble",
+            "spike",
+        )
+    ),
+}
 
 
 class Run:
     """An opened run directory, locked on rank 0 until this process ends; `earlier` is the content
     of its config.json where it goes on."""
 
-    def __init__(self, path: Path, lock: TextIO | None = None,
-                 earlier: dict[str, Any] | None = None):  # fmt: skip
+    def __init__(
+        self, path: Path, lock: TextIO | None = None, earlier: dict[str, Any] | None = None
+    ):
         self.path, self.earlier = path, earlier
         self._lock = lock
 
@@ -143,8 +156,9 @@ class Run:
         try:
             checkpoints.verify(checkpoints.resolve(self.path))
         except BadInput as error:
-            raise BadInput(f"{error}; {self.path} has no other checkpoint: overwrite=true makes it "
-                           "anew") from None  # fmt: skip
+            raise BadInput(
+                f"{error}; {self.path} has no other checkpoint: overwrite=true makes it anew"
+            ) from None
 
     def forget_state(self) -> None:
         """Keep of a finished run's checkpoints the weights of the selected one alone."""
@@ -185,9 +199,11 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
         if parent.exists() and not parent.is_dir():
             raise BadInput(f"run={path}: {parent} is a file; give a directory")
     known = path / "config.json"
-    strangers = [] if not path.is_dir() or is_run(known) else sorted(
-        p.name for p in path.iterdir() if not p.name.startswith(".")
-    )  # fmt: skip
+    strangers = (
+        []
+        if not path.is_dir() or is_run(known)
+        else sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+    )
     if strangers:
         raise BadInput(
             f"run={path} exists and is not a run (it holds {strangers[0]}); give another"

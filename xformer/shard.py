@@ -43,8 +43,10 @@ class ShardedOptimizer:
     def __init__(self, model: Model, config: OptimConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.moments = {m: {n: torch.zeros_like(p) for n, p in self.parameters.items()}
-                        for m in MOMENTS[config.name]}  # fmt: skip
+        self.moments = {
+            m: {n: torch.zeros_like(p) for n, p in self.parameters.items()}
+            for m in MOMENTS[config.name]
+        }
         self.steps = {n: torch.zeros((), device=ranks.device) for n in self.parameters}
         self.counts = torch.zeros(FlatOptimizer.COUNTS, device=ranks.device)
 
@@ -60,8 +62,10 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, count: Tensor, lr: float, judge: Judge = keep) -> Tensor:
         """As FlatOptimizer's."""
-        gradients = {name: _local(torch.zeros_like(p) if p.grad is None else p.grad)
-                     for name, p in self.parameters.items()}  # fmt: skip
+        gradients = {
+            name: _local(torch.zeros_like(p) if p.grad is None else p.grad)
+            for name, p in self.parameters.items()
+        }
         scale = 1.0 / count.clamp(min=1.0)
         squares = torch.stack([g.square().sum() for g in gradients.values()]).sum()
         norm = self.ranks.sum(squares).sqrt() * scale
@@ -73,10 +77,15 @@ class ShardedOptimizer:
         for decayed in (True, False):
             names = [n for n, p in self.parameters.items() if (p.ndim > 1) == decayed]
             adam_step(
-                config, [_local(self.parameters[n]) for n in names], [gradients[n] for n in names],
+                config,
+                [_local(self.parameters[n]) for n in names],
+                [gradients[n] for n in names],
                 [[_local(m[n]) for n in names] for m in self.moments.values()],
-                [self.steps[n] for n in names], config.weight_decay if decayed else 0.0, lr, drop,
-            )  # fmt: skip
+                [self.steps[n] for n in names],
+                config.weight_decay if decayed else 0.0,
+                lr,
+                drop,
+            )
         return norm
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
@@ -96,8 +105,9 @@ class ShardedOptimizer:
             steps.copy_(tensors["step"])
 
 
-def place(model: Model, config: OptimConfig, ranks: Ranks,
-          shard: str) -> FlatOptimizer | ShardedOptimizer:  # fmt: skip
+def place(
+    model: Model, config: OptimConfig, ranks: Ranks, shard: str
+) -> FlatOptimizer | ShardedOptimizer:
     """Move a model (on the CPU) to the ranks' devices, divided as `shard` says, in training mode.
     Returns its optimizer."""
     model.train()

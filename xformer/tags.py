@@ -46,8 +46,12 @@ def kept(outputs: np.ndarray, split: Split, classes: tuple[str, ...]) -> Predict
     label = np.asarray(column.values)
     words = label != IGNORED
     row = np.repeat(np.arange(split.rows), column.lengths(np.arange(split.rows)))
-    arrays = {"row": row[words], "label": label[words], "loss": outputs[words, 1],
-              "predicted": outputs[words, 0].astype(np.int64) - 1}  # fmt: skip
+    arrays = {
+        "row": row[words],
+        "label": label[words],
+        "loss": outputs[words, 1],
+        "predicted": outputs[words, 0].astype(np.int64) - 1,
+    }
     arrays = {name: small(values) for name, values in arrays.items()}
     return Predictions("tag", split.name, classes, arrays)
 

@@ -508,9 +508,17 @@ def _leave(job: Job, run: Run) -> None:
             say(note, error=True)
 
 
-def loop(job: Job, run: Run, model: Model, optimizer: FlatOptimizer | ShardedOptimizer,
-         state: State, monitor: Monitor, signals: list[int], writer: Writer,
-         until: int) -> None:  # fmt: skip
+def loop(
+    job: Job,
+    run: Run,
+    model: Model,
+    optimizer: FlatOptimizer | ShardedOptimizer,
+    state: State,
+    monitor: Monitor,
+    signals: list[int],
+    writer: Writer,
+    until: int,
+) -> None:
     """Step until the end: rate, micro-batches, reduce, clip, step, log, validate, checkpoint."""
     recipe, ranks, every = job.recipe, job.ranks, job.recipe.train
     warmup = _warmup_share(job, job.length(every.steps, every.epochs))
@@ -744,8 +752,14 @@ def _announce(job: Job, model: Model, monitor: Monitor) -> None:
         monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     split = job.train.split
-    monitor.event("start", 0, parameters=parameters, rows=job.samples.per_epoch,
-                  tokens=split.tokens, ranks=job.ranks.world_size)  # fmt: skip
+    monitor.event(
+        "start",
+        0,
+        parameters=parameters,
+        rows=job.samples.per_epoch,
+        tokens=split.tokens,
+        ranks=job.ranks.world_size,
+    )
 
 
 @contextmanager
@@ -817,8 +831,9 @@ def _say_changes(
     )
 
 
-def _log(job: Job, state: State, account: Account, lr: float, monitor: Monitor,
-         clock: Clock) -> None:  # fmt: skip
+def _log(
+    job: Job, state: State, account: Account, lr: float, monitor: Monitor, clock: Clock
+) -> None:
     """One line of the log, if there is something to tell: means since the last one."""
     since = state.since_log
     total, count, correct, norm = account.sums.tolist()
@@ -916,10 +931,15 @@ def _save(job: Job, run: Run, copy: Snapshot, state: dict[str, Any], whole: bool
     checkpoint, which is therefore never there without them. Raises OSError or Failure where the
     disk refuses."""
     recipe, step = job.recipe, state["step"]
-    record: dict[str, Any] = {"op": "train", "head": recipe.head, "data": job.store.key,
-                              "steps": step, "tokens": state["real_tokens"],
-                              "seed": recipe.model_dump(mode="json")["seed"],
-                              "mapping": recipe.mapping}  # fmt: skip
+    record: dict[str, Any] = {
+        "op": "train",
+        "head": recipe.head,
+        "data": job.store.key,
+        "steps": step,
+        "tokens": state["real_tokens"],
+        "seed": recipe.model_dump(mode="json")["seed"],
+        "mapping": recipe.mapping,
+    }
     if recipe.train.only:
         record["only"] = list(recipe.train.only)
     copy.wait()

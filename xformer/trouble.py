@@ -46,8 +46,9 @@ class Account:
         own or because it is `forced`. `counts` (4,) are those of FlatOptimizer, summed."""
         return partial(self._judge, counts, step, position, forced)
 
-    def _judge(self, counts: Tensor, step: int, position: int, forced: bool,
-               norm: Tensor) -> Tensor:  # fmt: skip
+    def _judge(
+        self, counts: Tensor, step: int, position: int, forced: bool, norm: Tensor
+    ) -> Tensor:
         values = torch.cat([counts[:3], norm[None]]).double()
         good = values.isfinite().all()
         if self.spike:
@@ -101,8 +102,9 @@ class Account:
         return f"the {name}, {value:.4g}, is far above its mean, {mean:.4g},"
 
 
-def first_layer(model: nn.Module, micro_batches: int,
-                loss_of: Callable[[int], Loss]) -> tuple[int, int, str]:  # fmt: skip
+def first_layer(
+    model: nn.Module, micro_batches: int, loss_of: Callable[[int], Loss]
+) -> tuple[int, int, str]:
     """Where numbers that are not finite arise, found by passing through the micro-batches again.
 
     `loss_of(i)` is the loss of a micro-batch, under the dropout that it had. Returns how early it
@@ -133,8 +135,9 @@ def first_layer(model: nn.Module, micro_batches: int,
     for buffer, before in buffers:
         buffer.copy_(before)
     if found[0] == NOWHERE:
-        norms = {n: float(_own(p.grad).norm()) for n, p in model.named_parameters()
-                 if p.grad is not None}  # fmt: skip
+        norms = {
+            n: float(_own(p.grad).norm()) for n, p in model.named_parameters() if p.grad is not None
+        }
         largest = max(norms, key=lambda name: norms[name], default="")
         found = (NOWHERE, 0, f"nothing is infinite; the largest gradient is that of {largest}")
     return found
@@ -160,8 +163,9 @@ def _watched(model: nn.Module, places: list[tuple[int, str]]) -> Iterator[None]:
         if not _finite(gradient):
             places.append((BACKWARD, f"the gradient of the output of {name}"))
 
-    hooks = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()
-             if name]  # fmt: skip
+    hooks = [
+        module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name
+    ]
     try:
         yield
     finally:

@@ -72,8 +72,11 @@ class Watch:
         now = time.monotonic()
         if self.rank and now - self.through > seconds:  # it is the server that is silent
             return {0: _step(self.heard[0][0])}
-        return {other: _step(said) for other, (said, when) in self.heard.items()
-                if now - when > seconds and said != ENDED.encode()}  # fmt: skip
+        return {
+            other: _step(said)
+            for other, (said, when) in self.heard.items()
+            if now - when > seconds and said != ENDED.encode()
+        }
 
     def _guard(self) -> None:
         """End this process where another is gone: the collective it waits in cannot be left."""

@@ -77,9 +77,15 @@ def long(bench: Bench, given: argparse.Namespace) -> Iterator[Row]:
 
 
 CASES: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Row]]] = {
-    "kills": kills, "moments": moments, "disk": disk, "damage": files, "ranks": gone,
-    "sigterm": told, "many": at_once, "haul": long,
-}  # fmt: skip
+    "kills": kills,
+    "moments": moments,
+    "disk": disk,
+    "damage": files,
+    "ranks": gone,
+    "sigterm": told,
+    "many": at_once,
+    "haul": long,
+}
 
 
 def table(rows: list[Row]) -> str:
@@ -98,16 +104,31 @@ def main() -> None:
     add = parser.add_argument
     add("--only", metavar="A,B", help=f"Some of {', '.join(CASES)} (default: all).")
     add("--kills", type=int, default=500, help="Kills at random moments (default: 500).")
-    add("--most", type=int, default=10**6, metavar="N", help="Try N operations on files of each "
-        "work at most, spread evenly (default: all).")  # fmt: skip
+    add(
+        "--most",
+        type=int,
+        default=10**6,
+        metavar="N",
+        help="Try N operations on files of each work at most, spread evenly (default: all).",
+    )
     add("--steps", type=int, default=20_000, help="Steps of the long run (default: 20,000).")
     add("--jobs", type=int, default=2, help="How many at a time (default: 2).")
     add("--json", type=Path, metavar="FILE", help="Also write all to this file.")
-    add("--add", type=Path, nargs="+", default=[], metavar="FILE", help="Rows of parts that ran "
-        "before, as --json wrote them.")  # fmt: skip
+    add(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="Rows of parts that ran before, as --json wrote them.",
+    )
     add("--output", type=Path, metavar="FILE", help=f"Write the table between {BEGIN} and {END}.")
-    add("--scratch", type=Path, metavar="DIR", help="Where to work (default: a temporary "
-        "directory).")  # fmt: skip
+    add(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="Where to work (default: a temporary directory).",
+    )
     given = parser.parse_args()
     chosen = given.only.split(",") if given.only else list(CASES)
     if unknown := set(chosen) - set(CASES):
@@ -126,8 +147,11 @@ def main() -> None:
             began = time.monotonic()
             for row in CASES[name](bench, given):
                 seconds, began = time.monotonic() - began, time.monotonic()
-                print(f"{row.fault}: {row.times:,} times, {row.lost} lost, {row.wrong} wrong "
-                      f"({seconds:.0f} s)", flush=True)  # fmt: skip
+                print(
+                    f"{row.fault}: {row.times:,} times, {row.lost} lost, {row.wrong} wrong "
+                    f"({seconds:.0f} s)",
+                    flush=True,
+                )
                 for note in row.notes[:20]:
                     print(f"    {note}", flush=True)
                 rows.append(row)

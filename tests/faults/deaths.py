@@ -116,8 +116,11 @@ def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int
     """The disk is full from some operation on, fails once at one, or is read-only."""
     operations, reference = bench.operations(name), bench.reference(name)
     work = bench.works[name]
-    how = {"full": "no space left (ENOSPC)", "error": "the disk fails once (EIO)",
-           "read-only": "read-only directory (EROFS)"}[kind]  # fmt: skip
+    how = {
+        "full": "no space left (ENOSPC)",
+        "error": "the disk fails once (EIO)",
+        "read-only": "read-only directory (EROFS)",
+    }[kind]
     row = Row(f"{name}: {how}")
     places = sampled(len(operations), most)
 

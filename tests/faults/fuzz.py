@@ -42,16 +42,62 @@ PATIENCE = 300  # seconds of CPU more than a worker was given, after which it ha
 MEMORY = 2**30  # bytes
 LARGEST = 2**15  # bytes of a hostile file, unless the valid one is larger
 # readers of formats with many states, which get thrice the time of the others
-WIDE = {"csv", "jsonl", "parquet", "squad", "conll", "fasta", "midi", "java", "archive a.zip",
-        "archive a.tar", "from vocab.txt", "from tokenizer.json", "from spiece.model",
-        "tok tokenizer.json", "store.json", "store train/tokens.npy",
-        "store train/tokens.offsets.npy", "checkpoint model.safetensors", "import config.json",
-        "import pytorch_model.bin", "PLUS", "recipe", "study", "command line", "run log.jsonl",
-        "capture", "capture part"}  # fmt: skip
-ODD = (b"\0", b"\xff" * 4, b"\x80", b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}", b'"', b"'",
-       b"\n", b"\r", b"\t", b",", b"../", b"\xed\xa0\x80", b"\xef\xbb\xbf", "\u2028".encode(),
-       b"9" * 30, b"[" * 10_000, b'{"a":' * 10_000, b"\x7f\xff\xff\xff", b"true",
-       b"a = [[")  # fmt: skip
+WIDE = {
+    "csv",
+    "jsonl",
+    "parquet",
+    "squad",
+    "conll",
+    "fasta",
+    "midi",
+    "java",
+    "archive a.zip",
+    "archive a.tar",
+    "from vocab.txt",
+    "from tokenizer.json",
+    "from spiece.model",
+    "tok tokenizer.json",
+    "store.json",
+    "store train/tokens.npy",
+    "store train/tokens.offsets.npy",
+    "checkpoint model.safetensors",
+    "import config.json",
+    "import pytorch_model.bin",
+    "PLUS",
+    "recipe",
+    "study",
+    "command line",
+    "run log.jsonl",
+    "capture",
+    "capture part",
+}
+ODD = (
+    b"\0",
+    b"\xff" * 4,
+    b"\x80",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"null",
+    b"[]",
+    b"{}",
+    b'"',
+    b"'",
+    b"\n",
+    b"\r",
+    b"\t",
+    b",",
+    b"../",
+    b"\xed\xa0\x80",
+    b"\xef\xbb\xbf",
+    "\u2028".encode(),
+    b"9" * 30,
+    b"[" * 10_000,
+    b'{"a":' * 10_000,
+    b"\x7f\xff\xff\xff",
+    b"true",
+    b"a = [[",
+)
 
 
 class Hang(BaseException):
@@ -239,8 +285,15 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
                 return mutated(chance, [data, *found.trial.seeds])[:most]
             return bytes(guided.Mutate(data, most))
 
-        options = [f"-max_len={largest}", "-timeout=900", "-rss_limit_mb=0", f"-seed={seed + 1}",
-                   f"-artifact_prefix={place}/", "-close_fd_mask=0", "-verbosity=0"]  # fmt: skip
+        options = [
+            f"-max_len={largest}",
+            "-timeout=900",
+            "-rss_limit_mb=0",
+            f"-seed={seed + 1}",
+            f"-artifact_prefix={place}/",
+            "-close_fd_mask=0",
+            "-verbosity=0",
+        ]
         guided.Setup(["fuzz", *options, str(corpus)], one, custom_mutator=custom)
         guided.Fuzz()
 
@@ -314,8 +367,9 @@ def told(directory: Path) -> str:
     """What was tried on a reader so far, and what came of it."""
     inputs, seconds = counted(directory)
     faults = sorted(file.read_text().partition("\n")[0] for file in directory.glob("*.txt"))
-    return (f"{inputs:>9,} inputs {seconds:7.0f} s of CPU  {len(faults)} faults"
-            + "".join(f"\n    {fault}" for fault in faults))  # fmt: skip
+    return f"{inputs:>9,} inputs {seconds:7.0f} s of CPU  {len(faults)} faults" + "".join(
+        f"\n    {fault}" for fault in faults
+    )
 
 
 def main() -> None:
@@ -328,13 +382,27 @@ def main() -> None:
         prog="python -m faults.fuzz", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=600, help="Seconds of CPU for all readers together "
-        "(default: 600).")  # fmt: skip
+    add(
+        "--seconds",
+        type=float,
+        default=600,
+        help="Seconds of CPU for all readers together (default: 600).",
+    )
     add("--only", metavar="A,B", help="Readers to try (default: all).")
-    add("--findings", type=Path, default=Path("fuzz-findings"), metavar="DIR",
-        help="Where inputs that show a fault are kept (default: fuzz-findings).")  # fmt: skip
-    add("--ground", type=Path, metavar="DIR", help="Where the valid files lie; made there if it "
-        "does not exist (default: a temporary directory).")  # fmt: skip
+    add(
+        "--findings",
+        type=Path,
+        default=Path("fuzz-findings"),
+        metavar="DIR",
+        help="Where inputs that show a fault are kept (default: fuzz-findings).",
+    )
+    add(
+        "--ground",
+        type=Path,
+        metavar="DIR",
+        help="Where the valid files lie; made there if it "
+        "does not exist (default: a temporary directory).",
+    )
     add("--replay", type=Path, metavar="FILE", help="Try one input that was kept, and show all.")
     add("--list", action="store_true", help="Name the readers.")
     given = parser.parse_args()

@@ -30,9 +30,16 @@ def advance(self, done):
 Monitor.advance = advance
 signal.alarm(0)  # the patience of tests is for shorter commands
 """
-TINIEST = ["model.layers=1", "model.hidden=16", "model.heads=1", "model.intermediate=16",
-           "batch.rows=2", "train.log_every=100", "train.validate_every=5000",
-           "train.checkpoint_every=2500"]  # fmt: skip
+TINIEST = [
+    "model.layers=1",
+    "model.hidden=16",
+    "model.heads=1",
+    "model.intermediate=16",
+    "batch.rows=2",
+    "train.log_every=100",
+    "train.validate_every=5000",
+    "train.checkpoint_every=2500",
+]
 SLOWER = 1.05  # the last steps' time beside that of the first
 GROWTH = 32 * 2**20  # bytes that the process may hold more at the end than after a tenth
 

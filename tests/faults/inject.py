@@ -18,9 +18,23 @@ from typing import Any
 
 COUNT, KILL, POWER, SHORT = "count", "kill", "power", "short"
 ERRORS = {"full": errno.ENOSPC, "error": errno.EIO, "read-only": errno.EROFS}
-_real = {name: getattr(os, name) for name in
-         ("open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync", "link",
-          "symlink", "truncate", "ftruncate")}  # fmt: skip
+_real = {
+    name: getattr(os, name)
+    for name in (
+        "open",
+        "mkdir",
+        "rename",
+        "replace",
+        "unlink",
+        "remove",
+        "rmdir",
+        "fsync",
+        "link",
+        "symlink",
+        "truncate",
+        "ftruncate",
+    )
+}
 _open = io.open
 
 
@@ -106,9 +120,17 @@ class Armed:
 
         return wrapper
 
-    def _opened(self, file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None,
-                errors: Any = None, newline: Any = None, closefd: bool = True,
-                opener: Any = None) -> Any:  # fmt: skip
+    def _opened(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
         plain = isinstance(file, int) or opener is not None or not set(mode) & set("wax+")
         if plain or not (path := self._below(file)):
             return _open(file, mode, buffering, encoding, errors, newline, closefd, opener)

@@ -97,11 +97,21 @@ def restarted_by_torchrun(bench: Bench, number: signal.Signals, jobs: int = 2) -
             script = bench.scratch / f"elastic-{number.name}-{late}.py"
             script.write_text(ELASTIC.format(root=str(ROOT), hook=hook, late=late))
             line = training(SMOKE, bench.toys.text, place / "run", *STEPS)[1:]
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                        "--nproc-per-node", "2", "--max-restarts", "1",
-                        str(script), *line]  # fmt: skip
-            done = subprocess.run(launcher, cwd=ROOT, env={**os.environ, **QUIET}, text=True,
-                                  capture_output=True)  # fmt: skip
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "--max-restarts",
+                "1",
+                str(script),
+                *line,
+            ]
+            done = subprocess.run(
+                launcher, cwd=ROOT, env={**os.environ, **QUIET}, text=True, capture_output=True
+            )
             if done.returncode:
                 said = re.findall(r"^(?:.*: )?(?:error|\w+Error): .*", done.stderr, re.M)
                 return f"lost: {said[-4:] or done.stderr[-300:]}"  # before torchrun's own report

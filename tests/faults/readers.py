@@ -118,23 +118,67 @@ def make_ground(ground: Path) -> None:
     raw, tok = ground / "raw", ground / "tok"
     raw.mkdir(parents=True)
     (raw / "t.txt").write_text("\n\n".join(text(i, 3) for i in range(30)))
-    command("tokenizer", "--kind", "wordpiece", "--input", raw / "t.txt", "--vocab-size", 90,
-            "--output", tok)  # fmt: skip
+    command(
+        "tokenizer",
+        "--kind",
+        "wordpiece",
+        "--input",
+        raw / "t.txt",
+        "--vocab-size",
+        90,
+        "--output",
+        tok,
+    )
     for kind in ("bpe", "unigram"):
-        command("tokenizer", "--kind", kind, "--input", raw / "t.txt", "--vocab-size",
-                320 if kind == "bpe" else 40, "--output", ground / kind)  # fmt: skip
+        command(
+            "tokenizer",
+            "--kind",
+            kind,
+            "--input",
+            raw / "t.txt",
+            "--vocab-size",
+            320 if kind == "bpe" else 40,
+            "--output",
+            ground / kind,
+        )
     (raw / "v.txt").write_text(text(99, 20))
-    command("text", "--input", raw / "t.txt", "--valid", raw / "v.txt", "--tokenizer", tok,
-            "--output", ground / "store")  # fmt: skip
+    command(
+        "text",
+        "--input",
+        raw / "t.txt",
+        "--valid",
+        raw / "v.txt",
+        "--tokenizer",
+        tok,
+        "--output",
+        ground / "store",
+    )
     rows = text(1, 40, "{}\t{i}").splitlines()
     labelled = [f"{row.split(chr(9))[0]}\t{'ab'[i % 2]}" for i, row in enumerate(rows)]
     (raw / "c.tsv").write_text("\n".join(["text\tlabel", *labelled]) + "\n")
-    command("task", "tsv", "--input", raw / "c.tsv", "--text", "text", "--label", "label",
-            "--tokenizer", tok, "--output", ground / "classes")  # fmt: skip
+    command(
+        "task",
+        "tsv",
+        "--input",
+        raw / "c.tsv",
+        "--text",
+        "text",
+        "--label",
+        "label",
+        "--tokenizer",
+        tok,
+        "--output",
+        ground / "classes",
+    )
     quick = [*TINY, "train.steps=2", "train.log_every=1", "train.validate_every=1"]
     for name, recipe, data in (("run", SMOKE, "store"), ("finetuned", CLASSIFY, "classes")):
-        sys.argv = ["train.py", str(ROOT / recipe), f"data={ground / data}",
-                    f"run={ground / name}", *quick]  # fmt: skip
+        sys.argv = [
+            "train.py",
+            str(ROOT / recipe),
+            f"data={ground / data}",
+            f"run={ground / name}",
+            *quick,
+        ]
         with silent():
             train.main()
     newest = checkpoints.resolve(ground / "run")
@@ -172,16 +216,39 @@ def _make_hugging_face(ground: Path) -> None:
 
         published.write(tokenizers.load(ground / kind), ground / name, 64)
     (ground / "plus").mkdir()
-    torch.save({"embed.tok_embed.weight": torch.ones(26, 8), "decoder_bias": torch.ones(26),
-                "blocks.0.pwff.fc1.weight": torch.ones(16, 8),
-                "embed.pos_embed.weight": torch.ones(64, 8)}, ground / "plus/w.pt")  # fmt: skip
+    torch.save(
+        {
+            "embed.tok_embed.weight": torch.ones(26, 8),
+            "decoder_bias": torch.ones(26),
+            "blocks.0.pwff.fc1.weight": torch.ones(16, 8),
+            "embed.pos_embed.weight": torch.ones(64, 8),
+        },
+        ground / "plus/w.pt",
+    )
 
 
-SQUAD = {"version": "v2.0", "data": [{"title": "t", "paragraphs": [{
-    "context": "bam ban bem ben dam dan dem den " * 3,
-    "qas": [{"id": "a", "question": "bam bem?", "is_impossible": False,
-             "answers": [{"text": "bem ben", "answer_start": 8}]},
-            {"id": "b", "question": "ban?", "is_impossible": True, "answers": []}]}]}]}  # fmt: skip
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "t",
+            "paragraphs": [
+                {
+                    "context": "bam ban bem ben dam dan dem den " * 3,
+                    "qas": [
+                        {
+                            "id": "a",
+                            "question": "bam bem?",
+                            "is_impossible": False,
+                            "answers": [{"text": "bem ben", "answer_start": 8}],
+                        },
+                        {"id": "b", "question": "ban?", "is_impossible": True, "answers": []},
+                    ],
+                }
+            ],
+        }
+    ],
+}
 DNA = "ACGTTGCAACGTTGCAACGGTTAACC"
 
 
@@ -197,8 +264,10 @@ def _make_raw(ground: Path) -> None:
     (raw / "t.txt.zst").write_bytes(zstandard.compress(plain))
     (raw / "t.jsonl").write_text(text(2, 20, '{{"text": "{}"}}'))
     (raw / "t.json").write_text(json.dumps([{"text": line} for line in text(3, 20).split("\n")]))
-    (raw / "T.java").write_text('/** Text "of" a class. */\nclass T {\n  // a word\n'
-                                "  String s = \"bam\\n\"; char c = '\\'';\n}\n")  # fmt: skip
+    (raw / "T.java").write_text(
+        '/** Text "of" a class. */\nclass T {\n  // a word\n'
+        "  String s = \"bam\\n\"; char c = '\\'';\n}\n"
+    )
     (raw / "p.fasta").write_text("".join(f">p{i} fam{i % 2}\nACDEFGHIK\nLMNP\n" for i in range(30)))
     (raw / "c.csv").write_text(text(4, 40, '"{},",{i}').replace("\n", "\r\n"))
     rows = [{"text": line, "label": i % 2} for i, line in enumerate(text(5, 40).split("\n"))]
@@ -208,21 +277,27 @@ def _make_raw(ground: Path) -> None:
     table = pa.table({n: [row[n] for row in rows] for n in ("text", "label")})
     pq.write_table(table, raw / "c.parquet")
     (raw / "splice.data").write_text(
-        "".join(f"{('EI', 'IE', 'N')[i % 3]},X-{i},{DNA[i % 9:]}\n" for i in range(60))
-    )  # fmt: skip
+        "".join(f"{('EI', 'IE', 'N')[i % 3]},X-{i},{DNA[i % 9 :]}\n" for i in range(60))
+    )
     (raw / "h3.txt").write_text("".join(f">r{i}\n{DNA[i % 9 :]}\n{i % 2}\n" for i in range(60)))
     (raw / "squad.json").write_text(json.dumps(SQUAD))
-    words = "".join(f"{w} NN {('O', 'B-X', 'I-X')[i % 3]}\n" + "\n" * (i % 5 == 4)
-                    for i, w in enumerate(WORDS * 5))  # fmt: skip
+    words = "".join(
+        f"{w} NN {('O', 'B-X', 'I-X')[i % 3]}\n" + "\n" * (i % 5 == 4)
+        for i, w in enumerate(WORDS * 5)
+    )
     (raw / "t.conll").write_text(words)
-    (raw / "t.conllu").write_text("".join(
-        f"{i % 4 + 1}\t{w}\t_\tNOUN\tX\n" + "\n# text\n" * (i % 4 == 3)
-        for i, w in enumerate(WORDS * 5)))  # fmt: skip
+    (raw / "t.conllu").write_text(
+        "".join(
+            f"{i % 4 + 1}\t{w}\t_\tNOUN\tX\n" + "\n# text\n" * (i % 4 == 3)
+            for i, w in enumerate(WORDS * 5)
+        )
+    )
     flip, music = ground / "flip", ground / "music"
     flip.mkdir()
     for name, body in (("sequences", "ACDEFG"), ("sampled", "CHECHE"), ("mask", "101111")):
-        heads = (f">s{i} SET={('train', 'test')[i % 4 == 3]} VALIDATION={i % 4 == 2}"
-                 for i in range(12))  # fmt: skip
+        heads = (
+            f">s{i} SET={('train', 'test')[i % 4 == 3]} VALIDATION={i % 4 == 2}" for i in range(12)
+        )
         (flip / f"{name}.fasta").write_text("".join(f"{h}\n{body}\n" for h in heads))
     music.mkdir()
     (music / "maestro.csv").write_text(
@@ -233,9 +308,12 @@ def _make_raw(ground: Path) -> None:
     )
     for i in range(6):
         (music / f"{i}.midi").write_bytes(midi([60 + i, 62, 64 + i]))
-    for name, packed in (("a.zip", zipped(a=plain, b=b"x")), ("a.tar", tarred(a=plain, b=b"x")),
-                       ("a.tar.gz", gzip.compress(tarred(a=plain))),
-                       ("a.tar.bz2", bz2.compress(tarred(a=plain)))):  # fmt: skip
+    for name, packed in (
+        ("a.zip", zipped(a=plain, b=b"x")),
+        ("a.tar", tarred(a=plain, b=b"x")),
+        ("a.tar.gz", gzip.compress(tarred(a=plain))),
+        ("a.tar.bz2", bz2.compress(tarred(a=plain))),
+    ):
         (raw / name).write_bytes(packed)
     (raw / "catalogue.toml").write_bytes((ROOT / "preprocess/catalogue.toml").read_bytes()[:3000])
     shutil.copytree(ROOT / "recipes", ground / "recipes")
@@ -246,8 +324,15 @@ def _make_captures(ground: Path) -> None:
 
     (ground / "h5").mkdir()
     out = ground / "h5/f.h5"
-    sys.argv = ["analysis", "capture", str(ground / "checkpoint"), f"data={ground / 'store'}",
-                "examples=3", "layers=0,1", f"out={out}"]  # fmt: skip
+    sys.argv = [
+        "analysis",
+        "capture",
+        str(ground / "checkpoint"),
+        f"data={ground / 'store'}",
+        "examples=3",
+        "layers=0,1",
+        f"out={out}",
+    ]
     with silent():
         analysis.main()
 
@@ -297,8 +382,11 @@ def mend_meta(path: Path, file: str) -> None:
         model: Any = meta.get("pieces")
         if (path / "tokenizer.json").is_file():
             model = tokenizers._fast(path / "tokenizer.json")
-        rest = {k: v for k, v in meta.items()
-                if k not in ("fingerprint", "vocab_size", "pieces", "published")}  # fmt: skip
+        rest = {
+            k: v
+            for k, v in meta.items()
+            if k not in ("fingerprint", "vocab_size", "pieces", "published")
+        }
         meta["fingerprint"] = tokenizers.Tokenizer(rest, model).fingerprint
         (path / tokenizers.META).write_text(json.dumps(meta))
 
@@ -339,8 +427,13 @@ def read_store(path: Path) -> None:
 
 def evaluate_store(path: Path) -> None:
     """The rows of a store through a model."""
-    sys.argv = ["evaluate.py", str(path.parent / "ground/checkpoint"), f"data={path}",
-                "split=train", "system.threads=1"]  # fmt: skip
+    sys.argv = [
+        "evaluate.py",
+        str(path.parent / "ground/checkpoint"),
+        f"data={path}",
+        "split=train",
+        "system.threads=1",
+    ]
     with silent():
         evaluate.main()
 
@@ -438,72 +531,157 @@ def _hf(path: Path) -> None:
 
 READERS = [
     # raw formats
-    *(Reader(name, "raw", file, preprocessed(*TEXT, f"{{path}}/{file}", *more))
-      for name, file, *more in (
-          ("text", "t.txt"), ("text with bad rows left out", "t.txt", "--skip-bad"),
-          ("gz", "t.txt.gz"), ("zst", "t.txt.zst"), ("text jsonl", "t.jsonl"),
-          ("text json", "t.json"),
-          ("java", "T.java"), ("text fasta", "p.fasta"))),
-    *(Reader(name, "raw", file, preprocessed(*TSV, f"{{path}}/{file}", *(more or NAMED)))
-      for name, file, *more in (
-          ("tsv", "c.tsv"), ("tsv with bad rows left out", "c.tsv", *NAMED, "--skip-bad"),
-          ("csv", "c.csv", "--no-header", "--text", "1", "--label", "2"), ("jsonl", "c.jsonl"),
-          ("json", "c.json"), ("parquet", "c.parquet"))),
-    *(Reader(name, base, file, preprocessed("task", *words))
-      for name, base, file, *words in (
-          ("splice", "raw", "splice.data", "dna/splice", "--input", "{path}/splice.data"),
-          ("three lines", "raw", "h3.txt", "dna/h3", "--input", "{path}/h3.txt"),
-          ("fasta", "raw", "p.fasta", "protein", "--kind", "class", "--input", "{path}/p.fasta"),
-          ("squad", "raw", "squad.json", "squad", "--train", "{path}/squad.json", "--tokenizer",
-           "{ground}/tok"),
-          ("conll", "raw", "t.conll", "conll", "--input", "{path}/t.conll", "--tokenizer",
-           "{ground}/tok"),
-          ("conllu", "raw", "t.conllu", "conll", "--input", "{path}/t.conllu", "--tokenizer",
-           "{ground}/tok", "--word", "2", "--label", "4"),
-          ("flip sequences", "flip", "sequences.fasta", "protein/secondary", "--input", "{path}"),
-          ("flip labels", "flip", "sampled.fasta", "protein/secondary", "--input", "{path}"),
-          ("flip mask", "flip", "mask.fasta", "protein/secondary", "--input", "{path}"),
-          ("maestro", "music", "maestro.csv", "music/maestro", "--input", "{path}"),
-          ("midi", "music", "2.midi", "music/maestro", "--input", "{path}"))),
-    *(Reader(f"archive {file}", "raw", file, unpacked)
-      for file in ("a.zip", "a.tar", "a.tar.gz", "a.tar.bz2")),
-    Reader("catalogue", "raw", "catalogue.toml",
-           lambda path: fetch.load_catalogue(path / "catalogue.toml")),
+    *(
+        Reader(name, "raw", file, preprocessed(*TEXT, f"{{path}}/{file}", *more))
+        for name, file, *more in (
+            ("text", "t.txt"),
+            ("text with bad rows left out", "t.txt", "--skip-bad"),
+            ("gz", "t.txt.gz"),
+            ("zst", "t.txt.zst"),
+            ("text jsonl", "t.jsonl"),
+            ("text json", "t.json"),
+            ("java", "T.java"),
+            ("text fasta", "p.fasta"),
+        )
+    ),
+    *(
+        Reader(name, "raw", file, preprocessed(*TSV, f"{{path}}/{file}", *(more or NAMED)))
+        for name, file, *more in (
+            ("tsv", "c.tsv"),
+            ("tsv with bad rows left out", "c.tsv", *NAMED, "--skip-bad"),
+            ("csv", "c.csv", "--no-header", "--text", "1", "--label", "2"),
+            ("jsonl", "c.jsonl"),
+            ("json", "c.json"),
+            ("parquet", "c.parquet"),
+        )
+    ),
+    *(
+        Reader(name, base, file, preprocessed("task", *words))
+        for name, base, file, *words in (
+            ("splice", "raw", "splice.data", "dna/splice", "--input", "{path}/splice.data"),
+            ("three lines", "raw", "h3.txt", "dna/h3", "--input", "{path}/h3.txt"),
+            ("fasta", "raw", "p.fasta", "protein", "--kind", "class", "--input", "{path}/p.fasta"),
+            (
+                "squad",
+                "raw",
+                "squad.json",
+                "squad",
+                "--train",
+                "{path}/squad.json",
+                "--tokenizer",
+                "{ground}/tok",
+            ),
+            (
+                "conll",
+                "raw",
+                "t.conll",
+                "conll",
+                "--input",
+                "{path}/t.conll",
+                "--tokenizer",
+                "{ground}/tok",
+            ),
+            (
+                "conllu",
+                "raw",
+                "t.conllu",
+                "conll",
+                "--input",
+                "{path}/t.conllu",
+                "--tokenizer",
+                "{ground}/tok",
+                "--word",
+                "2",
+                "--label",
+                "4",
+            ),
+            ("flip sequences", "flip", "sequences.fasta", "protein/secondary", "--input", "{path}"),
+            ("flip labels", "flip", "sampled.fasta", "protein/secondary", "--input", "{path}"),
+            ("flip mask", "flip", "mask.fasta", "protein/secondary", "--input", "{path}"),
+            ("maestro", "music", "maestro.csv", "music/maestro", "--input", "{path}"),
+            ("midi", "music", "2.midi", "music/maestro", "--input", "{path}"),
+        )
+    ),
+    *(
+        Reader(f"archive {file}", "raw", file, unpacked)
+        for file in ("a.zip", "a.tar", "a.tar.gz", "a.tar.bz2")
+    ),
+    Reader(
+        "catalogue",
+        "raw",
+        "catalogue.toml",
+        lambda path: fetch.load_catalogue(path / "catalogue.toml"),
+    ),
     # tokenizers, from elsewhere and ours
-    *(Reader(f"from {file}", base, file, bring(Path(), given))
-      for base, file, given in (
-          ("hf", "vocab.txt", "vocab.txt"), ("hf", "tokenizer.json", "tokenizer.json"),
-          ("hf", "tokenizer_config.json", ""), ("published-bpe", "merges.txt", "vocab.json"),
-          ("published-bpe", "vocab.json", "vocab.json"),
-          ("published-unigram", "spiece.model", "spiece.model"))),
-    *(Reader(f"{kind} {file}", kind, file, lambda path: tokenizers.load(path).encode_batch(["bam"]),
-             mend_meta)
-      for kind, file in (("tok", "tokenizer.json"), ("tok", "tokenizer_meta.json"),
-                         ("bpe", "tokenizer.json"), ("unigram", "spiece.model"))),
+    *(
+        Reader(f"from {file}", base, file, bring(Path(), given))
+        for base, file, given in (
+            ("hf", "vocab.txt", "vocab.txt"),
+            ("hf", "tokenizer.json", "tokenizer.json"),
+            ("hf", "tokenizer_config.json", ""),
+            ("published-bpe", "merges.txt", "vocab.json"),
+            ("published-bpe", "vocab.json", "vocab.json"),
+            ("published-unigram", "spiece.model", "spiece.model"),
+        )
+    ),
+    *(
+        Reader(
+            f"{kind} {file}",
+            kind,
+            file,
+            lambda path: tokenizers.load(path).encode_batch(["bam"]),
+            mend_meta,
+        )
+        for kind, file in (
+            ("tok", "tokenizer.json"),
+            ("tok", "tokenizer_meta.json"),
+            ("bpe", "tokenizer.json"),
+            ("unigram", "spiece.model"),
+        )
+    ),
     # stores and checkpoints, their checksums mended and not
     Reader("store.json", "store", "store.json", read_store, mend_sums),
-    *(Reader(f"{name} {file}", "store", file, read, mend_store)
-      for file in ("train/tokens.npy", "train/tokens.offsets.npy")
-      for name, read in (("store", read_store), ("evaluated", evaluate_store))),
+    *(
+        Reader(f"{name} {file}", "store", file, read, mend_store)
+        for file in ("train/tokens.npy", "train/tokens.offsets.npy")
+        for name, read in (("store", read_store), ("evaluated", evaluate_store))
+    ),
     Reader("store label", "classes", "train/label.npy", read_store, mend_store),
     Reader("manifest.json", "checkpoint", "manifest.json", read_checkpoint),
     Reader("checkpoint unmended", "checkpoint", "model.safetensors", read_checkpoint),
-    *(Reader(f"checkpoint {file}", "checkpoint", file, read_checkpoint, mend_checkpoint)
-      for file in ("config.json", "model.safetensors", "optimizer.safetensors",
-                   "tokenizer_meta.json")),
+    *(
+        Reader(f"checkpoint {file}", "checkpoint", file, read_checkpoint, mend_checkpoint)
+        for file in (
+            "config.json",
+            "model.safetensors",
+            "optimizer.safetensors",
+            "tokenizer_meta.json",
+        )
+    ),
     Reader("masks filled config.json", "checkpoint", "config.json", fill_masks, mend_checkpoint),
     Reader("mapping.npy", "mapped", "input/mapping.npy", fill_masks, mend_checkpoint),
     # from Hugging Face and PLUS
-    *(Reader(f"import {file}", base, file, _hf)
-      for base, file in (("hf", "config.json"), ("hf", "model.safetensors"),
-                         ("hf-bin", "pytorch_model.bin"),
-                         ("hf-shards", "model.safetensors.index.json"))),
+    *(
+        Reader(f"import {file}", base, file, _hf)
+        for base, file in (
+            ("hf", "config.json"),
+            ("hf", "model.safetensors"),
+            ("hf-bin", "pytorch_model.bin"),
+            ("hf-shards", "model.safetensors.index.json"),
+        )
+    ),
     Reader("PLUS", "plus", "w.pt", lambda path: from_plus(path / "w.pt")),
     # recipes, runs, analyses
     Reader("recipe", "recipes", "pretrain/smoke.toml", read_recipe),
     Reader("study", "recipes", "studies/zhang2021-operations.toml", _study),
-    Reader("command line", "raw", "words", read_words, None, (
-        b"optim.lr=1e-4\nsurgery=[{op='clean'}]\nsymbols:3\nkeep_layers(first=6)\nseed=1",)),
+    Reader(
+        "command line",
+        "raw",
+        "words",
+        read_words,
+        None,
+        (b"optim.lr=1e-4\nsurgery=[{op='clean'}]\nsymbols:3\nkeep_layers(first=6)\nseed=1",),
+    ),
     Reader("run state.json", "run", "checkpoints/step_2/state.json", resume, mend_run),
     Reader("run config.json", "run", "config.json", resume, mend_finished),
     Reader("run log.jsonl", "run", "log.jsonl", resume),
@@ -515,4 +693,4 @@ READERS = [
     Reader("capture", "h5", "f.h5", read_capture),
     Reader("capture part", "h5", "f.h5.parts/00000.h5", read_capture, mend_capture),
     Reader("rows to predict", "raw", "c.tsv", predict_rows),
-]  # fmt: skip
+]

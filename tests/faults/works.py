@@ -29,8 +29,7 @@ from xformer.model.encoder import ModelConfig
 # it tells of each restart that a curve was begun anew
 logging.getLogger("tensorboard").setLevel(logging.ERROR)
 # a checkpoint at every step, so that many are written and all but some deleted again
-STEPS = ["train.steps=4", "train.checkpoint_every=1", "train.validate_every=2",
-         "train.log_every=1"]  # fmt: skip
+STEPS = ["train.steps=4", "train.checkpoint_every=1", "train.validate_every=2", "train.log_every=1"]
 
 
 @dataclass
@@ -135,8 +134,16 @@ def large(toys: Toys, directory: Path) -> Path:
 def works(toys: Toys, scratch: Path) -> dict[str, Work]:
     """The works by name."""
     base = large(toys, scratch / "large")
-    text = ["preprocess.py", "text", "--input", str(toys.raw / "train.txt"), "--valid",
-            str(toys.raw / "valid.txt"), "--tokenizer", str(toys.tokenizer)]  # fmt: skip
+    text = [
+        "preprocess.py",
+        "text",
+        "--input",
+        str(toys.raw / "train.txt"),
+        "--valid",
+        str(toys.raw / "valid.txt"),
+        "--tokenizer",
+        str(toys.tokenizer),
+    ]
     made = [
         Work(
             "training",
@@ -224,8 +231,21 @@ class Bench:
         return [line for line in said.splitlines() if re.match(kinds, line)]
 
 
-KINDS = ("open", "write", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync",
-         "link", "symlink", "truncate", "ftruncate")  # fmt: skip
+KINDS = (
+    "open",
+    "write",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "remove",
+    "rmdir",
+    "fsync",
+    "link",
+    "symlink",
+    "truncate",
+    "ftruncate",
+)
 
 
 def clear_line(done: Done) -> str:

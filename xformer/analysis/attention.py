@@ -81,8 +81,12 @@ def run(paths: list[str], config: AttentionConfig) -> None:
             error=True,
         )
     found = compare(examples, layers)
-    result = {"analysis": "attention", **examples.describe(), "layers": found,
-              "picture": _picture(examples, found, show, config.example)}  # fmt: skip
+    result = {
+        "analysis": "attention",
+        **examples.describe(),
+        "layers": found,
+        "picture": _picture(examples, found, show, config.example),
+    }
     means = [layer["distance"]["mean"] for layer in found]
     line = (
         f"attention {first.name} - {second.name}: mean L1 distance of matched heads "
@@ -102,8 +106,10 @@ def compare(examples: Examples, layers: int) -> list[dict[str, Any]]:
     for part in progress(parts, len(examples.rows), "examples", len):
         ours, theirs = (look_inside(r, part, "explicit")[1].maps for r in examples.readers)
         for layer in range(layers):
-            costs[layer] += [distances(a, b).cpu().double().numpy()
-                             for a, b in zip(ours[layer], theirs[layer], strict=True)]  # fmt: skip
+            costs[layer] += [
+                distances(a, b).cpu().double().numpy()
+                for a, b in zip(ours[layer], theirs[layer], strict=True)
+            ]
     return [_of_layer(i + 1, np.stack(layer)) for i, layer in enumerate(costs)]
 
 
@@ -114,17 +120,23 @@ def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
     ours, theirs = match(mean)
     return {
         "layer": number,
-        "distance": {"mean": float(each.mean()),
-                     "deviation": float(each.std(ddof=1)) if len(each) > 1 else 0.0},
+        "distance": {
+            "mean": float(each.mean()),
+            "deviation": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
+        },
         "unmatched": float(mean.mean()),
-        "matching": {"first": ours.tolist(), "second": theirs.tolist(),
-                     "distance": mean[ours, theirs].tolist()},
+        "matching": {
+            "first": ours.tolist(),
+            "second": theirs.tolist(),
+            "distance": mean[ours, theirs].tolist(),
+        },
         "distances": mean.tolist(),
-    }  # fmt: skip
+    }
 
 
-def _picture(examples: Examples, found: list[dict[str, Any]], layer: int,
-             row: int | None) -> dict[str, Any]:  # fmt: skip
+def _picture(
+    examples: Examples, found: list[dict[str, Any]], layer: int, row: int | None
+) -> dict[str, Any]:
     """The maps of one example and layer, the second model's heads in the order of the matching."""
     if row is None:
         readable = np.flatnonzero(examples.sizes <= READABLE)
@@ -136,9 +148,14 @@ def _picture(examples: Examples, found: list[dict[str, Any]], layer: int,
         maps.append(inside.maps[layer - 1][0].cpu()[matching[heads]].double())
         pieces.append([reader.checkpoint.tokenizer.pieces[i] for i in batch.tokens])
     apart = [float(distances(a[None], b[None])) for a, b in zip(*maps, strict=True)]
-    return {"row": row, "layer": layer, "heads": [matching["first"], matching["second"]],
-            "pieces": pieces, "distance": apart,
-            "maps": [np.round(m.numpy(), 5).tolist() for m in maps]}  # fmt: skip
+    return {
+        "row": row,
+        "layer": layer,
+        "heads": [matching["first"], matching["second"]],
+        "pieces": pieces,
+        "distance": apart,
+        "maps": [np.round(m.numpy(), 5).tolist() for m in maps],
+    }
 
 
 # ----------------------------------------------------------------------------------- drawing
@@ -150,10 +167,15 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     heads = found["picture"]["heads"]
     count = len(heads[0])
     with_maps = max(6, min(count, 12))
-    drawn, axes = figure.mosaic(1.15 * with_maps, 7.2, [
-        ["curve"] * (with_maps // 2) + ["matching"] * (with_maps - with_maps // 2),
-        *[[f"{side}{i}" if i < count else "." for i in range(with_maps)] for side in "ab"],
-    ], height_ratios=[2.6, 1, 1])  # fmt: skip
+    drawn, axes = figure.mosaic(
+        1.15 * with_maps,
+        7.2,
+        [
+            ["curve"] * (with_maps // 2) + ["matching"] * (with_maps - with_maps // 2),
+            *[[f"{side}{i}" if i < count else "." for i in range(with_maps)] for side in "ab"],
+        ],
+        height_ratios=[2.6, 1, 1],
+    )
     _draw_curve(axes["curve"], found, names, theme)
     _draw_matching(axes["matching"], found, names, theme, drawn)
     _draw_heads(axes, found, names, theme, min(count, with_maps))
@@ -163,8 +185,11 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         f"attention on {figure.many(found['data']['examples'], 'example')} of {store}",
         fontsize=10.5,
     )
-    drawn.supxlabel("maps: queries down, keys across; colours from 0 to each map's own maximum",
-                    fontsize=8, color=theme.faint)  # fmt: skip
+    drawn.supxlabel(
+        "maps: queries down, keys across; colours from 0 to each map's own maximum",
+        fontsize=8,
+        color=theme.faint,
+    )
     return drawn
 
 
@@ -174,37 +199,63 @@ def _draw_curve(axes: Any, found: dict[str, Any], names: list[str], theme: figur
     mean = np.array([layer["distance"]["mean"] for layer in layers])
     spread = np.array([layer["distance"]["deviation"] for layer in layers])
     colour = theme.colours[0]
-    axes.fill_between(numbers, mean - spread, mean + spread, color=colour, alpha=0.22, lw=0,
-                      label="± sd over examples")  # fmt: skip
+    axes.fill_between(
+        numbers,
+        mean - spread,
+        mean + spread,
+        color=colour,
+        alpha=0.22,
+        lw=0,
+        label="± sd over examples",
+    )
     axes.plot(numbers, mean, "o-", color=colour, ms=4, lw=1.8, label="heads matched by example")
     fixed = [float(np.mean(layer["matching"]["distance"])) for layer in layers]
-    axes.plot(numbers, fixed, "s--", color=theme.colours[1], ms=3.5, lw=1.3,
-              label="one matching for all")  # fmt: skip
-    axes.plot(numbers, [layer["unmatched"] for layer in layers], ":", color=theme.faint, lw=1.5,
-              label="all pairs of heads")  # fmt: skip
+    axes.plot(
+        numbers, fixed, "s--", color=theme.colours[1], ms=3.5, lw=1.3, label="one matching for all"
+    )
+    axes.plot(
+        numbers,
+        [layer["unmatched"] for layer in layers],
+        ":",
+        color=theme.faint,
+        lw=1.5,
+        label="all pairs of heads",
+    )
     axes.set(xlabel="layer", ylabel="mean L1 distance of maps (0 to 2)", title="Distance by layer")
     axes.set_xticks(numbers)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7.5)
 
 
-def _draw_matching(axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme,
-                   drawn: Any) -> None:  # fmt: skip
+def _draw_matching(
+    axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme, drawn: Any
+) -> None:
     layer = found["layers"][found["picture"]["layer"] - 1]
     values = np.array(layer["distances"])
     image = axes.imshow(values, cmap=theme.scale, origin="lower", aspect="auto")
-    axes.plot(layer["matching"]["second"], layer["matching"]["first"], "o", mfc="none", ms=9,
-              mew=1.6, color=theme.colours[1])  # fmt: skip
+    axes.plot(
+        layer["matching"]["second"],
+        layer["matching"]["first"],
+        "o",
+        mfc="none",
+        ms=9,
+        mew=1.6,
+        color=theme.colours[1],
+    )
     axes.grid(False)
     axes.set_xticks(range(values.shape[1]), range(1, values.shape[1] + 1), fontsize=8)
     axes.set_yticks(range(values.shape[0]), range(1, values.shape[0] + 1), fontsize=8)
-    axes.set(xlabel=f"head of {names[1]}", ylabel=f"head of {names[0]}",
-             title=f"Matching of layer {layer['layer']} (circles)")  # fmt: skip
+    axes.set(
+        xlabel=f"head of {names[1]}",
+        ylabel=f"head of {names[0]}",
+        title=f"Matching of layer {layer['layer']} (circles)",
+    )
     drawn.colorbar(image, ax=axes, label="mean L1 distance", fraction=0.05, pad=0.02)
 
 
-def _draw_heads(axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme,
-                count: int) -> None:  # fmt: skip
+def _draw_heads(
+    axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme, count: int
+) -> None:
     picture = found["picture"]
     for i in range(count):
         for side, maps, heads in zip("ab", picture["maps"], picture["heads"], strict=True):

@@ -95,26 +95,38 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     )
 
 
-def _identity(examples: Examples, config: CaptureConfig, kinds: list[str],
-              layers: list[int]) -> dict[str, Any]:  # fmt: skip
+def _identity(
+    examples: Examples, config: CaptureConfig, kinds: list[str], layers: list[int]
+) -> dict[str, Any]:
     """What two captures must agree on to be one; the attributes of the file."""
     reader = examples.readers[0]
     return {
-        "format": FORMAT, "checkpoint": reader.path, "weights": reader.key,
+        "format": FORMAT,
+        "checkpoint": reader.path,
+        "weights": reader.key,
         "tokenizer": reader.checkpoint.tokenizer.fingerprint,
-        "store": examples.store.name, "store_key": examples.store.key,
-        "split": examples.split, "examples": len(examples.rows), "seed": config.seed,
-        "max_tokens": examples.max_tokens, "mapping": config.mapping or "as trained",
-        "what": ",".join(kinds), "layers": layers, "model_layers": reader.layers,
+        "store": examples.store.name,
+        "store_key": examples.store.key,
+        "split": examples.split,
+        "examples": len(examples.rows),
+        "seed": config.seed,
+        "max_tokens": examples.max_tokens,
+        "mapping": config.mapping or "as trained",
+        "what": ",".join(kinds),
+        "layers": layers,
+        "model_layers": reader.layers,
         "dtype": config.dtype,
-    }  # fmt: skip
+    }
 
 
 def _refuse_other(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
     """Raise BadInput naming the settings in which a capture on disk is another one."""
     paths = ("checkpoint", "store")  # told apart by what is in them
-    other = [f"{key}={found.get(key)} is now {value}" for key, value in wanted.items()
-             if found.get(key) != value and key not in paths]  # fmt: skip
+    other = [
+        f"{key}={found.get(key)} is now {value}"
+        for key, value in wanted.items()
+        if found.get(key) != value and key not in paths
+    ]
     if other:
         raise BadInput(
             f"{where} holds another capture ({'; '.join(other[:3])}); give another out=, or "
@@ -155,8 +167,9 @@ class _locked:
         self.lock.close()
 
 
-def _write_parts(examples: Examples, parts: Path, kinds: list[str], layers: list[int],
-                 dtype: str) -> list[Path]:  # fmt: skip
+def _write_parts(
+    examples: Examples, parts: Path, kinds: list[str], layers: list[int], dtype: str
+) -> list[Path]:
     """Every part that is not there yet; the files of all."""
     files = []
     size = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
@@ -170,9 +183,14 @@ def _write_parts(examples: Examples, parts: Path, kinds: list[str], layers: list
                 continue
             temporary = parts / f".{file.name}.{os.getpid()}"
             with h5py.File(temporary, "w") as h5:
-                some = Examples(examples.store, examples.split, rows,
-                                np.array([size[r] for r in rows]), examples.readers,
-                                examples.max_tokens)  # fmt: skip
+                some = Examples(
+                    examples.store,
+                    examples.split,
+                    rows,
+                    np.array([size[r] for r in rows]),
+                    examples.readers,
+                    examples.max_tokens,
+                )
                 for part in some.parts():
                     _append(h5, some, part, kinds, layers, dtype)
             sync(temporary)
@@ -188,8 +206,9 @@ def _is_whole(file: Path, reader: HDF5) -> bool:
         return False
 
 
-def _append(h5: Any, examples: Examples, part: np.ndarray, kinds: list[str], layers: list[int],
-            dtype: str) -> None:  # fmt: skip
+def _append(
+    h5: Any, examples: Examples, part: np.ndarray, kinds: list[str], layers: list[int], dtype: str
+) -> None:
     """Look into one batch and add it to a part."""
     reader = examples.readers[0]
     backend: Backend = "explicit" if "attention" in kinds else "auto"
@@ -216,9 +235,16 @@ def _as(x: Tensor, dtype: str, path: str, layer: int) -> np.ndarray:
 def _extend(h5: Any, name: str, values: np.ndarray) -> None:
     """Add rows to a growing dataset."""
     if name not in h5:
-        h5.create_dataset(name, (0, *values.shape[1:]), values.dtype, compression="gzip",
-                          compression_opts=1, shuffle=True, chunks=(ROWS, *values.shape[1:]),
-                          maxshape=(None, *values.shape[1:]))  # fmt: skip
+        h5.create_dataset(
+            name,
+            (0, *values.shape[1:]),
+            values.dtype,
+            compression="gzip",
+            compression_opts=1,
+            shuffle=True,
+            chunks=(ROWS, *values.shape[1:]),
+            maxshape=(None, *values.shape[1:]),
+        )
     data = h5[name]
     data.resize(len(data) + len(values), 0)
     data[-len(values) :] = values
@@ -242,8 +268,9 @@ def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, 
             lengths = examples.sizes.astype(np.int64)
             h5["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
             h5["attention_offsets"] = np.concatenate([[0], np.cumsum(lengths**2)])
-            h5.attrs.update({k: json.dumps(v) if isinstance(v, list) else v
-                             for k, v in identity.items()})  # fmt: skip
+            h5.attrs.update(
+                {k: json.dumps(v) if isinstance(v, list) else v for k, v in identity.items()}
+            )
             h5.attrs["parts"] = json.dumps({file.name: file.stat().st_size for file in files})
         sync(temporary)
         temporary.replace(out)
@@ -308,13 +335,17 @@ def open_capture(path: str | Path) -> Capture:
             attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
             made = Path(reader.datasets(path)["tokens"].source).parent.name
             if made != f"{path.name}.parts":
-                raise BadInput(f"{path} was renamed, and finds its parts as {made} alone: rename "
-                               f"it {made.removesuffix('.parts')} again")  # fmt: skip
+                raise BadInput(
+                    f"{path} was renamed, and finds its parts as {made} alone: rename "
+                    f"it {made.removesuffix('.parts')} again"
+                )
             for name, size in attributes["parts"].items():  # before they are read
                 part = path.with_name(f"{path.name}.parts") / name
                 if not part.is_file() or part.stat().st_size != size:
-                    raise BadInput(f"{part} is missing or cut off: {path} is not whole; capture it "
-                                   "anew with overwrite=true")  # fmt: skip
+                    raise BadInput(
+                        f"{part} is missing or cut off: {path} is not whole; capture it "
+                        "anew with overwrite=true"
+                    )
             rows, offsets = reader.read(path, "rows"), reader.read(path, "offsets")
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadInput(
@@ -339,13 +370,24 @@ class CapturedPair:
         names_shown = names_of([a["checkpoint"] for a in own], names)
         first = own[0]
         return {
-            "checkpoints": [{"name": n, "path": a["checkpoint"], "weights": a["weights"],
-                             "capture": str(c.path)}
-                            for n, a, c in zip(names_shown, own, self.captures, strict=True)],
-            "data": {"store": first["store"], "key": first["store_key"], "split": first["split"],
-                     "examples": first["examples"], "tokens": int(self.captures[0].offsets[-1]),
-                     "max_tokens": first["max_tokens"]},
-        }  # fmt: skip
+            "checkpoints": [
+                {
+                    "name": n,
+                    "path": a["checkpoint"],
+                    "weights": a["weights"],
+                    "capture": str(c.path),
+                }
+                for n, a, c in zip(names_shown, own, self.captures, strict=True)
+            ],
+            "data": {
+                "store": first["store"],
+                "key": first["store_key"],
+                "split": first["split"],
+                "examples": first["examples"],
+                "tokens": int(self.captures[0].offsets[-1]),
+                "max_tokens": first["max_tokens"],
+            },
+        }
 
     def stream(self, chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """The chosen layers of both, some tokens at a time. Raises BadInput for one not there."""
@@ -365,8 +407,11 @@ def open_pair(paths: list[str]) -> CapturedPair:
     """Two captures. Raises BadInput unless they are of the same tokens of the same rows."""
     first, second = (open_capture(path) for path in paths)
     same = all(first.attributes[k] == second.attributes[k] for k in ("store_key", "split"))
-    if not (same and np.array_equal(first.rows, second.rows)
-            and np.array_equal(first.offsets, second.offsets)):  # fmt: skip
+    if not (
+        same
+        and np.array_equal(first.rows, second.rows)
+        and np.array_equal(first.offsets, second.offsets)
+    ):
         raise BadInput(
             f"the tokens of {paths[0]} and {paths[1]} cannot be aligned: they are of other rows, "
             "another split or another store; capture both with the same data=, split=, examples=, "

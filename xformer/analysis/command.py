@@ -98,8 +98,9 @@ def check_output(config: Output, name: str) -> None:
         raise BadInput(f"run={config.run} is no run directory (it has no log.jsonl)")
 
 
-def progress(items: Iterable[Item], total: float, unit: str,
-             size: Callable[[Item], float] = lambda _: 1) -> Iterator[Item]:  # fmt: skip
+def progress(
+    items: Iterable[Item], total: float, unit: str, size: Callable[[Item], float] = lambda _: 1
+) -> Iterator[Item]:
     """The items, with a bar on a terminal and else a line every half minute; `size` of each adds up
     to `total`."""
     terminal = sys.stderr.isatty()
@@ -125,8 +126,13 @@ def made() -> dict[str, Any]:
     return {"command": shlex.join(command), **versions()}
 
 
-def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
-            metrics: dict[str, dict[str, float]]) -> None:  # fmt: skip
+def publish(
+    config: Output,
+    found: dict[str, Any],
+    draw: figure.Draw,
+    line: str,
+    metrics: dict[str, dict[str, float]],
+) -> None:
     """Write `found` as JSON and draw it from there, into TensorBoard too where a run is given;
     print the one line that sums it up. `found["analysis"]` names the files. `metrics` {of what:
     {name: number}} are the few numbers that a table of a study or TensorBoard shows. Raises Failure
@@ -147,8 +153,9 @@ def publish(config: Output, found: dict[str, Any], draw: figure.Draw, line: str,
     say(f"{out / name}.json, {files}", error=True)
 
 
-def _to_tensorboard(run: Path, name: str, picture: Path, line: str,
-                    metrics: dict[str, dict[str, float]]) -> None:  # fmt: skip
+def _to_tensorboard(
+    run: Path, name: str, picture: Path, line: str, metrics: dict[str, dict[str, float]]
+) -> None:
     """A page beside the run's own curves, which are drawn anew whenever it goes on."""
     from matplotlib.image import imread
     from torch.utils.tensorboard import SummaryWriter

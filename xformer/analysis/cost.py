@@ -101,11 +101,25 @@ def run(paths: list[str], config: CostConfig) -> None:
                 "gflops_per_second": tokens * flops / 1e9,
                 "relative": tokens / base,
             }
-        found.append({"name": name, "path": path, "weights": key_of(path), **counted,
-                      "speed": speed, "made": seconds_to_make(path, by_path, out)})  # fmt: skip
-    batch = {"rows": config.rows, "length": config.length, "head": config.head,
-             "precision": config.precision, "threads": torch.get_num_threads(),
-             "device": ranks.device.type, "repeats": config.repeats}  # fmt: skip
+        found.append(
+            {
+                "name": name,
+                "path": path,
+                "weights": key_of(path),
+                **counted,
+                "speed": speed,
+                "made": seconds_to_make(path, by_path, out),
+            }
+        )
+    batch = {
+        "rows": config.rows,
+        "length": config.length,
+        "head": config.head,
+        "precision": config.precision,
+        "threads": torch.get_num_threads(),
+        "device": ranks.device.type,
+        "repeats": config.repeats,
+    }
     line = "cost " + "; ".join(_words(one) for one in found)
     threads = figure.many(torch.get_num_threads(), "thread")
     line += f" ({config.rows} rows of {config.length} tokens, {threads})"
@@ -175,8 +189,11 @@ def count(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
     }
 
 
-def measure(heads: list[Checkpoint], config: CostConfig, ranks: Ranks,
-            ) -> list[dict[str, list[float]]]:  # fmt: skip
+def measure(
+    heads: list[Checkpoint],
+    config: CostConfig,
+    ranks: Ranks,
+) -> list[dict[str, list[float]]]:
     """Seconds of each forward pass and each training step of each checkpoint. They take turns, so
     that what else the machine does falls on all; a first round of them does not count."""
     models = [checkpoint.model().to(ranks.device) for checkpoint in heads]
@@ -216,8 +233,15 @@ def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.devic
     else:
         labels = on_device(draw.integers(0, checkpoint.head.outputs, N))
     ends = np.arange(N + 1) * L
-    return Packed(tokens, positions, torch.zeros_like(positions), layout(ends, device), labels,
-                  places, targets)  # fmt: skip
+    return Packed(
+        tokens,
+        positions,
+        torch.zeros_like(positions),
+        layout(ends, device),
+        labels,
+        places,
+        targets,
+    )
 
 
 @torch.no_grad()
@@ -228,8 +252,9 @@ def forward(model: Model, batch: Packed, config: CostConfig, ranks: Ranks) -> No
         model.logits(batch)
 
 
-def step(model: Model, batch: Packed, config: CostConfig, ranks: Ranks,
-         optimizer: FlatOptimizer) -> None:  # fmt: skip
+def step(
+    model: Model, batch: Packed, config: CostConfig, ranks: Ranks, optimizer: FlatOptimizer
+) -> None:
     """A training step: forward with dropout, backward, clip, AdamW."""
     model.train()
     optimizer.zero()
@@ -263,14 +288,16 @@ def base_of(checkpoint: Checkpoint, others: dict[str, Checkpoint]) -> str | None
         and checkpoint.history[: len(other.history)] == other.history
         and all(r.get("op") in CLASSES for r in checkpoint.history[len(other.history) :])
     ]
-    return max(found)[1] if found else None  # fmt: skip
+    return max(found)[1] if found else None
 
 
 def _again(path: str, others: dict[str, Checkpoint], base: str, directory: Path) -> dict[str, Any]:
     """Make the checkpoint from `base` again, and say how long that took and whether its weights
     are the same, bit for bit; from itself it is a copy."""
-    records = [{k: v for k, v in record.items() if k != "sha256"}
-               for record in others[path].history[len(others[base].history) :]]  # fmt: skip
+    records = [
+        {k: v for k, v in record.items() if k != "sha256"}
+        for record in others[path].history[len(others[base].history) :]
+    ]
     operations = [validate(CLASSES[record["op"]], record) for record in records]
     temporary = Path(tempfile.mkdtemp(prefix=".cost-", dir=directory))
     try:
@@ -303,11 +330,19 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     names = [figure.short(m["name"]) for m in models]
     _parameters(axes[0, 0], models, places, theme)
     measures: Any = (
-        (axes[0, 1], "million operations a token", "Operations",
-         lambda m, what: m["flops_per_token"][what] / 1e6),
-        (axes[1, 0], "tokens a second", "Speed",
-         lambda m, what: m["speed"][what]["tokens_per_second"]),
-    )  # fmt: skip
+        (
+            axes[0, 1],
+            "million operations a token",
+            "Operations",
+            lambda m, what: m["flops_per_token"][what] / 1e6,
+        ),
+        (
+            axes[1, 0],
+            "tokens a second",
+            "Speed",
+            lambda m, what: m["speed"][what]["tokens_per_second"],
+        ),
+    )
     for panel, unit, title, value in measures:
         for i, what in enumerate(("forward", "training")):
             values = [value(m, what) for m in models]
@@ -340,14 +375,16 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     return drawn
 
 
-def _parameters(panel: Any, models: list[dict[str, Any]], places: np.ndarray,
-                theme: figure.Theme) -> None:  # fmt: skip
+def _parameters(
+    panel: Any, models: list[dict[str, Any]], places: np.ndarray, theme: figure.Theme
+) -> None:
     parts = list(dict.fromkeys(p for m in models for p in m["parameters"] if p != "total"))
     left = np.zeros(len(models))
     for i, part in enumerate(parts):
         values = np.array([m["parameters"].get(part, 0) / 1e6 for m in models])
-        panel.barh(places, values, 0.5, left=left, label=part,
-                   color=theme.colours[i % len(theme.colours)])  # fmt: skip
+        panel.barh(
+            places, values, 0.5, left=left, label=part, color=theme.colours[i % len(theme.colours)]
+        )
         left += values
     _say(panel, places, list(left))
     panel.set(xlabel="millions", title="Parameters")

@@ -59,12 +59,19 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     panels += [("validation", config.validation)] if config.validation else []
     found: list[dict[str, Any]] = []
     for event, value in panels:
-        series = [{"name": name, "runs": runs, **average(runs, event, value, config)}
-                  for name, runs in groups.items()]  # fmt: skip
+        series = [
+            {"name": name, "runs": runs, **average(runs, event, value, config)}
+            for name, runs in groups.items()
+        ]
         found.append({"event": event, "value": value, "series": series})
     heads = {_recipe(path).get("head") for path in paths}
-    result = {"analysis": "curves", "x": config.x, "smooth": config.smooth, "panels": found,
-              "nats": "regress" not in heads}  # fmt: skip
+    result = {
+        "analysis": "curves",
+        "x": config.x,
+        "smooth": config.smooth,
+        "panels": found,
+        "nats": "regress" not in heads,
+    }
     first = found[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
         f"{s['name']} {figure.spread(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
@@ -127,8 +134,12 @@ def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> di
         raise BadInput(f"{', '.join(runs)} have no {config.x} of {event} in common")
     values = np.array([[curve[x] for x in shared] for curve in curves])
     ddof = int(len(values) > 1)
-    return {"x": shared, "mean": values.mean(0).tolist(),
-            "deviation": values.std(0, ddof=ddof).tolist(), "values": values.tolist()}  # fmt: skip
+    return {
+        "x": shared,
+        "mean": values.mean(0).tolist(),
+        "deviation": values.std(0, ddof=ddof).tolist(),
+        "values": values.tolist(),
+    }
 
 
 def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[float, float]:
@@ -147,8 +158,10 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
         raise BadInput(f"{path}/log.jsonl has no {value} over {config.x} in {event}; it has {has}")
     xs = sorted(points)
     before, after = (config.smooth - 1) // 2, config.smooth // 2
-    return {x: float(np.mean([points[n] for n in xs[max(0, i - before) : i + after + 1]]))
-            for i, x in enumerate(xs)}  # fmt: skip
+    return {
+        x: float(np.mean([points[n] for n in xs[max(0, i - before) : i + after + 1]]))
+        for i, x in enumerate(xs)
+    }
 
 
 def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
@@ -160,8 +173,15 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
             colour = theme.colours[i % len(theme.colours)]
             x, mean, spread = (np.array(series[k]) for k in ("x", "mean", "deviation"))
             label = f"{series['name']} ({figure.many(len(series['runs']), 'run')})"
-            one.plot(x, mean, color=colour, lw=1.6, label=label,
-                     marker="o" if len(x) < 12 else None, ms=3.5)  # fmt: skip
+            one.plot(
+                x,
+                mean,
+                color=colour,
+                lw=1.6,
+                label=label,
+                marker="o" if len(x) < 12 else None,
+                ms=3.5,
+            )
             if len(series["runs"]) > 1:
                 one.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
         unit = " (nats)" if panel["value"] == "loss" and found.get("nats", True) else ""

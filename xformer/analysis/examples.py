@@ -101,12 +101,24 @@ class Examples:
     def describe(self) -> dict[str, Any]:
         """What a result says of the data and the checkpoints."""
         return {
-            "checkpoints": [{"name": r.name, "path": r.path, "weights": r.key,
-                             "history": list(r.checkpoint.history)} for r in self.readers],
-            "data": {"store": self.store.name, "key": self.store.key, "split": self.split,
-                     "examples": len(self.rows), "tokens": self.tokens,
-                     "max_tokens": self.max_tokens},
-        }  # fmt: skip
+            "checkpoints": [
+                {
+                    "name": r.name,
+                    "path": r.path,
+                    "weights": r.key,
+                    "history": list(r.checkpoint.history),
+                }
+                for r in self.readers
+            ],
+            "data": {
+                "store": self.store.name,
+                "key": self.store.key,
+                "split": self.split,
+                "examples": len(self.rows),
+                "tokens": self.tokens,
+                "max_tokens": self.max_tokens,
+            },
+        }
 
 
 def names_of(paths: list[str], given: tuple[str, ...] = ()) -> list[str]:
@@ -174,8 +186,9 @@ def check_length(max_tokens: int, path: str, most: int) -> None:
         raise BadInput(f"max_tokens={max_tokens}: {path} takes rows of {most} at most")
 
 
-def _longest(config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint],
-             longest: int) -> int:  # fmt: skip
+def _longest(
+    config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint], longest: int
+) -> int:
     """Tokens of a row that every model takes."""
     for path, checkpoint in zip(paths, loaded, strict=True):
         if checkpoint.config.architecture != "transformer":
@@ -210,8 +223,11 @@ def _check_aligned(readers: list[Reader]) -> None:
 
 
 @torch.no_grad()
-def look_inside(reader: Reader, rows: np.ndarray, backend: Backend = "auto",
-                ) -> tuple[Batch, Inside]:  # fmt: skip
+def look_inside(
+    reader: Reader,
+    rows: np.ndarray,
+    backend: Backend = "auto",
+) -> tuple[Batch, Inside]:
     """The packed batch of these rows, and what the encoder computed on the way.
 
     Raises BadInput naming the layer and the row where a number is not finite.

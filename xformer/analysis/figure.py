@@ -28,11 +28,21 @@ class Theme:
 
 
 THEMES = (
-    Theme("", "#ffffff", "#1a1a1a", "#8c8c8c",
-          ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#1a1a1a")),
-    Theme("dark", "#16181d", "#e8e8e8", "#8c8c8c",
-          ("#56B4E9", "#FF8C42", "#33C79B", "#E39AC6", "#F0C24B", "#A6D8F7", "#e8e8e8")),
-)  # fmt: skip
+    Theme(
+        "",
+        "#ffffff",
+        "#1a1a1a",
+        "#8c8c8c",
+        ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#1a1a1a"),
+    ),
+    Theme(
+        "dark",
+        "#16181d",
+        "#e8e8e8",
+        "#8c8c8c",
+        ("#56B4E9", "#FF8C42", "#33C79B", "#E39AC6", "#F0C24B", "#A6D8F7", "#e8e8e8"),
+    ),
+)
 Draw = Callable[[dict[str, Any], Theme], Any]
 
 
@@ -59,13 +69,25 @@ def style(theme: Theme) -> Iterator[None]:
     import matplotlib
 
     settings: Any = {
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-        "grid.alpha": 0.25, "legend.frameon": False, "font.size": 9.5, "axes.titlesize": 10.5,
-        "figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "text.color": theme.ink,
-        "axes.edgecolor": theme.ink, "axes.labelcolor": theme.ink, "xtick.color": theme.ink,
-        "ytick.color": theme.ink, "grid.color": theme.faint, "svg.hashsalt": "xformer",
-        "text.parse_math": False, "axes.axisbelow": True,
-    }  # fmt: skip
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+        "legend.frameon": False,
+        "font.size": 9.5,
+        "axes.titlesize": 10.5,
+        "figure.facecolor": theme.paper,
+        "axes.facecolor": theme.paper,
+        "text.color": theme.ink,
+        "axes.edgecolor": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
+        "grid.color": theme.faint,
+        "svg.hashsalt": "xformer",
+        "text.parse_math": False,
+        "axes.axisbelow": True,
+    }
     with matplotlib.rc_context(settings):
         yield
 
@@ -122,18 +144,32 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
 
 
-def heat_map(axes: Any, values: Any, theme: Theme, title: str, least: float = 0.0,
-             most: float = 1.0) -> Any:  # fmt: skip
+def heat_map(
+    axes: Any, values: Any, theme: Theme, title: str, least: float = 0.0, most: float = 1.0
+) -> Any:
     """A matrix (rows, columns) as colours, with its numbers where they can be read."""
     rows, columns = len(values), len(values[0])
-    image = axes.imshow(values, cmap=theme.scale, vmin=least, vmax=most, origin="lower",
-                        aspect="auto" if rows != columns else "equal")  # fmt: skip
+    image = axes.imshow(
+        values,
+        cmap=theme.scale,
+        vmin=least,
+        vmax=most,
+        origin="lower",
+        aspect="auto" if rows != columns else "equal",
+    )
     axes.grid(False)
     axes.set_title(title)
     if max(rows, columns) <= 8:
         for i, row in enumerate(values):
             for j, value in enumerate(row):
                 bright = (value - least) / (most - least or 1) > 0.55
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7,
-                          color="#000000" if bright else "#ffffff")  # fmt: skip
+                axes.text(
+                    j,
+                    i,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="#000000" if bright else "#ffffff",
+                )
     return image

@@ -49,8 +49,11 @@ from xformer.model.heads import HeadKind, Model
 STRIP = 1024  # rows of a matrix of token by token products that exist at once
 FORMED = 2**22  # numbers of formed gradients that exist at once: more leave the cache
 HEADS: dict[str, HeadKind] = {
-    "text": "mlm", "class": "classify", "score": "regress", "span": "span",
-}  # fmt: skip
+    "text": "mlm",
+    "class": "classify",
+    "score": "regress",
+    "span": "span",
+}
 
 
 class GradientsConfig(ExamplesConfig):
@@ -212,8 +215,9 @@ class PerExample(TorchFunctionMode):
         _on_gradient(y, lambda g: self._matrix(name, Use(tokens, g, owner)))
         return y
 
-    def layer_norm(self, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float,
-                   *rest: Any) -> Tensor:  # fmt: skip
+    def layer_norm(
+        self, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float, *rest: Any
+    ) -> Tensor:
         y = F.layer_norm(x, shape, weight.detach(), bias.detach(), eps)
         names = self.names[id(weight)], self.names[id(bias)]
         owner = self._owner(names[0], x)
@@ -269,8 +273,10 @@ class PerExample(TorchFunctionMode):
             kind = "places" if name.startswith("mlm_head") else "examples"
         owner = self.owners[kind]
         if x.dim() != 2 or len(x) != len(owner):
-            raise Failure(f"{name} reads rows {tuple(x.shape)}, not one for each of {len(owner)} "
-                          f"{kind}, which this analysis does not know")  # fmt: skip
+            raise Failure(
+                f"{name} reads rows {tuple(x.shape)}, not one for each of {len(owner)} "
+                f"{kind}, which this analysis does not know"
+            )
         return owner
 
     def _expect(self, name: str) -> None:
@@ -302,8 +308,9 @@ class PerExample(TorchFunctionMode):
 def _on_gradient(y: Tensor, gather: Callable[[Tensor], None]) -> None:
     """Call `gather` with the gradient of `y` when the backward pass has it."""
     if not y.requires_grad:  # within a function that has a backward pass of its own
-        raise Failure("a parameter is used inside an autograd function, which this analysis does "
-                      "not know")  # fmt: skip
+        raise Failure(
+            "a parameter is used inside an autograd function, which this analysis does not know"
+        )
     y.register_hook(gather)
 
 
@@ -378,18 +385,30 @@ def run(paths: list[str], config: GradientsConfig) -> None:
         if not np.isfinite(norms).all():
             for row in rows:
                 look_inside(reader, np.array([row]))  # which says where a number is not finite
-        found.append({"name": reader.name, "head": model.kind, "fresh_head": fresh,
-                      **_summary(values, norms, reader)})  # fmt: skip
-    result = {"analysis": "gradients", **examples.describe(), "rows": rows.tolist(),
-              "gradients": found}  # fmt: skip
+        found.append(
+            {
+                "name": reader.name,
+                "head": model.kind,
+                "fresh_head": fresh,
+                **_summary(values, norms, reader),
+            }
+        )
+    result = {
+        "analysis": "gradients",
+        **examples.describe(),
+        "rows": rows.tolist(),
+        "gradients": found,
+    }
     line = "gradients " + "; ".join(
         f"{f['name']}: cosine mean {f['mean']:.4f}, median {f['median']:.4f}, "
         f"minimum {f['minimum']:.4f}, {100 * f['negative']:.1f} % negative"
         for f in found
     )
     line += f" over {found[0]['pairs']:,} pairs of examples"
-    metrics = {f["name"]: {name: f[name] for name in ("mean", "median", "minimum", "negative")}
-               for f in found}  # fmt: skip
+    metrics = {
+        f["name"]: {name: f[name] for name in ("mean", "median", "minimum", "negative")}
+        for f in found
+    }
     publish(config, result, draw, line, metrics)
 
 
@@ -438,11 +457,16 @@ def _summary(values: np.ndarray, norms: np.ndarray, reader: Reader) -> dict[str,
     if not len(values):
         raise BadInput("no two examples have a gradient: take longer rows or more masking")
     return {
-        "pairs": len(values), "mean": float(values.mean()), "median": float(np.median(values)),
-        "minimum": float(values.min()), "deviation": float(values.std()),
-        "negative": float((values < 0).mean()), "without_gradient": without,
-        "cosines": np.round(values, 7).tolist(), "norms": norms.tolist(),
-    }  # fmt: skip
+        "pairs": len(values),
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "minimum": float(values.min()),
+        "deviation": float(values.std()),
+        "negative": float((values < 0).mean()),
+        "without_gradient": without,
+        "cosines": np.round(values, 7).tolist(),
+        "norms": norms.tolist(),
+    }
 
 
 def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
@@ -454,21 +478,33 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         parts = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
         for body in parts["bodies"]:
             body.set(facecolor=colour, alpha=0.35, edgecolor=colour)
-        axes.boxplot([one["cosines"]], positions=[i], widths=0.16, whis=(0, 100),
-                     meanline=True, showmeans=True, patch_artist=True,
-                     boxprops={"facecolor": theme.paper, "edgecolor": colour},
-                     whiskerprops={"color": colour}, capprops={"color": colour},
-                     medianprops={"color": colour, "lw": 1.6},
-                     meanprops={"color": theme.ink, "ls": "--", "lw": 1.3})  # fmt: skip
+        axes.boxplot(
+            [one["cosines"]],
+            positions=[i],
+            widths=0.16,
+            whis=(0, 100),
+            meanline=True,
+            showmeans=True,
+            patch_artist=True,
+            boxprops={"facecolor": theme.paper, "edgecolor": colour},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
+            medianprops={"color": colour, "lw": 1.6},
+            meanprops={"color": theme.ink, "ls": "--", "lw": 1.3},
+        )
         axes.plot(i, one["minimum"], "v", color=colour, ms=6)
-        axes.text(i + 0.12, one["minimum"], f"{one['minimum']:.3f}", fontsize=8, va="center",
-                  color=colour)  # fmt: skip
+        axes.text(
+            i + 0.12, one["minimum"], f"{one['minimum']:.3f}", fontsize=8, va="center", color=colour
+        )
     axes.axhline(0, color=theme.faint, ls=":", lw=1.2)
     axes.set_xticks(range(len(every)), [figure.short(one["name"]) for one in every])
     axes.set_xlim(-0.6, len(every) - 0.4)
     store = figure.of_stores(found["data"]["store"])
     axes.set_ylabel("cosine of two examples' gradients")
     axes.set_title(f"{len(found['rows'])} examples of {store}\nhead: {every[0]['head']}")
-    drawn.supxlabel("line median, dashes mean,\ntriangle minimum, whiskers the range", fontsize=8,
-                    color=theme.faint)  # fmt: skip
+    drawn.supxlabel(
+        "line median, dashes mean,\ntriangle minimum, whiskers the range",
+        fontsize=8,
+        color=theme.faint,
+    )
     return drawn

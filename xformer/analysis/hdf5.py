@@ -59,8 +59,10 @@ class HDF5:
     def datasets(self, path: Path) -> dict[str, Dataset]:
         """Its datasets of numbers by their whole names."""
         found = self._ask(path, "datasets")
-        return {str(name): Dataset(tuple(map(int, shape)), _numeric(dtype), str(source))
-                for name, (shape, dtype, source) in found.items()}  # fmt: skip
+        return {
+            str(name): Dataset(tuple(map(int, shape)), _numeric(dtype), str(source))
+            for name, (shape, dtype, source) in found.items()
+        }
 
     def read(self, path: Path, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows of a dataset of numbers."""
@@ -79,10 +81,13 @@ class HDF5:
     def _ask(self, path: Path, *request: Any) -> Any:
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(SECONDS)], cwd=Path(__file__).parents[2],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, "-m", __name__, str(SECONDS)],
+                cwd=Path(__file__).parents[2],
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:

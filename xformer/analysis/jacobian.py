@@ -77,8 +77,12 @@ def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
     def last_hidden(words: Tensor) -> Tensor:
         B = len(words)
         ends = np.arange(B + 1) * L
-        packed = Packed(torch.arange(B * L, device=device), positions.repeat(B),
-                        segments.repeat(B), layout(ends, device))  # fmt: skip
+        packed = Packed(
+            torch.arange(B * L, device=device),
+            positions.repeat(B),
+            segments.repeat(B),
+            layout(ends, device),
+        )
         table = {"embeddings.word.weight": words.flatten(0, 1)}
         hidden: Tensor = functional_call(encoder, table, (packed, "explicit"))
         return hidden.unflatten(0, (B, L))
@@ -112,8 +116,13 @@ def singular_values(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(torch.linalg.qr(matrix, mode="r").R)
 
 
-def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
-             ) -> dict[str, Tensor]:  # fmt: skip
+def estimate(
+    function: Function,
+    x: Tensor,
+    steps: int,
+    probes: int,
+    seed: int,
+) -> dict[str, Tensor]:
     """The spectrum of the whole Jacobian J (L C, n) of a function at x (L, E) by
     Golub-Kahan-Lanczos bidiagonalisation from `probes` random unit vectors, fully re-orthogonalised
     (Golub & Meurant 2010, chapter 7).
@@ -161,9 +170,12 @@ def estimate(function: Function, x: Tensor, steps: int, probes: int, seed: int,
         largest.append(s[0])
         residual.append(betas[-1][p] * left[-1, 0].abs())
     best = int(torch.stack(largest).argmax())
-    return {"nodes": torch.stack(nodes), "weights": torch.stack(weights),
-            "largest": largest[best],
-            "residual": residual[best] + torch.finfo(x.dtype).eps * largest[best]}  # fmt: skip
+    return {
+        "nodes": torch.stack(nodes),
+        "weights": torch.stack(weights),
+        "largest": largest[best],
+        "residual": residual[best] + torch.finfo(x.dtype).eps * largest[best],
+    }
 
 
 def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -197,8 +209,12 @@ def run(paths: list[str], config: JacobianConfig) -> None:
     for reader, row in progress(work, len(work), "Jacobians"):
         spectra.setdefault(reader.path, []).append(_of_example(reader, row, config))
     found = [{"name": r.name, **_summary(spectra[r.path], config)} for r in examples.readers]
-    result = {"analysis": "jacobian", "token": config.token, **examples.describe(),
-              "spectra": found}  # fmt: skip
+    result = {
+        "analysis": "jacobian",
+        "token": config.token,
+        **examples.describe(),
+        "spectra": found,
+    }
     line = "jacobian " + "; ".join(
         f"{f['name']}: median {f['median']['mean']:.3g} ± {f['median']['deviation']:.2g}, largest "
         f"{f['largest']['mean']:.3g}, {100 * f['near_one']['mean']:.1f} % between 1/2 and 2"
@@ -218,12 +234,14 @@ def _of_example(reader: Reader, row: int, config: JacobianConfig) -> dict[str, A
         whole = estimate(function, x, config.steps, config.probes, config.seed)
         squares = (whole["weights"] * whole["nodes"] ** 2).sum(1)  # each |J v|^2
         found["whole"] = {
-            "nodes": whole["nodes"].tolist(), "weights": whole["weights"].tolist(),
-            "largest": float(whole["largest"]), "largest_error": float(whole["residual"]),
+            "nodes": whole["nodes"].tolist(),
+            "weights": whole["weights"].tolist(),
+            "largest": float(whole["largest"]),
+            "largest_error": float(whole["residual"]),
             "mean_square": float(squares.mean()),
             "mean_square_error": float(squares.std() / len(squares) ** 0.5),
             "singular_values": x.numel(),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -231,8 +249,10 @@ def _summary(rows: list[dict[str, Any]], config: JacobianConfig) -> dict[str, An
     """Means and deviations over examples, beside every singular value."""
 
     def over(values: list[float]) -> dict[str, float]:
-        return {"mean": float(np.mean(values)),
-                "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0}  # fmt: skip
+        return {
+            "mean": float(np.mean(values)),
+            "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
+        }
 
     values = [np.array(row["values"]) for row in rows]
     return {
@@ -266,8 +286,9 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     return drawn
 
 
-def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme: figure.Theme,
-              title: str) -> None:  # fmt: skip
+def _draw_row(
+    axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme: figure.Theme, title: str
+) -> None:
     largest = max(float(values.max()) for s in spectra for values in s)
     smallest = min(float(values.min()) for s in spectra for values in s)
     low = max(smallest, LEAST * largest)
@@ -284,8 +305,15 @@ def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme:
             panel.stairs(mean, bounds, color=colour, lw=1.6, label=figure.short(named[i]["name"]))
             panel.stairs(mean, bounds, color=colour, alpha=0.15, fill=True)
             if len(shares) > 1:
-                panel.errorbar(middle, mean, shares.std(0, ddof=1), fmt="none", ecolor=colour,
-                               elinewidth=0.8, alpha=0.7)  # fmt: skip
+                panel.errorbar(
+                    middle,
+                    mean,
+                    shares.std(0, ddof=1),
+                    fmt="none",
+                    ecolor=colour,
+                    elinewidth=0.8,
+                    alpha=0.7,
+                )
         panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
         rest = "; the first bar: all below" if kind == "log" and smallest < low else ""
         panel.set(xlabel=f"singular value{rest}", title=f"{title} ({kind} axis)")
@@ -302,13 +330,21 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]], theme: figure.Theme) -
         for number, row in enumerate(spectrum["examples"]):
             nodes, weights = (np.array(row["whole"][key]).ravel() for key in ("nodes", "weights"))
             order = np.argsort(nodes)[::-1]
-            style = {"color": theme.colours[i % len(theme.colours)], "lw": 1.0, "alpha": 0.8,
-                     "label": figure.short(spectrum["name"]) if number == 0 else None}  # fmt: skip
+            style = {
+                "color": theme.colours[i % len(theme.colours)],
+                "lw": 1.0,
+                "alpha": 0.8,
+                "label": figure.short(spectrum["name"]) if number == 0 else None,
+            }
             for panel, mass in zip(axes, (weights, weights * nodes**2), strict=True):
                 panel.step(nodes[order], np.cumsum(mass[order]) / mass.sum(), where="post", **style)
     for panel, what in zip(axes, ("singular values", "all their squares"), strict=True):
-        panel.set(xscale="log", xlabel="singular value s", ylabel=f"share of {what} from s up",
-                  title="all output tokens, estimated")  # fmt: skip
+        panel.set(
+            xscale="log",
+            xlabel="singular value s",
+            ylabel=f"share of {what} from s up",
+            title="all output tokens, estimated",
+        )
         panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
     axes[0].set_yscale("log")
     every = [row["whole"]["singular_values"] for s in spectra for row in s["examples"]]

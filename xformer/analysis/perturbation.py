@@ -112,12 +112,18 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
             after = outputs(moved, reader, examples)
             of_model = measured.setdefault(reader.path, {})
             of_model.setdefault(deviation, []).append(distances(before[reader.path], after))
-    found: list[dict[str, Any]] = [{"name": r.name, "noise": [_summary(d, measured[r.path][d])
-                                        for d in config.deviations]}
-             for r in examples.readers]  # fmt: skip
-    result = {"analysis": "perturbation", "draws": config.draws, "seed": config.seed,
-              "distance": "L2 of a token's last hidden states, mean over the tokens of an example",
-              **examples.describe(), "models": found}  # fmt: skip
+    found: list[dict[str, Any]] = [
+        {"name": r.name, "noise": [_summary(d, measured[r.path][d]) for d in config.deviations]}
+        for r in examples.readers
+    ]
+    result = {
+        "analysis": "perturbation",
+        "draws": config.draws,
+        "seed": config.seed,
+        "distance": "L2 of a token's last hidden states, mean over the tokens of an example",
+        **examples.describe(),
+        "models": found,
+    }
     line = "perturbation " + "; ".join(
         f"{f['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in f["noise"])
         for f in found
@@ -130,9 +136,13 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
 def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     absolute, relative = (np.concatenate([pair[i] for pair in drawn]) for i in (0, 1))
     ddof = int(len(absolute) > 1)
-    return {"std": deviation, "mean": float(absolute.mean()),
-            "deviation": float(absolute.std(ddof=ddof)), "relative": float(relative.mean()),
-            "by_draw": [float(a.mean()) for a, _ in drawn]}  # fmt: skip
+    return {
+        "std": deviation,
+        "mean": float(absolute.mean()),
+        "deviation": float(absolute.std(ddof=ddof)),
+        "relative": float(relative.mean()),
+        "by_draw": [float(a.mean()) for a, _ in drawn],
+    }
 
 
 def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
@@ -146,17 +156,24 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         spread = np.array([n["deviation"] for n in model["noise"]])
         # an error bar that reaches 0 has no lower end on this axis
         below = np.minimum(spread, 0.9 * mean)
-        axes.bar(places, mean, width * 0.92, color=theme.colours[i % len(theme.colours)],
-                 label=figure.short(model["name"]))  # fmt: skip
+        axes.bar(
+            places,
+            mean,
+            width * 0.92,
+            color=theme.colours[i % len(theme.colours)],
+            label=figure.short(model["name"]),
+        )
         axes.errorbar(places, mean, [below, spread], fmt="none", ecolor=theme.ink, lw=1, capsize=3)
     axes.set_yscale("log")
     figure.plain_ticks(axes.yaxis)
     axes.set_xticks(range(len(models[0]["noise"])), [f"{n['std']:g}" for n in models[0]["noise"]])
     axes.grid(axis="x", visible=False)
     store = figure.of_stores(found["data"]["store"])
-    axes.set(xlabel="standard deviation of the noise on every parameter",
-             ylabel="L2 distance of last hidden states",
-             title=f"{found['data']['examples']} examples of {store}, "
-                   f"{figure.many(found['draws'], 'draw')} of noise (mean ± sd)")  # fmt: skip
+    axes.set(
+        xlabel="standard deviation of the noise on every parameter",
+        ylabel="L2 distance of last hidden states",
+        title=f"{found['data']['examples']} examples of {store}, "
+        f"{figure.many(found['draws'], 'draw')} of noise (mean ± sd)",
+    )
     axes.legend(fontsize=8.5)
     return drawn

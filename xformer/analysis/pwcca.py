@@ -95,8 +95,10 @@ def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
     x, y = (torch.as_tensor(array, dtype=torch.float64) for array in (x, y))
     for name, array in (("x", x), ("y", y)):
         if array.dim() != 2 or len(array) < 2:
-            raise ValueError(f"{name} must be (samples, neurons) with 2 samples at least, not "
-                             f"{tuple(array.shape)}")  # fmt: skip
+            raise ValueError(
+                f"{name} must be (samples, neurons) with 2 samples at least, not "
+                f"{tuple(array.shape)}"
+            )
         if not torch.isfinite(array).all():
             raise ValueError(f"{name} has numbers that are not finite")
     if len(x) != len(y):
@@ -257,16 +259,22 @@ def grid(stream: Stream) -> list[list[Similarity]]:
             except ValueError as error:
                 which = ("first", "second")[number]
                 raise ValueError(f"layer {layer} of the {which} network: {error}") from None
-    inner = [[torch.zeros(a.rank, b.rank, dtype=torch.float64, device=a.scale.device)
-              for b in bases[1]] for a in bases[0]]  # fmt: skip
+    inner = [
+        [torch.zeros(a.rank, b.rank, dtype=torch.float64, device=a.scale.device) for b in bases[1]]
+        for a in bases[0]
+    ]
     for chunk in stream():
-        ours, theirs = ([b.coordinates(x) for b, x in zip(side, values, strict=True)]
-                        for side, values in zip(bases, chunk, strict=True))  # fmt: skip
+        ours, theirs = (
+            [b.coordinates(x) for b, x in zip(side, values, strict=True)]
+            for side, values in zip(bases, chunk, strict=True)
+        )
         for i, u in enumerate(ours):
             for j, v in enumerate(theirs):
                 inner[i][j].addmm_(u.T, v)
-    return [[similarity(a, b, inner[i][j]) for j, b in enumerate(bases[1])]
-            for i, a in enumerate(bases[0])]  # fmt: skip
+    return [
+        [similarity(a, b, inner[i][j]) for j, b in enumerate(bases[1])]
+        for i, a in enumerate(bases[0])
+    ]
 
 
 # ------------------------------------------------------------------------------ the command
@@ -322,13 +330,21 @@ def run(paths: list[str], config: PwccaConfig) -> None:
         found = _compare_layers(lambda: stream_of(chosen), chosen, config.variant)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    result = {"analysis": "pwcca", "variant": config.variant, **described, "layers": chosen,
-              "similarity": found}  # fmt: skip
+    result = {
+        "analysis": "pwcca",
+        "variant": config.variant,
+        **described,
+        "layers": chosen,
+        "similarity": found,
+    }
     _publish(config, result)
 
 
-def _compare_layers(stream: Stream, chosen: list[list[int]], variant: Variant,
-                    ) -> list[list[dict[str, Any]]]:  # fmt: skip
+def _compare_layers(
+    stream: Stream,
+    chosen: list[list[int]],
+    variant: Variant,
+) -> list[list[dict[str, Any]]]:
     if len(chosen[0]) == len(chosen[1]) == 1:
         pair = _joint((x[0], y[0]) for x, y in stream())
         rows = [[similarity(pair.x, pair.y, pair.inner)]]
@@ -350,8 +366,13 @@ def _compare_layers(stream: Stream, chosen: list[list[int]], variant: Variant,
 
 def _as_json(s: Similarity, whole: bool) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(s, name) for name in MEASURES}
-    found |= {"pwcca_reversed": s.pwcca_reversed, "chance": s.chance, "ranks": list(s.ranks),
-              "widths": list(s.widths), "samples": s.samples}  # fmt: skip
+    found |= {
+        "pwcca_reversed": s.pwcca_reversed,
+        "chance": s.chance,
+        "ranks": list(s.ranks),
+        "widths": list(s.widths),
+        "samples": s.samples,
+    }
     if whole:
         found |= {"correlations": s.correlations.tolist(), "weights": s.weights.tolist()}
     return found
@@ -396,19 +417,41 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
 def _draw_pair(found: dict[str, Any], names: list[str], theme: figure.Theme) -> Any:
     cell = found["similarity"][0][0]
     drawn, axes = figure.figure(6.2, 3.8)
-    axes.plot(range(1, len(cell["correlations"]) + 1), cell["correlations"],
-              color=theme.colours[0], lw=2, label="canonical correlations")  # fmt: skip
-    axes.plot(range(1, len(cell["weights"]) + 1),
-              np.array(cell["weights"]) / max(cell["weights"]), color=theme.colours[4], lw=1.2,
-              label="their weights in PWCCA (largest: 1)")  # fmt: skip
+    axes.plot(
+        range(1, len(cell["correlations"]) + 1),
+        cell["correlations"],
+        color=theme.colours[0],
+        lw=2,
+        label="canonical correlations",
+    )
+    axes.plot(
+        range(1, len(cell["weights"]) + 1),
+        np.array(cell["weights"]) / max(cell["weights"]),
+        color=theme.colours[4],
+        lw=1.2,
+        label="their weights in PWCCA (largest: 1)",
+    )
     for i, measure in enumerate(("pwcca", "cka")):
-        axes.axhline(cell[measure], color=theme.colours[i + 1], ls="--", lw=1.4,
-                     label=f"{measure.upper()} {cell[measure]:.3f}")  # fmt: skip
-    axes.axhline(cell["chance"], color=theme.faint, ls=":", lw=1.4,
-                 label=f"mean of independent data {cell['chance']:.3f}")  # fmt: skip
-    axes.set(xlabel="canonical direction", ylabel="correlation",
-             title=f"{names[0]} layer {found['layers'][0][0]}, {names[1]} layer "
-                   f"{found['layers'][1][0]}, {cell['samples']:,} tokens")  # fmt: skip
+        axes.axhline(
+            cell[measure],
+            color=theme.colours[i + 1],
+            ls="--",
+            lw=1.4,
+            label=f"{measure.upper()} {cell[measure]:.3f}",
+        )
+    axes.axhline(
+        cell["chance"],
+        color=theme.faint,
+        ls=":",
+        lw=1.4,
+        label=f"mean of independent data {cell['chance']:.3f}",
+    )
+    axes.set(
+        xlabel="canonical direction",
+        ylabel="correlation",
+        title=f"{names[0]} layer {found['layers'][0][0]}, {names[1]} layer "
+        f"{found['layers'][1][0]}, {cell['samples']:,} tokens",
+    )
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8)
     return drawn

@@ -37,8 +37,13 @@ def main() -> None:
         description="Import checkpoints of Hugging Face and PLUS, export them, and look inside.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    functions = {"from-hf": _add_from_hf, "from-plus": _add_from_plus, "to-hf": _add_to_hf,
-                 "halve": _add_halve, "inspect": _add_inspect}  # fmt: skip
+    functions = {
+        "from-hf": _add_from_hf,
+        "from-plus": _add_from_plus,
+        "to-hf": _add_to_hf,
+        "halve": _add_halve,
+        "inspect": _add_inspect,
+    }
     for add in functions.values():
         add(commands)
     first = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
@@ -47,8 +52,13 @@ def main() -> None:
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(functions)}"
         raise BadInput(f"unknown command {first!r}{hint}")
     arguments = parser.parse_args()
-    commands_by_name = {"from-hf": from_hf, "from-plus": from_plus, "to-hf": to_hf, "halve": halve,
-                        "inspect": inspect}  # fmt: skip
+    commands_by_name = {
+        "from-hf": from_hf,
+        "from-plus": from_plus,
+        "to-hf": to_hf,
+        "halve": halve,
+        "inspect": inspect,
+    }
     commands_by_name[arguments.command](arguments)
 
 
@@ -61,9 +71,13 @@ def _add_from_hf(commands: argparse._SubParsersAction[Parser]) -> None:
         "a .bin only tensors are read) and its tokenizer, with the head it has. Every tensor is "
         "accounted for by name.",
     )
-    command.add_argument("source", metavar="HF_DIR", help="The directory to import; or the name of "
-                         "a repository of the Hugging Face hub, such as bert-base-uncased, which "
-                         "needs the package huggingface_hub.")  # fmt: skip
+    command.add_argument(
+        "source",
+        metavar="HF_DIR",
+        help="The directory to import; or the name of "
+        "a repository of the Hugging Face hub, such as bert-base-uncased, which "
+        "needs the package huggingface_hub.",
+    )
     _add_output(command, "The checkpoint to write.")
 
 
@@ -75,10 +89,15 @@ def _add_from_plus(commands: argparse._SubParsersAction[Parser]) -> None:
         "all sizes are read, with its MLM and same-family heads, or a head of its own.",
     )
     command.add_argument("source", metavar="FILE", type=Path, help="The checkpoint, PLUS-TFM.pt.")
-    command.add_argument("--heads", type=int, metavar="N",
-                         help="Attention heads (default: one for 64 of the width).")  # fmt: skip
-    command.add_argument("--labels", default="", metavar="A,B,C", help="The classes of its head in "
-                         "order (default: LABEL_0 and so on).")  # fmt: skip
+    command.add_argument(
+        "--heads", type=int, metavar="N", help="Attention heads (default: one for 64 of the width)."
+    )
+    command.add_argument(
+        "--labels",
+        default="",
+        metavar="A,B,C",
+        help="The classes of its head in order (default: LABEL_0 and so on).",
+    )
     _add_output(command, "The checkpoint to write.")
 
 
@@ -124,8 +143,9 @@ def _add_checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _add_output(command: argparse.ArgumentParser, text: str) -> None:
     command.add_argument("out", metavar="OUT", type=Path, help=text)
-    command.add_argument("--overwrite", action="store_true",
-                         help="Replace OUT if it exists (default: refuse).")  # fmt: skip
+    command.add_argument(
+        "--overwrite", action="store_true", help="Replace OUT if it exists (default: refuse)."
+    )
 
 
 def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:

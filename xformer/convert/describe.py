@@ -55,8 +55,11 @@ def describe(path: Path) -> list[str]:
 def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if config.architecture == "hilbert_cnn":
-        screen.add("sizes", f"Hilbert-CNN on words of {config.kmer} letters, rows up to "
-                   f"{config.max_positions} tokens")  # fmt: skip
+        screen.add(
+            "sizes",
+            f"Hilbert-CNN on words of {config.kmer} letters, rows up to "
+            f"{config.max_positions} tokens",
+        )
     else:
         _sizes(screen, checkpoint)
     screen.add("parameters", *_parameters(checkpoint))
@@ -70,8 +73,10 @@ def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
         special,
     )
     if checkpoint.source is not None:
-        screen.add("raw input", f"{checkpoint.source.kind}, {len(checkpoint.source):,} pieces, "
-                   "mapped to the model's")  # fmt: skip
+        screen.add(
+            "raw input",
+            f"{checkpoint.source.kind}, {len(checkpoint.source):,} pieces, mapped to the model's",
+        )
     steps = [_record(record) for record in checkpoint.history]
     hidden = [f"... {len(steps) - SHOWN} more"] if len(steps) > SHOWN else []
     screen.add("history", *(hidden + steps[-SHOWN:] or ["none"]))

@@ -27,8 +27,12 @@ from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-               "relu": "relu"}  # fmt: skip
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 # of sentence-transformers: the modules without weights, and what describes them
 MODULE = re.compile(r"\.(Transformer|Pooling|Normalize)$")
 SENTENCE = ("config_sentence_transformers.json", "sentence_bert_config.json")
@@ -95,8 +99,13 @@ def from_hf(directory: Path) -> Imported:
             f"the embeddings only {config.vocab_size}"
         )
     modules, foreign = _sentence(directory)
-    record = {"op": "from-hf", "family": family.name, "file": file.name,
-              "sha256": file_checksum(file), **_types(source, used)}  # fmt: skip
+    record = {
+        "op": "from-hf",
+        "family": family.name,
+        "file": file.name,
+        "sha256": file_checksum(file),
+        **_types(source, used),
+    }
     record |= {"sentence": modules} if modules else {}
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
     return Imported(checkpoint, family, len(used) + len(tied), tied, left + foreign, lacking)
@@ -129,8 +138,9 @@ def _types(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
 
 def _layer_names(family: Family) -> re.Pattern[str]:
     """What the tensors of any layer are called."""
-    starts = {re.escape(names[0].split("{}")[0]) for names in family.encoder.values()
-              if "{}" in names[0]}  # fmt: skip
+    starts = {
+        re.escape(names[0].split("{}")[0]) for names in family.encoder.values() if "{}" in names[0]
+    }
     return re.compile(rf"(?:{'|'.join(sorted(starts))})\d+\.")
 
 
@@ -213,8 +223,10 @@ def _shards(index: Path, read: Any) -> tuple[list[Path], dict[str, Tensor]]:
         tensors |= found
         for name in (name for name, place in places.items() if place == shard):
             if name not in found:
-                raise BadInput(f"{index.parent / shard} lacks the tensor {name}, which "
-                               f"{index.name} says it holds")  # fmt: skip
+                raise BadInput(
+                    f"{index.parent / shard} lacks the tensor {name}, which "
+                    f"{index.name} says it holds"
+                )
     return [index, *(index.parent / shard for shard in shards)], tensors
 
 
@@ -277,8 +289,10 @@ def _heads(
         return Head("span", max_tokens=longest), table | family.span, [*lacking, "MLM head"]
     if has(family.mlm):
         if meta.get("tie_word_embeddings") is False:
-            raise BadInput("config.json says tie_word_embeddings: false; only decoders that are "
-                           "tied to the word embeddings are known")  # fmt: skip
+            raise BadInput(
+                "config.json says tie_word_embeddings: false; only decoders that are "
+                "tied to the word embeddings are known"
+            )
         _check_activation(config, family)
         return Head("mlm", max_tokens=longest), table | family.mlm, lacking
     return None, table, [*lacking, "MLM head"]
@@ -293,8 +307,11 @@ def _classifier(source: dict[str, Tensor], meta: dict[str, Any], family: Family)
     """
 
     def there(table: Table, part: str) -> bool:
-        return any(f"{name[:-1]}{kind}" in source
-                   for name in table.get(part, ()) for kind in ("weight", "bias"))  # fmt: skip
+        return any(
+            f"{name[:-1]}{kind}" in source
+            for name in table.get(part, ())
+            for kind in ("weight", "bias")
+        )
 
     architecture = str(meta.get("architectures") or "").strip("[]'")
     texts, words = (there(table, "task_head.*") for table in (family.classify, family.tag))
@@ -335,12 +352,15 @@ def _labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) -> tu
 def _check_activation(config: ModelConfig, family: Family) -> None:
     """Raise BadInput unless the family's MLM head has the activation of the layers, as ours has."""
     if family.mlm_activation not in (None, config.activation):
-        raise BadInput(f"model.activation={config.activation} is not that of {family.name}'s MLM "
-                       f"head, which is always {family.mlm_activation}")  # fmt: skip
+        raise BadInput(
+            f"model.activation={config.activation} is not that of {family.name}'s MLM "
+            f"head, which is always {family.mlm_activation}"
+        )
 
 
-def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
-          ) -> tuple[dict[str, Tensor], set[str]]:  # fmt: skip
+def _take(
+    wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
+) -> tuple[dict[str, Tensor], set[str]]:
     weights, used = {}, set()
     for ours, theirs in wanted.items():
         parts = []
@@ -349,8 +369,10 @@ def _take(wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
                 raise BadInput(f"{file} lacks the tensor {name}")
             tensor = source[name]
             if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-                raise BadInput(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers "
-                               "of 16 bits or more")  # fmt: skip
+                raise BadInput(
+                    f"{file}: {name} holds {tensor.dtype}, not floating-point numbers "
+                    "of 16 bits or more"
+                )
             tensor = tensor.detach()
             if tensor.dtype != torch.float64:  # which float32 does not hold
                 tensor = tensor.float()
@@ -404,8 +426,9 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     with atomic_directory(out, overwrite) as directory:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
-        published.write(checkpoint.tokenizer, directory, config.max_positions,
-                        segments=config.token_types > 1)  # fmt: skip
+        published.write(
+            checkpoint.tokenizer, directory, config.max_positions, segments=config.token_types > 1
+        )
         for name, content in _kept_sentence(checkpoint).items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_json(directory / name, content)
@@ -429,8 +452,14 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]
     bare = dict(family.encoder)
     if "pooler.weight" in weights and not (pooled and "pooler.*" in family.classify):
         bare |= family.pooler
-    tables = {"mlm": family.mlm, "classify": family.classify, "regress": family.classify,
-              "span": family.span, "tag": family.tag, None: {}}  # fmt: skip
+    tables = {
+        "mlm": family.mlm,
+        "classify": family.classify,
+        "regress": family.classify,
+        "span": family.span,
+        "tag": family.tag,
+        None: {},
+    }
     heads = tables[kind] | (family.pair if "pair_head.weight" in weights else {})
     prefix = family.prefix if heads else ""
     layers = checkpoint.config.stored_layers
@@ -496,8 +525,10 @@ def family_of(checkpoint: Checkpoint) -> Family:
         _check_activation(config, family)
     pad = checkpoint.tokenizer.special["pad"]
     if name == "roberta" and pad != config.first_position - 1:
-        raise BadInput(f"model.first_position={config.first_position} is not roberta's: its "
-                       f"positions begin after the id of padding, {pad}")  # fmt: skip
+        raise BadInput(
+            f"model.first_position={config.first_position} is not roberta's: its "
+            f"positions begin after the id of padding, {pad}"
+        )
     own = checkpoint.tokenizer.meta.get("normalisation") == XLM_ROBERTA
     return FAMILIES["xlm-roberta"] if name == "roberta" and own else family
 

@@ -41,10 +41,13 @@ class Family:
 
 def _classes(name: str, pre_training: bool = False) -> dict[str, str]:
     found = {
-        "": f"{name}Model", "mlm": f"{name}ForMaskedLM", "span": f"{name}ForQuestionAnswering",
+        "": f"{name}Model",
+        "mlm": f"{name}ForMaskedLM",
+        "span": f"{name}ForQuestionAnswering",
         "classify": f"{name}ForSequenceClassification",
-        "regress": f"{name}ForSequenceClassification", "tag": f"{name}ForTokenClassification",
-    }  # fmt: skip
+        "regress": f"{name}ForSequenceClassification",
+        "tag": f"{name}ForTokenClassification",
+    }
     pairs = {"pair": f"{name}ForPreTraining", "next": f"{name}ForNextSentencePrediction"}
     return found | (pairs if pre_training else {})
 
@@ -83,9 +86,14 @@ _BERT_LAYERS = {
     "encoder.layers.{}.mlp_norm.*": ["encoder.layer.{}.output.LayerNorm.*"],
 }
 _DEFAULTS = {
-    "token_types": 2, "layer_norm_eps": 1e-12, "activation": "gelu", "dropout": 0.1,
-    "attention_dropout": 0.1, "head_dropout": None, "initializer_range": 0.02,
-}  # fmt: skip
+    "token_types": 2,
+    "layer_norm_eps": 1e-12,
+    "activation": "gelu",
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "head_dropout": None,
+    "initializer_range": 0.02,
+}
 
 BERT = Family(
     name="bert",
@@ -131,18 +139,25 @@ XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", classes=_classes("XLMRoberta"
 ALBERT = Family(
     name="albert",
     prefix="albert.",
-    encoder=_EMBEDDINGS | _SEGMENT | {
+    encoder=_EMBEDDINGS
+    | _SEGMENT
+    | {
         "encoder.embeddings.projection.*": ["encoder.embedding_hidden_mapping_in.*"],
-        **{ours: [f"encoder.albert_layer_groups.0.albert_layers.{{}}.{name}" for name in theirs]
-           for ours, theirs in {
-               "encoder.layers.{}.attention.qkv.*": ["attention.query.*", "attention.key.*",
-                                                      "attention.value.*"],
-               "encoder.layers.{}.attention.out.*": ["attention.dense.*"],
-               "encoder.layers.{}.attention_norm.*": ["attention.LayerNorm.*"],
-               "encoder.layers.{}.mlp.up.*": ["ffn.*"],
-               "encoder.layers.{}.mlp.down.*": ["ffn_output.*"],
-               "encoder.layers.{}.mlp_norm.*": ["full_layer_layer_norm.*"],
-           }.items()},
+        **{
+            ours: [f"encoder.albert_layer_groups.0.albert_layers.{{}}.{name}" for name in theirs]
+            for ours, theirs in {
+                "encoder.layers.{}.attention.qkv.*": [
+                    "attention.query.*",
+                    "attention.key.*",
+                    "attention.value.*",
+                ],
+                "encoder.layers.{}.attention.out.*": ["attention.dense.*"],
+                "encoder.layers.{}.attention_norm.*": ["attention.LayerNorm.*"],
+                "encoder.layers.{}.mlp.up.*": ["ffn.*"],
+                "encoder.layers.{}.mlp.down.*": ["ffn_output.*"],
+                "encoder.layers.{}.mlp_norm.*": ["full_layer_layer_norm.*"],
+            }.items()
+        },
     },
     pooler={"pooler.*": ["pooler.*"]},
     mlm={
@@ -159,15 +174,23 @@ ALBERT = Family(
     config=_CONFIG | {"embedding": "embedding_size", "head_dropout": "classifier_dropout_prob"},
     classes=_classes("Albert", pre_training=True) | {"next": "AlbertForPreTraining"},
     fixed={"shared_layers": True},
-    defaults=_DEFAULTS | {"activation": "gelu_new", "dropout": 0.0, "attention_dropout": 0.0,
-                          "head_dropout": 0.1, "embedding": 128},
-)  # fmt: skip
+    defaults=_DEFAULTS
+    | {
+        "activation": "gelu_new",
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "head_dropout": 0.1,
+        "embedding": 128,
+    },
+)
 DISTILBERT = Family(
     name="distilbert",
     prefix="distilbert.",
-    encoder=_EMBEDDINGS | {
+    encoder=_EMBEDDINGS
+    | {
         "encoder.layers.{}.attention.qkv.*": [
-            "transformer.layer.{}.attention.q_lin.*", "transformer.layer.{}.attention.k_lin.*",
+            "transformer.layer.{}.attention.q_lin.*",
+            "transformer.layer.{}.attention.k_lin.*",
             "transformer.layer.{}.attention.v_lin.*",
         ],
         "encoder.layers.{}.attention.out.*": ["transformer.layer.{}.attention.out_lin.*"],
@@ -185,17 +208,28 @@ DISTILBERT = Family(
     classify={"pooler.*": ["pre_classifier.*"], "task_head.*": ["classifier.*"]},
     tied={"vocab_projector.weight": "embeddings.word_embeddings.weight"},
     config={
-        "vocab_size": "vocab_size", "layers": "n_layers", "hidden": "dim", "heads": "n_heads",
-        "intermediate": "hidden_dim", "max_positions": "max_position_embeddings",
-        "activation": "activation", "dropout": "dropout",
-        "attention_dropout": "attention_dropout", "head_dropout": "seq_classif_dropout",
+        "vocab_size": "vocab_size",
+        "layers": "n_layers",
+        "hidden": "dim",
+        "heads": "n_heads",
+        "intermediate": "hidden_dim",
+        "max_positions": "max_position_embeddings",
+        "activation": "activation",
+        "dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+        "head_dropout": "seq_classif_dropout",
         "initializer_range": "initializer_range",
     },
     classes=_classes("DistilBert"),
     fixed={"token_types": 0, "layer_norm_eps": 1e-12, "pooler": "relu"},
-    defaults={"activation": "gelu", "dropout": 0.1, "attention_dropout": 0.1, "head_dropout": 0.2,
-              "initializer_range": 0.02},
-)  # fmt: skip
+    defaults={
+        "activation": "gelu",
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+        "head_dropout": 0.2,
+        "initializer_range": 0.02,
+    },
+)
 
 # not of Hugging Face: the public code of Min et al. 2019
 PLUS = Family(
@@ -207,7 +241,9 @@ PLUS = Family(
         "encoder.embeddings.segment.weight": ["embed.seg_embed.weight"],
         "encoder.embeddings.norm.*": ["embed.norm.*"],
         "encoder.layers.{}.attention.qkv.*": [
-            "blocks.{}.attn.proj_q.*", "blocks.{}.attn.proj_k.*", "blocks.{}.attn.proj_v.*",
+            "blocks.{}.attn.proj_q.*",
+            "blocks.{}.attn.proj_k.*",
+            "blocks.{}.attn.proj_v.*",
         ],
         "encoder.layers.{}.attention.out.*": ["blocks.{}.proj.*"],
         "encoder.layers.{}.attention_norm.*": ["blocks.{}.norm1.*"],
@@ -226,7 +262,7 @@ PLUS = Family(
     tied={"decoder.weight": "embed.tok_embed.weight"},
     config={},
     classes={},
-)  # fmt: skip
+)
 
 FAMILIES = {family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, ALBERT, DISTILBERT)}
 

@@ -36,8 +36,9 @@ class Batch:
     places: np.ndarray | None = None  # (M,) int64
     targets: np.ndarray | None = None  # (M,) int64
 
-    def part(self, row: int, token: int, place: int, last_row: int, last_token: int,
-             last_place: int) -> Batch:  # fmt: skip
+    def part(
+        self, row: int, token: int, place: int, last_row: int, last_token: int, last_place: int
+    ) -> Batch:
         """The batch from a row, its first token and place on, up to others."""
         return Batch(
             self.tokens[token:last_token],
@@ -166,13 +167,18 @@ class Assembler:
         """The packed batch of these rows, unmasked."""
         return self.batches(rows, [len(rows)])[0]
 
-    def masked_batch(self, rows: np.ndarray, epochs: np.ndarray, seed: int,
-                     probability: float) -> Batch:  # fmt: skip
+    def masked_batch(
+        self, rows: np.ndarray, epochs: np.ndarray, seed: int, probability: float
+    ) -> Batch:
         """The packed batch of these rows with BERT's masking; `epochs` (N,) vary the masks."""
         return self.batches(rows, [len(rows)], Masks(seed, probability, epochs))[0]
 
-    def batches(self, rows: np.ndarray, counts: list[int], masks: Masks | None = None,
-                ) -> list[Batch]:  # fmt: skip
+    def batches(
+        self,
+        rows: np.ndarray,
+        counts: list[int],
+        masks: Masks | None = None,
+    ) -> list[Batch]:
         """Batches of the first counts[0] of the rows, the next counts[1], and so on; masked where
         there are `masks`. All in one go: every step of the work costs a small batch as much as a
         large one."""
@@ -222,8 +228,16 @@ class Assembler:
     def _masked(self, batch: Batch, epochs: np.ndarray, masks: Masks) -> Batch:
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
-        places, targets = masking.mask(batch.tokens, batch.positions, keys, sizes, self.special,
-                                       mask_id, self.ordinary, masks.probability)  # fmt: skip
+        places, targets = masking.mask(
+            batch.tokens,
+            batch.positions,
+            keys,
+            sizes,
+            self.special,
+            mask_id,
+            self.ordinary,
+            masks.probability,
+        )
         return replace(batch, places=places, targets=targets)
 
     def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:
@@ -242,8 +256,9 @@ class Assembler:
         there = (labels[:, 0] >= 0) & (labels[:, 1] < b)
         return np.where(there[:, None], second[:, None] + labels, 0)
 
-    def _tags(self, rows: np.ndarray, starts: np.ndarray, a: np.ndarray
-              ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    def _tags(
+        self, rows: np.ndarray, starts: np.ndarray, a: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Where tokens have a class, and which: (M,) each. What truncation cut has none."""
         column = self.split.columns["labels"]
         labels = column.values[ragged_arange(column.offsets[rows], a)]

@@ -20,5 +20,8 @@ def english(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
     like = re.compile(f"({mark})?([A-Za-z]+)")
     # where marks begin no word (WordPiece, symbols), a piece without one does
     marked = tokenizer.kind in ("bpe", "unigram")
-    return {i: (match[2], bool(match[1]) == marked) for i, piece in enumerate(tokenizer.pieces)
-            if (match := like.fullmatch(piece))}  # fmt: skip
+    return {
+        i: (match[2], bool(match[1]) == marked)
+        for i, piece in enumerate(tokenizer.pieces)
+        if (match := like.fullmatch(piece))
+    }

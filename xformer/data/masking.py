@@ -9,9 +9,16 @@ from xformer.data.hashing import GOLDEN, key, mix
 MASK = 3  # what a key is for
 
 
-def mask(tokens: np.ndarray, positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray,
-         special: np.ndarray, mask_id: int, ordinary: np.ndarray, probability: float,
-         ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+def mask(
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    row_keys: np.ndarray,
+    lengths: np.ndarray,
+    special: np.ndarray,
+    mask_id: int,
+    ordinary: np.ndarray,
+    probability: float,
+) -> tuple[np.ndarray, np.ndarray]:
     """Choose and replace tokens of a packed batch, in place.
 
     `tokens` and `positions` (T,) int32, the latter from 0 in each of N rows `lengths` (N,) long;

@@ -49,8 +49,13 @@ CLASSES = re.compile(
     r"|PreTrainedTokenizerFast|TokenizersBackend"
 )
 # what tokenizer_config.json may say
-OPTIONS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents",
-           "add_prefix_space")  # fmt: skip
+OPTIONS = (
+    "do_lower_case",
+    "strip_accents",
+    "tokenize_chinese_chars",
+    "keep_accents",
+    "add_prefix_space",
+)
 # what tokenizer_config.json may say that decides no id, and goes back as it came
 KEPT = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
@@ -59,10 +64,19 @@ ALBERT_STEPS = re.compile(
 )
 ALBERT_REPLACED = [{"String": "``"}, {"String": "''"}, {"Regex": " {2,}"}]
 # options of a tokenizer.json's model that change ids, and the values with which it is known
-WORDPIECE = {"unk_token": "[UNK]", "continuing_subword_prefix": "##",
-             "max_input_chars_per_word": 100}  # fmt: skip
-BPE = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-       "end_of_word_suffix": "", "byte_fallback": False, "ignore_merges": False}  # fmt: skip
+WORDPIECE = {
+    "unk_token": "[UNK]",
+    "continuing_subword_prefix": "##",
+    "max_input_chars_per_word": 100,
+}
+BPE = {
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
 XLM = {"unk_id": 3, "byte_fallback": False}
 SPACE = r"[\s\x1c-\x1f]+"  # between symbols: what Python takes for white space
@@ -124,11 +138,13 @@ class _Source:
             piece: {
                 "id": token["id"],
                 "special": bool(token["special"]),
-                **{flag: bool(token.get(flag, flag == "normalized" and not token["special"]))
-                   for flag in FLAGS},
+                **{
+                    flag: bool(token.get(flag, flag == "normalized" and not token["special"]))
+                    for flag in FLAGS
+                },
             }
             for piece, token in sorted(found.items(), key=lambda item: item[1]["id"])
-        }  # fmt: skip
+        }
 
     def lowercase(self) -> bool:
         """Is text lower-cased? What the files say, else what the user does."""
@@ -149,13 +165,20 @@ def read(path: str | Path, cased: bool = False) -> Tokenizer:
     piece twice, ids with gaps, merges that do not fit, and rules that are not those of the three.
     """
     source = _source(Path(path), cased)
-    readers = {"tokenizer.json": _tokenizer_json, "vocab.txt": _vocab_txt,
-               "vocab.json": _vocab_json, "spiece.model": _spiece_model,
-               "sentencepiece.bpe.model": _spiece_model}  # fmt: skip
+    readers = {
+        "tokenizer.json": _tokenizer_json,
+        "vocab.txt": _vocab_txt,
+        "vocab.json": _vocab_json,
+        "spiece.model": _spiece_model,
+        "sentencepiece.bpe.model": _spiece_model,
+    }
     found = readers[source.form](source)
     found.published |= {name: source.options[name] for name in KEPT if name in source.options}
-    flags = {piece: {flag: token[flag] for flag in FLAGS}
-             for piece, token in source.added.items() if token["special"]}  # fmt: skip
+    flags = {
+        piece: {flag: token[flag] for flag in FLAGS}
+        for piece, token in source.added.items()
+        if token["special"]
+    }
     found.published |= {"special": flags} if flags else {}
     return found
 
@@ -262,14 +285,19 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
             raise unknown
         if kind in ("unigram", "xlm"):
             scores = [(str(piece), float(score)) for piece, score in model["vocab"]]
-            maps = [step["precompiled_charsmap"] for step in _steps(fast["normalizer"])
-                    if step["type"] == "Precompiled"]  # fmt: skip
+            maps = [
+                step["precompiled_charsmap"]
+                for step in _steps(fast["normalizer"])
+                if step["type"] == "Precompiled"
+            ]
             charsmap = base64.b64decode(maps[0]) if maps else b""
             if kind == "unigram":
                 return _albert(source, scores, charsmap, special, symbols)
             if symbols:
-                raise BadInput(f"{source.file}: {symbols[0]!r} was added to the vocabulary; only "
-                               "added special tokens are known of XLM-RoBERTa")  # fmt: skip
+                raise BadInput(
+                    f"{source.file}: {symbols[0]!r} was added to the vocabulary; only "
+                    "added special tokens are known of XLM-RoBERTa"
+                )
             with _naming(source.file):
                 return tokenizers.xlm_roberta(scores, charsmap)
         vocabulary = _vocabulary(source.file, {**special, **model["vocab"]})
@@ -367,9 +395,11 @@ def _words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
         if token["special"] and (piece in vocabulary or token["id"] < 0):
             continue
         if token["special"] or token["id"] != vocabulary.get(piece, end):
-            raise BadInput(f"{source.file}: {piece!r} was added to the vocabulary as number "
-                           f"{token['id']}; special tokens, then words, may follow its "
-                           f"{len(vocabulary)} pieces")  # fmt: skip
+            raise BadInput(
+                f"{source.file}: {piece!r} was added to the vocabulary as number "
+                f"{token['id']}; special tokens, then words, may follow its "
+                f"{len(vocabulary)} pieces"
+            )
         end += piece not in vocabulary
         found.append(AddedToken(piece, **{flag: token[flag] for flag in FLAGS}))
     return found
@@ -383,8 +413,9 @@ def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
         return tokenizers.wordpiece(vocabulary, lowercase, accents, chinese, added)
 
 
-def _byte_bpe(source: _Source, vocabulary: dict[str, int],
-              merges: list[tuple[str, tuple[str, str]]]) -> Tokenizer:  # fmt: skip
+def _byte_bpe(
+    source: _Source, vocabulary: dict[str, int], merges: list[tuple[str, tuple[str, str]]]
+) -> Tokenizer:
     """`merges` come with the place where each stands."""
     for place, (first, second) in merges:
         for piece in (first, second, first + second):
@@ -402,8 +433,13 @@ def _byte_bpe(source: _Source, vocabulary: dict[str, int],
         return tokenizers.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space, added)
 
 
-def _albert(source: _Source, scores: list[tuple[str, float]], charsmap: bytes,
-            controls: Iterable[str], symbols: list[str]) -> Tokenizer:  # fmt: skip
+def _albert(
+    source: _Source,
+    scores: list[tuple[str, float]],
+    charsmap: bytes,
+    controls: Iterable[str],
+    symbols: list[str],
+) -> Tokenizer:
     known = {piece for piece, _ in scores}
     for piece in [*controls, *symbols]:
         if piece not in known:
@@ -484,10 +520,14 @@ def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = 
     names = {f"{role}_token": piece for role, piece in special.items()}
     if tokenizer.kind in ("bpe", "unigram"):
         names |= {"bos_token": special["cls"], "eos_token": special["sep"]}
-    said = {"tokenizer_class": _their_class(tokenizer, segments), "model_max_length": longest,
-            "model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"],
-            **{name: tokenizer.published[name] for name in KEPT if name in tokenizer.published},
-            **names, **_options(tokenizer)}  # fmt: skip
+    said = {
+        "tokenizer_class": _their_class(tokenizer, segments),
+        "model_max_length": longest,
+        "model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"],
+        **{name: tokenizer.published[name] for name in KEPT if name in tokenizer.published},
+        **names,
+        **_options(tokenizer),
+    }
     if further := [piece for piece in flags if piece not in special.values()]:
         said["additional_special_tokens"] = further
     its = flags[special["mask"]]
@@ -502,8 +542,10 @@ def _flags(tokenizer: Tokenizer) -> dict[str, dict[str, bool]]:
     which RoBERTa and ALBERT take the space before a mask as a part of it."""
     special = tokenizer.meta["special"]
     plain = dict.fromkeys(FLAGS, False)
-    own = {piece: plain | {"lstrip": role == "mask" and tokenizer.kind in ("bpe", "unigram")}
-           for role, piece in special.items()}  # fmt: skip
+    own = {
+        piece: plain | {"lstrip": role == "mask" and tokenizer.kind in ("bpe", "unigram")}
+        for role, piece in special.items()
+    }
     return own | dict(tokenizer.published.get("special", {}))
 
 
@@ -571,11 +613,13 @@ def _fast_unigram(proto: bytes) -> Any:
     model.ParseFromString(proto)
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     fast = Fast(models.Unigram(pieces, unk_id=model.trainer_spec.unk_id, byte_fallback=False))
-    fast.normalizer = normalizers.Sequence([
-        normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap),
-        normalizers.Strip(),
-        normalizers.Replace(Regex(" {2,}"), " "),
-    ])  # fmt: skip
+    fast.normalizer = normalizers.Sequence(
+        [
+            normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap),
+            normalizers.Strip(),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
     fast.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
     fast.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
     return fast

@@ -79,8 +79,14 @@ class Stream:
     up many at a time, as a look-up costs as much for one as for a thousand.
     """
 
-    def __init__(self, samples: Samples, end: int, sizes: Callable[[np.ndarray], np.ndarray],
-                 rows: int, tokens: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        samples: Samples,
+        end: int,
+        sizes: Callable[[np.ndarray], np.ndarray],
+        rows: int,
+        tokens: int = 0,
+    ):
         self.samples, self.end, self.sizes = samples, end, sizes
         self.per_step, self.tokens, self.ahead = rows, tokens, 1
         self._look_up(0, 0)

@@ -181,8 +181,9 @@ class Store:
                 return f"{self.path / name} is damaged in block {block} of {BLOCK} bytes"
         return ""
 
-    def verify_in_background(self, report: Callable[[str], None],
-                             begin: threading.Event | None = None) -> threading.Thread:  # fmt: skip
+    def verify_in_background(
+        self, report: Callable[[str], None], begin: threading.Event | None = None
+    ) -> threading.Thread:
         """Check every block in a daemon thread, which takes only processor time that nobody else
         wants; call `report` once with the first bad one. It waits for `begin`."""
 
@@ -419,8 +420,13 @@ class SplitWriter:
 class StoreWriter:
     """Writes the splits of a store; use through `create_store`."""
 
-    def __init__(self, directory: Path, tokenizer: tokenizers.Tokenizer, columns: dict[str, str],
-                 ragged: Sequence[str]):  # fmt: skip
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: tokenizers.Tokenizer,
+        columns: dict[str, str],
+        ragged: Sequence[str],
+    ):
         small = len(tokenizer) <= 2**16
         ids = np.dtype(np.uint16 if small else np.uint32)
         self.directory, self.tokenizer, self.ragged = directory, tokenizer, ragged
@@ -439,8 +445,9 @@ class StoreWriter:
         if self.splits[name]["rows"] == 0:
             raise BadInput(f"the split {name!r} would be empty: its input holds no example")
 
-    def finish(self, kind: str, labels: Sequence[str], metric: str | None,
-               origin: dict[str, Any]) -> None:  # fmt: skip
+    def finish(
+        self, kind: str, labels: Sequence[str], metric: str | None, origin: dict[str, Any]
+    ) -> None:
         """Write the tokenizer and `store.json`, last. `origin`: command, sources, choices."""
         self.tokenizer.save(self.directory)
         meta = {
@@ -465,9 +472,13 @@ class StoreWriter:
 
 
 @contextmanager
-def create_store(path: Path, tokenizer: tokenizers.Tokenizer, columns: dict[str, str],
-                 ragged: Sequence[str] = ("tokens",), overwrite: bool = False,
-                 ) -> Iterator[StoreWriter]:  # fmt: skip
+def create_store(
+    path: Path,
+    tokenizer: tokenizers.Tokenizer,
+    columns: dict[str, str],
+    ragged: Sequence[str] = ("tokens",),
+    overwrite: bool = False,
+) -> Iterator[StoreWriter]:
     """A new store that appears whole at `path` when the block ends, or not at all.
 
     `columns` maps each column to its dtype (ignored for `tokens` and `tokens_b`, which hold ids).

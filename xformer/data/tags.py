@@ -32,8 +32,9 @@ def encode_words(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.nd
     ]
 
 
-def _places(text: str, ids: np.ndarray, starts: np.ndarray, unknown: int
-            ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+def _places(
+    text: str, ids: np.ndarray, starts: np.ndarray, unknown: int
+) -> tuple[np.ndarray, np.ndarray]:
     spans = [word.span() for word in _WORD.finditer(text)]
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
     first = np.searchsorted(starts, begins)

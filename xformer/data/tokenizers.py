@@ -288,8 +288,13 @@ def _sentencepiece(path: Path) -> Any:
     return model
 
 
-def wordpiece(vocabulary: dict[str, int], lowercase: bool, strip_accents: bool | None = None,
-              chinese: bool = True, added: Iterable[AddedToken] = ()) -> Tokenizer:  # fmt: skip
+def wordpiece(
+    vocabulary: dict[str, int],
+    lowercase: bool,
+    strip_accents: bool | None = None,
+    chinese: bool = True,
+    added: Iterable[AddedToken] = (),
+) -> Tokenizer:
     """BERT's tokenizer over a given vocabulary (piece -> id). Words `added` that are not in it get
     the ids behind it; they stand alone wherever a text has them."""
     from tokenizers import Tokenizer as Fast
@@ -330,9 +335,14 @@ def byte_bpe(
     return Tokenizer({"kind": "bpe", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}, model)
 
 
-def albert(scores: list[tuple[str, float]], charsmap: bytes | None, controls: Iterable[str],
-           symbols: Iterable[str], lowercase: bool = True,
-           keep_accents: bool = False) -> Tokenizer:  # fmt: skip
+def albert(
+    scores: list[tuple[str, float]],
+    charsmap: bytes | None,
+    controls: Iterable[str],
+    symbols: Iterable[str],
+    lowercase: bool = True,
+    keep_accents: bool = False,
+) -> Tokenizer:
     """ALBERT's tokenizer: SentencePiece's unigram model over text made plain first.
 
     `scores` are the pieces in id order with their log-probabilities, `charsmap` is the model's own
@@ -422,13 +432,23 @@ def _unigram(model: Any) -> Tokenizer:
 def plus() -> Tokenizer:
     """The alphabet of PLUS (Min et al. 2019): 20 amino acids, X for any, O and U as K and C."""
     special = {**BERT_SPECIAL, "unk": "X"}
-    meta = {"kind": "symbols", "special": special, "pair_separators": 1, "separated": False,
-            "synonyms": {"O": "K", "U": "C", "B": "X", "Z": "X"}}  # fmt: skip
+    meta = {
+        "kind": "symbols",
+        "special": special,
+        "pair_separators": 1,
+        "separated": False,
+        "synonyms": {"O": "K", "U": "C", "B": "X", "Z": "X"},
+    }
     return Tokenizer(meta, ["[PAD]", *"ARNDCQEGHILKMFPSTWYVX", "[MASK]", "[CLS]", "[SEP]"])
 
 
-def train(kind: str, texts: Iterable[str], vocab_size: int, lowercase: bool = True,
-          characters: Iterable[str] | None = None) -> Tokenizer:  # fmt: skip
+def train(
+    kind: str,
+    texts: Iterable[str],
+    vocab_size: int,
+    lowercase: bool = True,
+    characters: Iterable[str] | None = None,
+) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
 
     `kind` is wordpiece, bpe, unigram or symbols (the characters seen; `vocab_size` bounds them).

@@ -170,8 +170,12 @@ def kept(size: Sequence[int], rate: float, dtype: torch.dtype) -> Tensor:
         columns = max(1, size[-1] if size else 1)
         native.call("fill_mask", mask.dtype, mask, count // columns, columns, seed, rate)
         return mask.to(dtype)
-    SMALL.state = {"bit_generator": "SFC64", "has_uint32": 0, "uinteger": 0,
-                   "state": {"state": np.array([seed, seed, seed, 1], np.uint64)}}  # fmt: skip
+    SMALL.state = {
+        "bit_generator": "SFC64",
+        "has_uint32": 0,
+        "uinteger": 0,
+        "state": {"state": np.array([seed, seed, seed, 1], np.uint64)},
+    }
     SMALL.random_raw(12, output=False)  # until the words of the state are mixed
     words = np.random.Generator(SMALL).integers(0, 2**64, -(-count // 4), np.uint64)
     draws = torch.from_numpy(words.view(np.int16)[:count]).view(size)
@@ -236,8 +240,9 @@ def choose_backend(qkv: Tensor, dropout: float) -> Backend:
     return "fused" if dropout > 0.0 or qkv.requires_grad else "sdpa"
 
 
-def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
-              backend: Backend = "auto") -> Tensor:  # fmt: skip
+def attention(
+    qkv: Tensor, layout: Layout, dropout: float = 0.0, backend: Backend = "auto"
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
     qkv: (T, 3, H, D); returns (T, H, D). `dropout` falls on the probabilities. For rows behind the
@@ -267,16 +272,21 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0,
         out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest)
     else:
         blocks = layout.blocks_of(qkv.size(2))
-        out = _join(blocks, [
-            F.scaled_dot_product_attention(q, k, v, None if bias is None else bias.to(q.dtype))
-            for q, k, v, bias in _split(qkv, blocks)
-        ], qkv)  # fmt: skip
+        out = _join(
+            blocks,
+            [
+                F.scaled_dot_product_attention(q, k, v, None if bias is None else bias.to(q.dtype))
+                for q, k, v, bias in _split(qkv, blocks)
+            ],
+            qkv,
+        )
     assert isinstance(out, Tensor)
     return out
 
 
-def explicit_attention(qkv: Tensor, layout: Layout,
-                       dropout: float = 0.0) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+def explicit_attention(
+    qkv: Tensor, layout: Layout, dropout: float = 0.0
+) -> tuple[Tensor, list[Tensor]]:
     """Attention written out; also returns the maps: per sequence (H, L, L), before dropout."""
     out: list[Tensor] = []
     maps: list[Tensor] = []
@@ -292,16 +302,27 @@ def explicit_attention(qkv: Tensor, layout: Layout,
             left = drop(weights, dropout)
         else:  # as the back end native does, with its masks
             mask = torch.empty(weights.size(), dtype=torch.float32)
-            native.call("attention_mask", mask.dtype, mask, layout.cu_seqlens[begin:], block.count,
-                        qkv.size(2), block.length, seed, dropout)  # fmt: skip
+            native.call(
+                "attention_mask",
+                mask.dtype,
+                mask,
+                layout.cu_seqlens[begin:],
+                block.count,
+                qkv.size(2),
+                block.length,
+                seed,
+                dropout,
+            )
             left = weights * mask.to(weights.dtype).mul_(1 / (1 - dropout))
         out.append(left @ v)
         begin += block.count
     return _join(blocks, out, qkv), maps
 
 
-def _split(qkv: Tensor, blocks: list[Block],
-           ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+def _split(
+    qkv: Tensor,
+    blocks: list[Block],
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """q, k, v as (n, H, L, D), and the bias, for each block."""
     # split, not slices: its backward is one concatenation, not a sum of zero-filled tensors
     sizes = [block.tokens for block in blocks]
@@ -326,8 +347,10 @@ class _Native(torch.autograd.Function):
         T, _, H, D = qkv.size()
         N, ends = len(layout.lengths), layout.cu_seqlens
         if not native.serves(qkv) or sum(layout.lengths) > T:
-            raise ValueError("the back end 'native' wants its kernels, and qkv in fp32 or bf16 on "
-                             "the CPU, without gaps, with a row for every token")  # fmt: skip
+            raise ValueError(
+                "the back end 'native' wants its kernels, and qkv in fp32 or bf16 on "
+                "the CPU, without gaps, with a row for every token"
+            )
         out, sums = qkv.new_empty(T, H, D), qkv.new_empty(T, H, 2, dtype=torch.float32)
         ctx.rest = N, H, D, layout.max_length, new_seed() if dropout > 0.0 else 0, dropout
         native.call("attention", qkv.dtype, qkv, ends, out, sums, *ctx.rest)
@@ -341,8 +364,9 @@ class _Native(torch.autograd.Function):
         refuse_second_derivative("the back end 'native' has none: use explicit")
         qkv, ends, sums = ctx.saved_tensors
         d_qkv = torch.empty_like(qkv)
-        native.call("attention_backward", qkv.dtype, qkv, ends, sums, d_out.contiguous(), d_qkv,
-                    *ctx.rest)  # fmt: skip
+        native.call(
+            "attention_backward", qkv.dtype, qkv, ends, sums, d_out.contiguous(), d_qkv, *ctx.rest
+        )
         d_qkv[ctx.count :] = 0
         return d_qkv, None, None
 
@@ -409,8 +433,9 @@ class _Fused(torch.autograd.Function):
         return d_qkv, None, None
 
 
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None,
-             bias: Tensor | None = None) -> Tensor:  # fmt: skip
+def _product(
+    a: Tensor, b: Tensor, scale: float, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """scale * a b, into `out` or plus a `bias`."""
     if bias is not None:
         return torch.baddbmm(bias, a, b, alpha=scale)

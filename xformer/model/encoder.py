@@ -166,9 +166,14 @@ def to_device(batch: Batch, device: torch.device) -> Packed:
     assert positions is not None
     assert segments is not None
     return Packed(
-        tokens, positions, segments, layout(batch.cu_seqlens, device),
-        move(batch.labels), move(batch.places), move(batch.targets),
-    )  # fmt: skip
+        tokens,
+        positions,
+        segments,
+        layout(batch.cu_seqlens, device),
+        move(batch.labels),
+        move(batch.places),
+        move(batch.targets),
+    )
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -228,13 +233,15 @@ class _AddNorm(torch.autograd.Function):
     """LayerNorm(z) and z = x + dropout(y) by a native kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float,
-                rate: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, rate: float
+    ) -> tuple[Tensor, Tensor]:
         T, C = x.size()
         z, out, moments = torch.empty_like(x), torch.empty_like(x), x.new_empty(T, 2)
         ctx.rest = T, C, new_seed() if rate > 0.0 else 0, rate
-        native.call("add_norm", y.dtype, x, y, weight, bias, z, out, moments, T, C, eps,
-                    *ctx.rest[2:])  # fmt: skip
+        native.call(
+            "add_norm", y.dtype, x, y, weight, bias, z, out, moments, T, C, eps, *ctx.rest[2:]
+        )
         ctx.save_for_backward(z, moments, weight)
         ctx.type = y.dtype
         ctx.set_materialize_grads(False)
@@ -249,13 +256,30 @@ class _AddNorm(torch.autograd.Function):
         d_x, (d_weight, d_bias) = torch.empty_like(z), weight.new_empty(2, *weight.size())
         same = ctx.type == z.dtype and ctx.rest[-1] == 0.0
         d_y = d_x if same else torch.empty_like(z, dtype=ctx.type)
-        native.call("add_norm_backward", ctx.type, d_out, d_z, z, moments, weight, d_x, d_y,
-                    d_weight, d_bias, *ctx.rest)  # fmt: skip
+        native.call(
+            "add_norm_backward",
+            ctx.type,
+            d_out,
+            d_z,
+            z,
+            moments,
+            weight,
+            d_x,
+            d_y,
+            d_weight,
+            d_bias,
+            *ctx.rest,
+        )
         return d_x, d_y, d_weight, d_bias, None, None
 
 
-def add_norm(x: Tensor, y: Tensor, norm: nn.Module, rate: float, plain: bool = False,
-             ) -> tuple[Tensor, Tensor]:  # fmt: skip
+def add_norm(
+    x: Tensor,
+    y: Tensor,
+    norm: nn.Module,
+    rate: float,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor]:
     """norm(z) and z = x + dropout(y), all (T, C); in one kernel, unless `plain` operations are
     asked for, which can be differentiated twice; or hooks wait for the norm."""
     plain = plain or bool(norm._forward_hooks)
@@ -264,9 +288,12 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.Module, rate: float, plain: bool = F
 
         seed = new_seed() if rate > 0.0 else 0
         return norm_kernels.add_norm(y, x, norm.weight, norm.bias, norm.eps, rate, seed)
-    if not plain and isinstance(norm, nn.LayerNorm) and x.dtype == norm.weight.dtype == FP32 and (
-        native.serves(x, y, norm.weight)
-    ):  # fmt: skip
+    if (
+        not plain
+        and isinstance(norm, nn.LayerNorm)
+        and x.dtype == norm.weight.dtype == FP32
+        and (native.serves(x, y, norm.weight))
+    ):
         out, z = _AddNorm.apply(x, y, norm.weight, norm.bias, norm.eps, rate)
         assert isinstance(out, Tensor)
         assert isinstance(z, Tensor)
@@ -346,8 +373,13 @@ class SelfAttention(nn.Module):
         self.heads = config.heads
         self.dropout = config.attention_dropout
 
-    def forward(self, x: Tensor, layout: Layout, backend: Backend, places: Tensor | None = None,
-                ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    def forward(
+        self,
+        x: Tensor,
+        layout: Layout,
+        backend: Backend,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """x (T, C) -> (T, C), with `places` (P,) what leaves these tokens alone, (P, C); and with
         the back end "explicit" the maps, else none."""
         T, C = x.size()
@@ -388,8 +420,13 @@ class Layer(nn.Module):
         self.dropout = 0.0 if config.dropout_form == "distilbert" else config.dropout
         self.mlp_dropout = 0.0 if config.dropout_form == "albert" else config.dropout
 
-    def forward(self, x: Tensor, layout: Layout, backend: Backend, places: Tensor | None = None,
-                ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    def forward(
+        self,
+        x: Tensor,
+        layout: Layout,
+        backend: Backend,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """x (T, C) -> (T, C), or (P, C) at `places`, and the maps as of SelfAttention."""
         plain = backend == "explicit"
         rates = (self.dropout, self.mlp_dropout) if self.training else (0.0, 0.0)
@@ -424,8 +461,12 @@ class Encoder(nn.Module):
         pre_norm = config.norm == "pre"
         self.final_norm = layer_norm(config, config.hidden) if pre_norm else None
 
-    def forward(self, batch: Packed, backend: Backend = "auto", places: Tensor | None = None,
-                ) -> Tensor:  # fmt: skip
+    def forward(
+        self,
+        batch: Packed,
+        backend: Backend = "auto",
+        places: Tensor | None = None,
+    ) -> Tensor:
         """The last hidden states, (T, C); with `places` (P,) those of these tokens alone, (P, C),
         for which the last layer does no more than they need."""
         count = len(batch.tokens) if places is None else len(places)

@@ -56,8 +56,13 @@ class MLMHead(nn.Module):
         """x (M, C) -> what meets the word embeddings, (M, E)."""
         return self.norm(activate(self.dense(x), self.activation))
 
-    def loss(self, x: Tensor, word: Tensor, targets: Tensor, owed: list[Tensor] | None = None,
-             ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def loss(
+        self,
+        x: Tensor,
+        word: Tensor,
+        targets: Tensor,
+        owed: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right,
         without the logits of all places at once; the gradient of `word` goes to `owed` if it is
         there (see Words). Rows of x behind those of the targets do not count."""
@@ -69,8 +74,9 @@ class _VocabularyLoss(torch.autograd.Function):
     """Cross-entropy of h W^T + b by blocks of rows, each with its gradient: softmax less target."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor,
-                owed: list[Tensor] | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(
+        ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor, owed: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
         half, count = dtype != word.dtype, len(targets)
@@ -121,8 +127,13 @@ class _VocabularyLoss(torch.autograd.Function):
         return d_h, d_word, d_bias, None, None
 
 
-def _native_rows(logits: Tensor, bias: Tensor, y: Tensor, n: int, d_bias: Tensor,
-                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _native_rows(
+    logits: Tensor,
+    bias: Tensor,
+    y: Tensor,
+    n: int,
+    d_bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of a block's logits (rows, at least V), still without their bias (V,), and targets y (rows,
     1): the loss of the first n, how many are right, and the gradient (rows, V), which is added to
     that of the bias. Raises IndexError where a target is none of the V."""
@@ -130,13 +141,29 @@ def _native_rows(logits: Tensor, bias: Tensor, y: Tensor, n: int, d_bias: Tensor
     y = y.long().contiguous()
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(d_bias):
         raise IndexError(f"a target is not in 0 to {len(d_bias) - 1}")
-    native.call("cross_entropy", logits.dtype, logits, bias, y, losses, hits, d_bias, len(y), n,
-                len(bias), logits.size(1))  # fmt: skip
+    native.call(
+        "cross_entropy",
+        logits.dtype,
+        logits,
+        bias,
+        y,
+        losses,
+        hits,
+        d_bias,
+        len(y),
+        n,
+        len(bias),
+        logits.size(1),
+    )
     return losses.sum(), hits.sum(), logits[:, : len(d_bias)]
 
 
-def _plain_rows(logits: Tensor, y: Tensor, n: int, d_bias: Tensor,
-                ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _plain_rows(
+    logits: Tensor,
+    y: Tensor,
+    n: int,
+    d_bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`_native_rows` by operations of torch, of logits with their bias."""
     logits[:, len(d_bias) :] = -torch.inf
     dtype, logits = logits.dtype, logits.to(d_bias.dtype)
@@ -164,8 +191,14 @@ class Model(nn.Module):
     MLM head: a pair counts as much as so many masked tokens.
     """
 
-    def __init__(self, config: ModelConfig, kind: HeadKind | None, outputs: int = 0,
-                 parts: Collection[str] = (), pair_scale: float = 0.0):  # fmt: skip
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: HeadKind | None,
+        outputs: int = 0,
+        parts: Collection[str] = (),
+        pair_scale: float = 0.0,
+    ):
         super().__init__()
         self.config, self.kind, self.pair_scale = config, kind, pair_scale
         self.cnn = HilbertCNN(config) if config.architecture == "hilbert_cnn" else None

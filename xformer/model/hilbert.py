@@ -108,9 +108,15 @@ class BatchNorm(nn.Module):
         """x (N, C, Y, X) -> the same shape."""
         several = x.numel() > x.size(1)  # one value has no variance: then the running ones, too
         return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias,
-            self.training and several, MOMENTUM, EPSILON,
-        )  # fmt: skip
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training and several,
+            MOMENTUM,
+            EPSILON,
+        )
 
 
 class Convolution(nn.Conv2d):

@@ -276,11 +276,25 @@ def _store_tile(start, stride, position, length, tile, D: tl.constexpr, PADDED_D
 
 @triton.jit(do_not_specialize=CHANGING)
 def _forward_kernel(
-    qkv, o, log_sum, cu_seqlens, tokens, blocks,
-    scale, scale_log2, word_a, word_b, drop_below, keep_scale,
-    D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    DROPOUT: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    o,
+    log_sum,
+    cu_seqlens,
+    tokens,
+    blocks,
+    scale,
+    scale_log2,
+    word_a,
+    word_b,
+    drop_below,
+    keep_scale,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    DOT: tl.constexpr,
+):
     first, length, begin, head = _locate(cu_seqlens, blocks, OWN)
     if begin >= length:
         return
@@ -320,11 +334,28 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dq_kernel(
-    qkv, o, do, dqkv, log_sum, delta, cu_seqlens, tokens, blocks,
-    scale, scale_log2, word_a, word_b, drop_below, keep_scale,
-    D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    DROPOUT: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    o,
+    do,
+    dqkv,
+    log_sum,
+    delta,
+    cu_seqlens,
+    tokens,
+    blocks,
+    scale,
+    scale_log2,
+    word_a,
+    word_b,
+    drop_below,
+    keep_scale,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    DOT: tl.constexpr,
+):
     first, length, begin, head = _locate(cu_seqlens, blocks, OWN)
     if begin >= length:
         return
@@ -367,11 +398,27 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dkdv_kernel(
-    qkv, do, dqkv, log_sum, delta, cu_seqlens, tokens, blocks,
-    scale, scale_log2, word_a, word_b, drop_below, keep_scale,
-    D: tl.constexpr, PADDED_D: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    DROPOUT: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    do,
+    dqkv,
+    log_sum,
+    delta,
+    cu_seqlens,
+    tokens,
+    blocks,
+    scale,
+    scale_log2,
+    word_a,
+    word_b,
+    drop_below,
+    keep_scale,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    DOT: tl.constexpr,
+):
     first, length, begin, head = _locate(cu_seqlens, blocks, OWN)
     if begin >= length:
         return

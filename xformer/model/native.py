@@ -34,13 +34,23 @@ from torch.utils._device import DeviceContext
 from xformer.data.files import cache_folder, sync
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
-         "-fPIC")  # fmt: skip
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+)
 OFF, ELSEWHERE = "XFORMER_NATIVE=0", "only on Linux"
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 PASSED: dict[str, Any] = {
-    "p": ctypes.c_void_p, "n": ctypes.c_int64, "s": ctypes.c_uint64, "d": ctypes.c_double,
-}  # fmt: skip
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "s": ctypes.c_uint64,
+    "d": ctypes.c_double,
+}
 KERNELS = {  # by name: pointers, numbers, seeds and doubles as native.cpp takes them
     "fill_mask": "pnnsd",
     "attention": "ppppnnnnsd",
@@ -88,8 +98,9 @@ def _compiled() -> Path:
         raise Unavailable(ELSEWHERE)
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, check=True,
-                                 timeout=60).stdout  # fmt: skip
+        version = subprocess.run(
+            [*compiler, "--version"], capture_output=True, check=True, timeout=60
+        ).stdout
     except FileNotFoundError:
         raise Unavailable(f"no C++ compiler {compiler[0]!r}") from None
     flags = [*FLAGS, "-mprefer-vector-width=512"] if "avx512f" in _processor() else [*FLAGS]

@@ -202,10 +202,25 @@ def _store(start, at, inside, tile):
 
 @triton.jit(do_not_specialize=CHANGING)
 def _forward_kernel(
-    x, residual, weight, bias, y, z, mean, inverse, tokens, eps,
-    word_a, word_b, drop_below, keep_scale,
-    C: tl.constexpr, PADDED_C: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    z,
+    mean,
+    inverse,
+    tokens,
+    eps,
+    word_a,
+    word_b,
+    drop_below,
+    keep_scale,
+    C: tl.constexpr,
+    PADDED_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_C)
     inside = (row[:, None] < tokens) & (column[None, :] < C)
@@ -230,11 +245,27 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _backward_kernel(
-    dy, dz, z, weight, mean, inverse, dx, dresidual, dweight, dbias, tokens,
-    word_a, word_b, drop_below, keep_scale,
-    C: tl.constexpr, PADDED_C: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+    dy,
+    dz,
+    z,
+    weight,
+    mean,
+    inverse,
+    dx,
+    dresidual,
+    dweight,
+    dbias,
+    tokens,
+    word_a,
+    word_b,
+    drop_below,
+    keep_scale,
+    C: tl.constexpr,
+    PADDED_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROPOUT: tl.constexpr,
     HAS_DZ: tl.constexpr,
-):  # fmt: skip
+):
     # A program takes every P-th group of rows, and leaves one row of dweight and dbias, (P, C).
     column = tl.arange(0, PADDED_C)
     w_tile = _load(weight, column, column < C)[None, :]

@@ -181,8 +181,9 @@ def prepare(work: Work) -> None:
         work.path.with_suffix(".toml").write_text(text, encoding="utf-8")
 
 
-def work_off(plan: Plan, executor: pool.Executor, costs: Costs,
-             ledger: Ledger) -> dict[str, pool.Outcome]:  # fmt: skip
+def work_off(
+    plan: Plan, executor: pool.Executor, costs: Costs, ledger: Ledger
+) -> dict[str, pool.Outcome]:
     """Run what is to be done of a plan, showing how far it is and when it will be done."""
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
@@ -197,8 +198,15 @@ def work_off(plan: Plan, executor: pool.Executor, costs: Costs,
                     raise Interrupted(signals[0], "stopped; the same command goes on")
 
             works = list(plan.works.values())
-            return pool.execute(works, executor, changed, prepare, wanted=plan.wanted,
-                                pause=plan.root / "PAUSE", tell=progress.tell)  # fmt: skip
+            return pool.execute(
+                works,
+                executor,
+                changed,
+                prepare,
+                wanted=plan.wanted,
+                pause=plan.root / "PAUSE",
+                tell=progress.tell,
+            )
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -62,8 +62,11 @@ def _panels(results: Results, curves: Curves, event: str, values: dict[str, str]
         lines = []
         for name in results.study.factors(curves.stage)[curves.lines]:
             wanted = {**curves.where, curves.panels: level, curves.lines: name}
-            runs = [w.path for w in results.plan.runs(curves.stage)
-                    if wanted.items() <= w.levels.items() and w.done]  # fmt: skip
+            runs = [
+                w.path
+                for w in results.plan.runs(curves.stage)
+                if wanted.items() <= w.levels.items() and w.done
+            ]
             line = _line(name, runs, event, values.get(level, ""))
             if line is not None:
                 lines.append(line)
@@ -88,8 +91,13 @@ def curves_figure(panels: list[Panel]) -> str:
     with ink("curves") as plt:
         wide = min(WIDE, len(panels))
         high = -(-len(panels) // wide)
-        figure, axes = plt.subplots(high, wide, figsize=(0.5 + 2.9 * wide, 0.5 + 2.3 * high),
-                                    layout="constrained", squeeze=False)  # fmt: skip
+        figure, axes = plt.subplots(
+            high,
+            wide,
+            figsize=(0.5 + 2.9 * wide, 0.5 + 2.3 * high),
+            layout="constrained",
+            squeeze=False,
+        )
         figure.patch.set_alpha(0)
         for one in axes.flat[len(panels) :]:
             one.remove()
@@ -97,10 +105,19 @@ def curves_figure(panels: list[Panel]) -> str:
             one.patch.set_alpha(0)
             for line in panel.lines:
                 colour = colours[names.index(line.name) % len(colours)]
-                low, high_ = ([m + sign * d for m, d in zip(line.mean, line.deviation, strict=True)]
-                              for sign in (-1, 1))  # fmt: skip
-                one.plot(line.x, line.mean, color=colour, lw=1.6, label=line.name,
-                         marker="o" if len(line.x) < 8 else None, ms=3.5)  # fmt: skip
+                low, high_ = (
+                    [m + sign * d for m, d in zip(line.mean, line.deviation, strict=True)]
+                    for sign in (-1, 1)
+                )
+                one.plot(
+                    line.x,
+                    line.mean,
+                    color=colour,
+                    lw=1.6,
+                    label=line.name,
+                    marker="o" if len(line.x) < 8 else None,
+                    ms=3.5,
+                )
                 if line.runs > 1:
                     one.fill_between(line.x, low, high_, color=colour, alpha=0.2, lw=0)
             one.set_title(panel.name, fontsize=10)
@@ -110,6 +127,7 @@ def curves_figure(panels: list[Panel]) -> str:
         for one in figure.axes:
             drawn, labels = one.get_legend_handles_labels()
             shown |= dict(zip(labels, drawn, strict=True))
-        figure.legend(list(shown.values()), list(shown), loc="outside upper center",
-                      ncols=min(6, len(shown)))  # fmt: skip
+        figure.legend(
+            list(shown.values()), list(shown), loc="outside upper center", ncols=min(6, len(shown))
+        )
         return svg(figure)

@@ -52,18 +52,83 @@ def stages(demo: Path) -> list[Stage]:
     again = "--overwrite"
     done = [
         Stage("raw text", 6, [[*pre, "pydocs", "--output", str(raw), again]]),
-        Stage("tokenizer", 3, [[*pre, "tokenizer", "--kind", "wordpiece", "--vocab-size", "4000",
-              "--input", str(raw / "english.txt"), "--output", tok, again]]),
-        Stage("stores", 6, [
-            [*pre, "text", "--input", str(raw / "english.txt"),
-             "--valid", str(raw / "english.valid.txt"), "--tokenizer", tok,
-             "--max-tokens", "62", "--output", english, again],
-            [*pre, "task", "tsv", "--input", str(raw / "task"), "--text", "passage",
-             "--label", "module", "--tokenizer", tok, "--output", task, again],
-        ]),
-        Stage("bracket store", 3, [[*pre, "synthetic", "nesting", "--tokens", "1000000",
-              "--frequencies", english, "--lengths", "30:62", "--output", nesting, again]]),
-    ]  # fmt: skip
+        Stage(
+            "tokenizer",
+            3,
+            [
+                [
+                    *pre,
+                    "tokenizer",
+                    "--kind",
+                    "wordpiece",
+                    "--vocab-size",
+                    "4000",
+                    "--input",
+                    str(raw / "english.txt"),
+                    "--output",
+                    tok,
+                    again,
+                ]
+            ],
+        ),
+        Stage(
+            "stores",
+            6,
+            [
+                [
+                    *pre,
+                    "text",
+                    "--input",
+                    str(raw / "english.txt"),
+                    "--valid",
+                    str(raw / "english.valid.txt"),
+                    "--tokenizer",
+                    tok,
+                    "--max-tokens",
+                    "62",
+                    "--output",
+                    english,
+                    again,
+                ],
+                [
+                    *pre,
+                    "task",
+                    "tsv",
+                    "--input",
+                    str(raw / "task"),
+                    "--text",
+                    "passage",
+                    "--label",
+                    "module",
+                    "--tokenizer",
+                    tok,
+                    "--output",
+                    task,
+                    again,
+                ],
+            ],
+        ),
+        Stage(
+            "bracket store",
+            3,
+            [
+                [
+                    *pre,
+                    "synthetic",
+                    "nesting",
+                    "--tokens",
+                    "1000000",
+                    "--frequencies",
+                    english,
+                    "--lengths",
+                    "30:62",
+                    "--output",
+                    nesting,
+                    again,
+                ]
+            ],
+        ),
+    ]
     for name, store in (("english", english), ("nesting", nesting)):
         path = demo / f"pretrain-{name}"
         command = [*TORCHRUN, "train.py", PRETRAIN, f"data={store}", f"run={path}"]
@@ -79,8 +144,17 @@ def fine_tune(demo: Path, start: str, task: str, path: Path, seed: int) -> list[
     """The command that fine-tunes from a start on the task."""
     init = demo / f"pretrain-{'nesting' if start == 'nesting' else 'english'}"
     extra = {"english": [], "nesting": ["mapping=ids"], "scratch": [TWIN]}[start]
-    return [*PYTHON, "train.py", FINETUNE, f"data={task}", f"init={init}", *extra,
-            f"seed={seed}", "system.threads=1", f"run={path}"]  # fmt: skip
+    return [
+        *PYTHON,
+        "train.py",
+        FINETUNE,
+        f"data={task}",
+        f"init={init}",
+        *extra,
+        f"seed={seed}",
+        "system.threads=1",
+        f"run={path}",
+    ]
 
 
 def execute(stage: Stage, logs: Path) -> Iterator[float]:
@@ -123,8 +197,12 @@ def progress(path: Path) -> float:
 def main() -> None:
     """`python -m xformer.study.demo [--output runs/demo]`"""
     parser = argparse.ArgumentParser(prog="python -m xformer.study.demo", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"),
-                        help="Directory of the demo; default runs/demo.")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/demo"),
+        help="Directory of the demo; default runs/demo.",
+    )
     demo = parser.parse_args().output
     if (demo / "report.md").exists():
         say(f"{demo} holds a finished demo: starting anew")
@@ -148,8 +226,9 @@ def main() -> None:
             seconds[stage.name] = time.perf_counter() - begin
             if not terminal:
                 say(f"[{number}/{len(plan)}] {stage.name}: {seconds[stage.name]:.0f} s")
-    pre_trained = [PreTrained(n, demo / f"pretrain-{n}", demo / f"stores/{n}")
-                   for n in ("english", "nesting")]  # fmt: skip
+    pre_trained = [
+        PreTrained(n, demo / f"pretrain-{n}", demo / f"stores/{n}") for n in ("english", "nesting")
+    ]
     fine_tuned = [
         FineTuned(label, [demo / f"finetune-{name}-{seed}" for seed in SEEDS])
         for name, label in STARTS.items()

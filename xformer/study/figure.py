@@ -42,14 +42,24 @@ def _row(axes: Any, places: np.ndarray, row: list[Cell], width: float, colour: s
     first = True
     for x, cell in zip(places, row, strict=True):
         if cell.published is not None:
-            axes.plot([x - width / 2, x + width / 2], [cell.published] * 2, "--", color=colour,
-                      lw=1.2)  # fmt: skip
+            axes.plot(
+                [x - width / 2, x + width / 2], [cell.published] * 2, "--", color=colour, lw=1.2
+            )
         if cell.summary is None:
             continue
         scores = cell.summary.scores
         spots = x + width * 0.2 * (np.linspace(-1, 1, len(scores)) if len(scores) > 1 else 0)
         axes.plot(np.atleast_1d(spots), scores, "o", color=colour, alpha=0.45, ms=4, mew=0)
         name = cell.row if first else None
-        axes.errorbar(x, cell.summary.mean, cell.summary.deviation or 0, fmt="o", ms=6.5,
-                      color=colour, capsize=3, lw=1.5, label=name)  # fmt: skip
+        axes.errorbar(
+            x,
+            cell.summary.mean,
+            cell.summary.deviation or 0,
+            fmt="o",
+            ms=6.5,
+            color=colour,
+            capsize=3,
+            lw=1.5,
+            label=name,
+        )
         first = False

@@ -54,8 +54,9 @@ class Command:
         # the cluster tells all processes of a job; the command is to hear it from this one
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(self.line, stdout=log, stderr=log,
-                                          stdin=subprocess.DEVNULL)  # fmt: skip
+            self.popen = subprocess.Popen(
+                self.line, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         signal.signal(signal.SIGUSR2, old)
         try:
             return self._wait()

@@ -21,11 +21,20 @@ def ink(salt: str) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10,
-                  "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
-                  "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none",
-                  "svg.hashsalt": salt, "legend.frameon": False,
-                  "text.parse_math": False}  # fmt: skip
+    style: Any = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "legend.frameon": False,
+        "text.parse_math": False,
+    }
     with plt.rc_context(style):
         yield plt
 

@@ -125,18 +125,25 @@ class Plan:
         """Refuse a metric that the runs of a table will not have; what a command leaves in its
         result is its own affair."""
         for work in self.runs(table.stage):
-            wanted = [table.metric] if isinstance(table.metric, str) else [
-                name for column, name in table.metric.items()
-                if column == work.levels.get(table.columns, column)
-            ]  # fmt: skip
+            wanted = (
+                [table.metric]
+                if isinstance(table.metric, str)
+                else [
+                    name
+                    for column, name in table.metric.items()
+                    if column == work.levels.get(table.columns, column)
+                ]
+            )
             if work.recipe is None or not table.where.items() <= work.levels.items():
                 continue
             known = METRICS[work.recipe.get("head", Recipe.model_fields["head"].default)]
             for metric in wanted:
                 split, _, name = metric.rpartition(".")
                 if split != "train" and name not in known:
-                    raise BadInput(f"{self.study.path}: table {table.name}: {work.name} will have "
-                                   f"no {name!r}; it has {', '.join(known)}")  # fmt: skip
+                    raise BadInput(
+                        f"{self.study.path}: table {table.name}: {work.name} will have "
+                        f"no {name!r}; it has {', '.join(known)}"
+                    )
 
     def _check_run(self, work: Work) -> None:
         """Refuse a run that lies there and is another: in another precision (before precision
@@ -240,19 +247,49 @@ class Plan:
         filled = _each_string(raw, lambda t: put(t, False))
         recipe = merge({"train": {"keep_state": False}}, {**filled, "run": str(path)})
         command = ("train.py", str(path.with_suffix(".toml")))
-        return self._add(Work(label, key, path, path / "result.json", command,
-                              _keys(waits), tuple(dict.fromkeys(missing)), name, levels,
-                              recipe))  # fmt: skip
+        return self._add(
+            Work(
+                label,
+                key,
+                path,
+                path / "result.json",
+                command,
+                _keys(waits),
+                tuple(dict.fromkeys(missing)),
+                name,
+                levels,
+                recipe,
+            )
+        )
 
-    def _command(self, label: str, stage: Stage, parts: list[str], name: str, levels: Levels,
-                 put: Callable[[str, bool], str], waits: list[Work],
-                 missing: list[str]) -> Work:  # fmt: skip
+    def _command(
+        self,
+        label: str,
+        stage: Stage,
+        parts: list[str],
+        name: str,
+        levels: Levels,
+        put: Callable[[str, bool], str],
+        waits: list[Work],
+        missing: list[str],
+    ) -> Work:
         by_key = [put(part, True) for part in parts]
         key = content_key(by_key)
         path = self.root / "runs" / key
         command = tuple(put(p, False).replace("{out}", str(path)) for p in parts)
-        return self._add(Work(label, key, path, path / stage.result, command, _keys(waits),
-                              tuple(dict.fromkeys(missing)), name, levels))  # fmt: skip
+        return self._add(
+            Work(
+                label,
+                key,
+                path,
+                path / stage.result,
+                command,
+                _keys(waits),
+                tuple(dict.fromkeys(missing)),
+                name,
+                levels,
+            )
+        )
 
     def _make(self, name: str, levels: Levels, label: str) -> Work:
         """The work that makes {made.NAME} for a run at these levels."""
@@ -281,8 +318,9 @@ class Plan:
         filled = [self._put(part, levels, label, False, waits, missing) for part in parts]
         self._open.remove(name)
         command = tuple(part.replace("{out}", str(path)) for part in filled)
-        return self._add(Work(label, key, path, path, command, _keys(waits),
-                              tuple(dict.fromkeys(missing))))  # fmt: skip
+        return self._add(
+            Work(label, key, path, path, command, _keys(waits), tuple(dict.fromkeys(missing)))
+        )
 
     def _add(self, work: Work) -> Work:
         found = self.works.setdefault(work.key, work)
@@ -291,8 +329,15 @@ class Plan:
             self._staged.setdefault(work.stage, {})[work.name] = own
         return found
 
-    def _put(self, text: str, levels: Levels, label: str, by_key: bool, waits: list[Work],
-             missing: list[str]) -> str:  # fmt: skip
+    def _put(
+        self,
+        text: str,
+        levels: Levels,
+        label: str,
+        by_key: bool,
+        waits: list[Work],
+        missing: list[str],
+    ) -> str:
         """The text with its {places} filled in: by paths, or by the keys of what lies there."""
         if "{" not in text:
             return text
@@ -316,8 +361,10 @@ class Plan:
         unknown = FACTOR.search(text)
         if unknown and unknown.group() != "{out}":
             has = ", ".join(levels) or "none"
-            raise BadInput(f"{self.study.path}: {label}: {text!r}: {unknown.group()} is no "
-                           f"factor of it; its factors: {has}")  # fmt: skip
+            raise BadInput(
+                f"{self.study.path}: {label}: {text!r}: {unknown.group()} is no "
+                f"factor of it; its factors: {has}"
+            )
         return done + text
 
     def _need(self, name: str, below: str, place: str, by_key: bool, missing: list[str]) -> str:
@@ -414,8 +461,10 @@ def content_key(content: Any) -> str:
 
 def with_settings(command: Sequence[str], settings: dict[str, Any]) -> list[str]:
     """A command with its settings: in the place of {KEY}, or else added as KEY=VALUE."""
-    values = {key: value if isinstance(value, str) else json.dumps(value)
-              for key, value in flat(settings).items()}  # fmt: skip
+    values = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in flat(settings).items()
+    }
     whole = "\n".join(command)
     added = [f"{key}={value}" for key, value in values.items() if f"{{{key}}}" not in whole]
     found = []

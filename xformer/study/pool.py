@@ -204,10 +204,17 @@ class _Begun:
     asked: bool = False
 
 
-def execute(works: Sequence[Work], executor: Executor,
-            changed: Callable[[dict[str, Outcome]], None], prepare: Callable[[Work], None],
-            poll: float = 0.2, *, wanted: Collection[str] | None = None, pause: Path | None = None,
-            tell: Callable[[str], None] = say) -> dict[str, Outcome]:  # fmt: skip
+def execute(
+    works: Sequence[Work],
+    executor: Executor,
+    changed: Callable[[dict[str, Outcome]], None],
+    prepare: Callable[[Work], None],
+    poll: float = 0.2,
+    *,
+    wanted: Collection[str] | None = None,
+    pause: Path | None = None,
+    tell: Callable[[str], None] = say,
+) -> dict[str, Outcome]:
     """Run what is to be done of the works, each when all it waits for is there, in the order of
     `_order`; the outcome of each, by key.
 
@@ -250,8 +257,11 @@ def _stopped(works: list[Work]) -> str:
     others = len(works) - runs
     parts = []
     if runs:
-        parts += [f"{runs} runs stopped at their checkpoints" if runs > 1 else
-                  "1 run stopped at its checkpoint"]  # fmt: skip
+        parts += [
+            f"{runs} runs stopped at their checkpoints"
+            if runs > 1
+            else "1 run stopped at its checkpoint"
+        ]
     if others:
         parts += [f"{others} command{'s' * (others > 1)} to be started again"]
     return ", ".join(parts) or "nothing was running"
@@ -260,8 +270,13 @@ def _stopped(works: list[Work]) -> str:
 class _Queue:
     """The works of a study on their way: waiting, begun, ended."""
 
-    def __init__(self, works: Sequence[Work], executor: Executor, prepare: Callable[[Work], None],
-                 wanted: Collection[str] | None):  # fmt: skip
+    def __init__(
+        self,
+        works: Sequence[Work],
+        executor: Executor,
+        prepare: Callable[[Work], None],
+        wanted: Collection[str] | None,
+    ):
         self.executor, self.prepare = executor, prepare
         todo = to_do(works, [work.key for work in works] if wanted is None else wanted)
         self.awaited = {key for work in todo.values() for key in work.waits}

@@ -81,8 +81,13 @@ def majority_share(store: Store, split: str = "test") -> float:
     return float((np.asarray(store.split(split).columns["label"]) == answer).mean())
 
 
-def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: list[FineTuned],
-                 commands: list[list[str]], seconds: dict[str, float]) -> str:  # fmt: skip
+def write_report(
+    directory: Path,
+    pre_trained: list[PreTrained],
+    fine_tuned: list[FineTuned],
+    commands: list[list[str]],
+    seconds: dict[str, float],
+) -> str:
     """Write report.md and report.png into `directory`; the tables as text.
 
     The last of `fine_tuned` is the twin that the others are compared with.
@@ -102,8 +107,12 @@ def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: lis
             f"| {result['real_tokens_per_second']:,.0f} |"
         )
     rows = {split: task.split(split).rows for split in task.splits}
-    lines += ["", f"**Fine-tuning** on {len(task.labels)} classes, {rows['train']:,} passages; "
-              f"scores on {rows['test']:,} held-out passages of the test split", ""]  # fmt: skip
+    lines += [
+        "",
+        f"**Fine-tuning** on {len(task.labels)} classes, {rows['train']:,} passages; "
+        f"scores on {rows['test']:,} held-out passages of the test split",
+        "",
+    ]
     lines += score_table(fine_tuned, ["accuracy", "f1", "mcc"])
     lines += ["", f"Always the most frequent class: accuracy {majority_share(task):.3f}."]
     *starts, twin = fine_tuned
@@ -136,8 +145,10 @@ def write_report(directory: Path, pre_trained: list[PreTrained], fine_tuned: lis
 
 def _fillings(run: Path) -> str:
     checkpoint = checkpoints.load(run)
-    texts = ("Return [MASK] if the object is an instance of the class.",
-             "If the file does not [MASK], an exception is raised.")  # fmt: skip
+    texts = (
+        "Return [MASK] if the object is an instance of the class.",
+        "If the file does not [MASK], an exception is raised.",
+    )
     lines = []
     for text in texts:
         best = predict.fill_mask(checkpoint, text, 5)[0]
@@ -145,16 +156,27 @@ def _fillings(run: Path) -> str:
     return "\n".join(lines)
 
 
-def _draw(path: Path, pre_trained: list[PreTrained], baselines: list[float],
-          fine_tuned: list[FineTuned], majority: float) -> None:  # fmt: skip
+def _draw(
+    path: Path,
+    pre_trained: list[PreTrained],
+    baselines: list[float],
+    fine_tuned: list[FineTuned],
+    majority: float,
+) -> None:
     """Three panels: pre-training loss, fine-tuning loss, test accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5,
-             "axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False}  # fmt: skip
+    style: Any = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 9.5,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+        "legend.frameon": False,
+    }
     with plt.rc_context(style):
         figure, (left, middle, right) = plt.subplots(
             1, 3, figsize=(12.5, 3.9), dpi=160, layout="constrained"
@@ -168,11 +190,21 @@ def _draw(path: Path, pre_trained: list[PreTrained], baselines: list[float],
         for i, (start, colour) in enumerate(zip(fine_tuned, COLOURS, strict=False)):
             _points(right, i, start.scores("accuracy"), colour)
         right.axhline(majority, color="0.45", ls="--", lw=1.2)
-        right.text(len(fine_tuned) - 0.45, majority, "most frequent class", ha="right",
-                   va="bottom", color="0.35", fontsize=8)  # fmt: skip
+        right.text(
+            len(fine_tuned) - 0.45,
+            majority,
+            "most frequent class",
+            ha="right",
+            va="bottom",
+            color="0.35",
+            fontsize=8,
+        )
         right.set_xticks(range(len(fine_tuned)), [start.name for start in fine_tuned])
-        right.set(title=f"Test accuracy, {len(fine_tuned[0].runs)} seeds (mean ± sd)",
-                  xlabel="start", ylabel="accuracy")  # fmt: skip
+        right.set(
+            title=f"Test accuracy, {len(fine_tuned[0].runs)} seeds (mean ± sd)",
+            xlabel="start",
+            ylabel="accuracy",
+        )
         right.set_xlim(-0.55, len(fine_tuned) - 0.45)
         right.set_ylim(0, 1)
         figure.savefig(path)
@@ -183,10 +215,22 @@ def draw_pretraining(axes: Any, runs: list[PreTrained], baselines: list[float]) 
     """Training and validation loss of runs, and what knowing token frequencies would reach."""
     for run, unigram, colour in zip(runs, baselines, COLOURS, strict=False):
         train, valid = events(run.run, "train"), events(run.run, "validation")
-        axes.plot([e["step"] for e in train], [e["loss"] for e in train], color=colour,
-                  alpha=0.45, lw=1.2, label=f"{run.name}, training")  # fmt: skip
-        axes.plot([e["step"] for e in valid], [e["loss"] for e in valid], "o-", ms=3.5,
-                  color=colour, label=f"{run.name}, validation")  # fmt: skip
+        axes.plot(
+            [e["step"] for e in train],
+            [e["loss"] for e in train],
+            color=colour,
+            alpha=0.45,
+            lw=1.2,
+            label=f"{run.name}, training",
+        )
+        axes.plot(
+            [e["step"] for e in valid],
+            [e["loss"] for e in valid],
+            "o-",
+            ms=3.5,
+            color=colour,
+            label=f"{run.name}, validation",
+        )
         axes.axhline(
             unigram, color=colour, ls=":", lw=1.4, label=f"{run.name}, unigram cross-entropy"
         )

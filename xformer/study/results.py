@@ -87,8 +87,9 @@ class Results:
         words = Notes(plan, Shapes(plan))
         self.notes, self.deviations = words.notes, words.deviations
         self.metrics: dict[str, dict[str, dict[str, float]]] = {}
-        logs = any(metric.startswith("train.") for table in study.tables
-                   for metric in _metrics(table))  # fmt: skip
+        logs = any(
+            metric.startswith("train.") for table in study.tables for metric in _metrics(table)
+        )
         for work in plan.works.values():
             if work.stage and work.done:
                 content = read_run_json(work.proof)
@@ -165,16 +166,21 @@ class Results:
     def means(self, table: Table) -> dict[str, tuple[str, ...]]:
         """The columns of each mean that there are at this scale."""
         columns = self.study.columns(table)
-        found = {name: tuple(part for part in parts if part in columns)
-                 for name, parts in table.means.items()}  # fmt: skip
+        found = {
+            name: tuple(part for part in parts if part in columns)
+            for name, parts in table.means.items()
+        }
         return {name: parts for name, parts in found.items() if parts}
 
     def _cell(self, table: Table, row: str, column: str) -> Cell:
         wanted = {table.rows: row}
         if table.columns != METRIC:
             wanted[table.columns] = column
-        runs = tuple(work for work in self._runs(table, wanted)
-                     if self.score(work, table, column) is not None)  # fmt: skip
+        runs = tuple(
+            work
+            for work in self._runs(table, wanted)
+            if self.score(work, table, column) is not None
+        )
         scores = list(self._by_replicate(table, {**wanted, table.columns: column}).values())
         summary = summarise(scores) if scores else None
         published = self._published(table, row, column)
@@ -191,8 +197,9 @@ class Results:
     def _mean(self, table: Table, row: str, name: str, parts: tuple[str, ...]) -> Cell:
         """The mean of some columns of each replicate that has them all."""
         found = [self._by_replicate(table, {table.rows: row, table.columns: p}) for p in parts]
-        scores = [mean(one[key] for one in found) for key in found[0]
-                  if all(key in one for one in found)]  # fmt: skip
+        scores = [
+            mean(one[key] for one in found) for key in found[0] if all(key in one for one in found)
+        ]
         summary = summarise(scores) if scores else None
         whole = len(parts) == len(table.means[name])
         published = self._published(table, row, name) if whole else None
@@ -202,8 +209,10 @@ class Results:
     def _published(self, table: Table, row: str, column: str) -> float | None:
         if table.published is None:
             return None
-        names = (self.study.stands_for(table.rows, row),
-                 self.study.stands_for(table.columns, column))  # fmt: skip
+        names = (
+            self.study.stands_for(table.rows, row),
+            self.study.stands_for(table.columns, column),
+        )
         return table.published.number(*names)
 
     def described(self, summary: SummaryTable) -> list[list[Described]]:
@@ -225,10 +234,12 @@ class Results:
         for level, values in groups.items():
             name = self.study.stands_for(summary.by, level)
             printed = summary.published
-            rows.append([
-                Described(level, what, value, printed.number(name, what) if printed else None)
-                for what, value in describe(values).items()
-            ])  # fmt: skip
+            rows.append(
+                [
+                    Described(level, what, value, printed.number(name, what) if printed else None)
+                    for what, value in describe(values).items()
+                ]
+            )
         return rows
 
     def verdicts(self) -> list[Verdict]:
@@ -249,8 +260,9 @@ class Results:
         found = []
         for level in levels:
             fixed = {claim.each: level} if claim.each else {}
-            pair = [self._by_replicate(table, {**side, **fixed})
-                    for side in (claim.better, claim.than)]  # fmt: skip
+            pair = [
+                self._by_replicate(table, {**side, **fixed}) for side in (claim.better, claim.than)
+            ]
             shared = [key for key in pair[0] if key in pair[1]]
             if shared:
                 a, b = ([side[key] for key in shared] for side in pair)
@@ -260,10 +272,13 @@ class Results:
         adjusted = iter(holm(tested))
         looks = self.study.registration.looks if self.study.registration else 1
         parts = tuple(
-            (level, replace(d, tests=len(tested) * looks),
-             None if d.p is None else min(1.0, looks * next(adjusted)))
+            (
+                level,
+                replace(d, tests=len(tested) * looks),
+                None if d.p is None else min(1.0, looks * next(adjusted)),
+            )
             for level, d in found
-        )  # fmt: skip
+        )
         scale = 100 if table.percent else 1
         states = [_state(d, p, claim.margin * scale) for _, d, p in parts]
         learnt = self._learnt(claim, table)
@@ -384,8 +399,13 @@ def rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, A
     for work in results.plan.works.values():
         if not work.stage:
             continue
-        common = {"stage": work.stage, "run": work.name, "key": work.key,
-                  "state": state_of(work, outcomes), **work.levels}  # fmt: skip
+        common = {
+            "stage": work.stage,
+            "run": work.name,
+            "key": work.key,
+            "state": state_of(work, outcomes),
+            **work.levels,
+        }
         metrics = results.metrics.get(work.key, {})
         if metrics:
             result = read_run_json(work.proof)  # a dict, since it has scores

@@ -58,8 +58,11 @@ class Shapes:
                 start = _read(Path(source), of_hf=True)
             case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
                 start = self.at(before)
-                operations = tuple(parse(text) for option, text in pairwise(("", *given))
-                                   if not text.startswith("--") and option != "--seed")  # fmt: skip
+                operations = tuple(
+                    parse(text)
+                    for option, text in pairwise(("", *given))
+                    if not text.startswith("--") and option != "--seed"
+                )
         if start is None:
             return None
         start = shape_after(start, operations)

@@ -343,16 +343,19 @@ def _at_scale(study: Study) -> Study:
 
     def there(shows: Table | Curves | Picture) -> bool:
         vary = study.stages[shows.stage].vary if shows.stage in study.stages else {}
-        return all(level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
-                   for factor, level in shows.where.items())  # fmt: skip
+        return all(
+            level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
+            for factor, level in shows.where.items()
+        )
 
     tables = tuple(filter(there, study.tables))
     gone = {table.name for table in study.tables} - {table.name for table in tables}
     summaries = tuple(summary for summary in study.summaries if summary.table not in gone)
     curves = tuple(filter(there, study.curves))
     pictures = tuple(filter(there, study.pictures))
-    return study.model_copy(update={"tables": tables, "summaries": summaries, "curves": curves,
-                                    "pictures": pictures})  # fmt: skip
+    return study.model_copy(
+        update={"tables": tables, "summaries": summaries, "curves": curves, "pictures": pictures}
+    )
 
 
 def _check_deviations(study: Study) -> None:
@@ -388,15 +391,20 @@ def _check(study: Study) -> None:
             if not levels and name in study.shown():
                 raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
             if factor in RESERVED:
-                raise BadInput(f"{study.path}: stages.{name}.vary.{factor}: give the factor "
-                               "another name: results.csv has a column of this one")  # fmt: skip
+                raise BadInput(
+                    f"{study.path}: stages.{name}.vary.{factor}: give the factor "
+                    "another name: results.csv has a column of this one"
+                )
         _check_moved(study, name)
         _same_key_twice(study, name)
     for kind, name, *_ in _places(study):
         known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
         _known(study, f"{{{kind}.{name}}}", name, set(known))
-    for what, shows in (("tables", study.tables), ("curves", study.curves),
-                        ("pictures", study.pictures)):  # fmt: skip
+    for what, shows in (
+        ("tables", study.tables),
+        ("curves", study.curves),
+        ("pictures", study.pictures),
+    ):
         if twice := _twice(show.name for show in shows):
             raise BadInput(f"{study.path}: two of the {what} are named {twice!r}")
     for table in study.tables:
@@ -508,8 +516,9 @@ def _check_table(study: Study, table: Table) -> None:
         _check_published(study, place, table.published)
 
 
-def _check_factors(study: Study, place: str, stage: str, factors: Iterable[str],
-                   where: Levels) -> None:  # fmt: skip
+def _check_factors(
+    study: Study, place: str, stage: str, factors: Iterable[str], where: Levels
+) -> None:
     known = study.factors(stage)
     for factor in (*factors, *where):
         _known(study, place, factor, set(known))
@@ -528,8 +537,10 @@ def _check_published(study: Study, place: str, published: Published) -> None:
                 f"its columns are {wanted}"
             )
         if words := [number for number in numbers if isinstance(number, str) and number]:
-            raise BadInput(f"{study.path}: {place}: the published row {row!r} has {words[0]!r}, "
-                           'which is no number; give "" where the paper has none')  # fmt: skip
+            raise BadInput(
+                f"{study.path}: {place}: the published row {row!r} has {words[0]!r}, "
+                'which is no number; give "" where the paper has none'
+            )
 
 
 def _twice(names: Iterable[str]) -> str:

@@ -49,14 +49,19 @@ def summarise(scores: Sequence[float]) -> Summary:
         interval = (statistics.mean(scores) - half, statistics.mean(scores) + half)
     elif deviation:
         found = stats.bootstrap(
-            (np.asarray(scores, float),), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES,
-            method="BCa", rng=np.random.default_rng(0),
-        ).confidence_interval  # fmt: skip
+            (np.asarray(scores, float),),
+            np.mean,
+            confidence_level=LEVEL,
+            n_resamples=RESAMPLES,
+            method="BCa",
+            rng=np.random.default_rng(0),
+        ).confidence_interval
         interval = (float(found.low), float(found.high))
         if not np.isfinite(interval).all():
             interval = None
-    return Summary(tuple(scores), statistics.mean(scores), deviation, statistics.median(scores),
-                   interval)  # fmt: skip
+    return Summary(
+        tuple(scores), statistics.mean(scores), deviation, statistics.median(scores), interval
+    )
 
 
 def _check_finite(scores: Sequence[float]) -> None:

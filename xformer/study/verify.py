@@ -81,8 +81,14 @@ def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, st
     recipe = {**config, **own, "train": no_weights}
     (scratch / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line = [sys.executable, *(launcher if ranks > 1 else []), "-m", __name__,
-            str(scratch / "recipe.json"), str(steps)]  # fmt: skip
+    line = [
+        sys.executable,
+        *(launcher if ranks > 1 else []),
+        "-m",
+        __name__,
+        str(scratch / "recipe.json"),
+        str(steps),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(provenance.ROOT)}
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
     if done.returncode:
@@ -99,8 +105,11 @@ def again() -> None:
 
 def _records(run: Path, steps: int) -> list[dict[str, Any]]:
     """The log to a step, without its end and what the clock decides."""
-    return [{k: v for k, v in record.items() if k not in CLOCK} for record in records(run)
-            if record["step"] <= steps and record["event"] != "end"]  # fmt: skip
+    return [
+        {k: v for k, v in record.items() if k not in CLOCK}
+        for record in records(run)
+        if record["step"] <= steps and record["event"] != "end"
+    ]
 
 
 def _first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:

@@ -181,23 +181,26 @@ def spread(cell: Cell, digits: int) -> str:
 
 
 def _scores(table: Table, cells: list[list[Cell]]) -> str:
-    lines = [f"| cell | scores | median | {LEVEL:.0%} interval of the mean |",
-             "|---|---|---|---|"]  # fmt: skip
+    lines = [f"| cell | scores | median | {LEVEL:.0%} interval of the mean |", "|---|---|---|---|"]
     d = table.digits
     for cell in (cell for row in cells for cell in row):
         if cell.summary is not None:
             scores = ", ".join(f"{score:.{d}f}" for score in cell.summary.scores)
             interval = cell.summary.interval
             low = "-" if interval is None else f"{interval[0]:.{d}f} to {interval[1]:.{d}f}"
-            lines.append(f"| {_cell(cell.row)}, {_cell(cell.column)} | {scores} "
-                         f"| {cell.summary.median:.{d}f} | {low} |")  # fmt: skip
+            lines.append(
+                f"| {_cell(cell.row)}, {_cell(cell.column)} | {scores} "
+                f"| {cell.summary.median:.{d}f} | {low} |"
+            )
     return "\n".join(lines)
 
 
 def _summary(results: Results, summary: Summary) -> str:
     rows = results.described(summary)
-    lines = [f"| {summary.by} | " + " | ".join(STATISTICS) + " |",
-             "|---" * (len(STATISTICS) + 1) + "|"]  # fmt: skip
+    lines = [
+        f"| {summary.by} | " + " | ".join(STATISTICS) + " |",
+        "|---" * (len(STATISTICS) + 1) + "|",
+    ]
     for row in rows:
         lines.append(f"| {_cell(row[0].row)} | " + " | ".join(map(_statistic, row)) + " |")
     return "\n".join(lines)
@@ -220,9 +223,11 @@ def _ends(panels: list[Panel]) -> str:
     for panel in panels:
         for line in panel.lines:
             end = figure.spread(line.mean[-1], line.deviation[-1], line.runs)
-            lines.append(f"| {_cell(panel.name)} | {_cell(line.name)} | {line.runs} "
-                         f"| {_cell(panel.value)} | {end} "
-                         f"at step {line.x[-1]:g} |")  # fmt: skip
+            lines.append(
+                f"| {_cell(panel.name)} | {_cell(line.name)} | {line.runs} "
+                f"| {_cell(panel.value)} | {end} "
+                f"at step {line.x[-1]:g} |"
+            )
     return "\n".join(lines)
 
 

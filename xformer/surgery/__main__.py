@@ -39,15 +39,26 @@ def main() -> None:
         epilog="\n".join(["operations:", *(line for name in CLASSES for line in explain(name))]),
         formatter_class=_Help,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT",
-                        help="A checkpoint, or a finished run, of which the selected checkpoint is "
-                        "taken. It stays as it is.")  # fmt: skip
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="A checkpoint, or a finished run, of which the selected checkpoint is "
+        "taken. It stays as it is.",
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="The checkpoint to write.")
     parser.add_argument("operations", metavar="OPERATION", nargs="+", help="What to do, in order.")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="The seed of operations "
-                        "that draw and name none, from 0 (default: 0).")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true",
-                        help="Replace OUT if it is a checkpoint (default: refuse).")  # fmt: skip
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="The seed of operations that draw and name none, from 0 (default: 0).",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="Replace OUT if it is a checkpoint (default: refuse).",
+    )
     arguments = parser.parse_args()
     if not 0 <= arguments.seed < 2**63:
         raise BadInput(f"--seed {arguments.seed} is not allowed; give 0 or more")

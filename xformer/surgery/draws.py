@@ -19,8 +19,9 @@ BUCKET = 2**15  # elements that the cache of one core holds
 CHUNK = 8 * BUCKET  # elements that are dealt out to buckets at once
 
 
-def changed(checkpoint: Checkpoint, names: Iterable[str],
-            change: Callable[[str, Tensor], Tensor]) -> Checkpoint:  # fmt: skip
+def changed(
+    checkpoint: Checkpoint, names: Iterable[str], change: Callable[[str, Tensor], Tensor]
+) -> Checkpoint:
     """The checkpoint with `change(name, weight)` in place of the named weights, all else as it is.
 
     The weights are made on all cores, the largest first: drawing leaves the interpreter free.
@@ -33,8 +34,13 @@ def changed(checkpoint: Checkpoint, names: Iterable[str],
     return replace(checkpoint, weights=weights)
 
 
-def redrawn(checkpoint: Checkpoint, names: Iterable[str], seed: int, distribution: Distribution,
-            purpose: str) -> Checkpoint:  # fmt: skip
+def redrawn(
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    seed: int,
+    distribution: Distribution,
+    purpose: str,
+) -> Checkpoint:
     """The checkpoint with fresh values in the named weights (see `initialise`).
 
     With a `purpose` they differ from those that a training with the same seed began with: else

@@ -19,8 +19,9 @@ def clean(checkpoint: Checkpoint, seed: int, distribution: Distribution = "norma
     return redrawn(checkpoint, checkpoint.weights, seed, distribution, purpose="")
 
 
-def reinit_scaled(checkpoint: Checkpoint, match: Scale, seed: int,
-                  distribution: Distribution = "normal") -> Checkpoint:  # fmt: skip
+def reinit_scaled(
+    checkpoint: Checkpoint, match: Scale, seed: int, distribution: Distribution = "normal"
+) -> Checkpoint:
     """Fresh values everywhere, each matrix scaled to the `match` it had (Zhang et al. 2021, section
     5.1): its magnitude, read as the root of its sum of squares, or its variance.
 

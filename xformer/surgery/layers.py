@@ -23,8 +23,12 @@ def reverse_layers(checkpoint: Checkpoint) -> Checkpoint:
     return _arranged(checkpoint, range(separate(checkpoint.config), 0, -1))
 
 
-def keep_layers(checkpoint: Checkpoint, first: int | None = None, every: int | None = None,
-                layers: Sequence[int] | None = None) -> Checkpoint:  # fmt: skip
+def keep_layers(
+    checkpoint: Checkpoint,
+    first: int | None = None,
+    every: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> Checkpoint:
     """Some of the layers (Zhang et al. 2021, section 6, tables 7 and 8): the `first` ones, the
     first of `every` so many (2: the 1st, 3rd, 5th ..), or those that `layers` numbers.
 
@@ -33,8 +37,9 @@ def keep_layers(checkpoint: Checkpoint, first: int | None = None, every: int | N
     return _arranged(checkpoint, kept(checkpoint.config, first, every, layers))
 
 
-def kept(config: ModelConfig, first: int | None, every: int | None,
-         layers: Sequence[int] | None) -> Sequence[int]:  # fmt: skip
+def kept(
+    config: ModelConfig, first: int | None, every: int | None, layers: Sequence[int] | None
+) -> Sequence[int]:
     """The numbers of the layers that keep_layers keeps."""
     check_choice(first, every, layers)
     count = separate(config)
@@ -59,8 +64,9 @@ def check_choice(*given: object) -> None:
         raise BadInput("keep_layers takes one of first, every and layers, and only one")
 
 
-def reinit_last_layers(checkpoint: Checkpoint, from_layer: int, seed: int,
-                       distribution: Distribution = "truncated") -> Checkpoint:  # fmt: skip
+def reinit_last_layers(
+    checkpoint: Checkpoint, from_layer: int, seed: int, distribution: Distribution = "truncated"
+) -> Checkpoint:
     """Fresh values in the layers `from_layer` to the last (Huang et al. 2021, section 4.2).
 
     `from_layer` is the paper's k: of 12 layers 1 re-initialises all, 12 the last, 13 none.
@@ -80,8 +86,13 @@ def check_last(config: ModelConfig, from_layer: int) -> None:
         )
 
 
-def reinit_head(checkpoint: Checkpoint, layer: int, head: int, seed: int,
-                distribution: Distribution = "truncated") -> Checkpoint:  # fmt: skip
+def reinit_head(
+    checkpoint: Checkpoint,
+    layer: int,
+    head: int,
+    seed: int,
+    distribution: Distribution = "truncated",
+) -> Checkpoint:
     """Fresh values in one attention head (Huang et al. 2021, section 4.3).
 
     A head is its D rows of query, key and value, their biases (0), and its D columns of the output
@@ -118,8 +129,10 @@ def separate(config: ModelConfig) -> int:
     """How many layers there are. Raises BadInput where they cannot be told apart."""
     refuse_cnn(config, "which has no such layers")
     if config.shared_layers:
-        raise BadInput("all layers of this model are one set of weights (ALBERT), so that none can "
-                       "be changed, moved or left out alone")  # fmt: skip
+        raise BadInput(
+            "all layers of this model are one set of weights (ALBERT), so that none can "
+            "be changed, moved or left out alone"
+        )
     return config.layers
 
 

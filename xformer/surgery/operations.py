@@ -143,10 +143,19 @@ class SubstituteUnused(Seeded):
 
 
 Operation = Annotated[
-    Clean | CleanEmbeddings | ShuffleEmbeddings | Transplant | ReverseLayers | ReinitScaled
-    | OracleShuffle | KeepLayers | ReinitLastLayers | ReinitHead | SubstituteUnused,
+    Clean
+    | CleanEmbeddings
+    | ShuffleEmbeddings
+    | Transplant
+    | ReverseLayers
+    | ReinitScaled
+    | OracleShuffle
+    | KeepLayers
+    | ReinitLastLayers
+    | ReinitHead
+    | SubstituteUnused,
     Field(discriminator="op"),
-]  # fmt: skip
+]
 
 CLASSES: dict[str, Any] = {
     kind.model_fields["op"].default: kind for kind in get_args(get_args(Operation)[0])
@@ -238,8 +247,10 @@ def parse(text: str) -> Operation:
         key, equals, value = (part.strip() for part in argument.partition("="))
         if not equals or not key:
             names = ", ".join(f"{field}=..." for field in fields if field != "op")
-            raise BadInput(f"{name}: {argument.strip()!r} is not argument=value; it takes "
-                           f"{names or 'no arguments'}")  # fmt: skip
+            raise BadInput(
+                f"{name}: {argument.strip()!r} is not argument=value; it takes "
+                f"{names or 'no arguments'}"
+            )
         if key in values:
             raise BadInput(f"{name}: {key} is given twice")
         values[key] = _value(value, fields[key].annotation if key in fields else None)

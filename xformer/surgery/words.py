@@ -20,16 +20,18 @@ WORD, BIAS = "encoder.embeddings.word.weight", "mlm_head.bias"
 BLOCK = 2**24  # ids looked at at once
 
 
-def clean_embeddings(checkpoint: Checkpoint, seed: int,
-                     distribution: Distribution = "normal") -> Checkpoint:  # fmt: skip
+def clean_embeddings(
+    checkpoint: Checkpoint, seed: int, distribution: Distribution = "normal"
+) -> Checkpoint:
     """Fresh word embeddings, all else as it is: "clean word embeddings" of Zhang et al. 2021
     (section 4, tables 4 and 5), re-emb of Kao & Lee 2021 (section 3.2)."""
     _table(checkpoint)
     return redrawn(checkpoint, [WORD], seed, distribution, "clean_embeddings")
 
 
-def shuffle_embeddings(checkpoint: Checkpoint, seed: int, keep_special: bool = True,
-                       english_only: bool = True) -> Checkpoint:  # fmt: skip
+def shuffle_embeddings(
+    checkpoint: Checkpoint, seed: int, keep_special: bool = True, english_only: bool = True
+) -> Checkpoint:
     """The word embeddings dealt out anew among the pieces (Zhang et al. 2021, section 4.2).
 
     With `english_only` English-like pieces exchange vectors among themselves, and all others keep
@@ -39,8 +41,10 @@ def shuffle_embeddings(checkpoint: Checkpoint, seed: int, keep_special: bool = T
     table, tokenizer = _table(checkpoint), checkpoint.tokenizer
     check_shuffle(keep_special, english_only)
     if english_only and tokenizer.kind == "symbols":
-        raise BadInput("english_only=true needs a tokenizer of words, and this one has symbols; "
-                       "english_only=false shuffles them all")  # fmt: skip
+        raise BadInput(
+            "english_only=true needs a tokenizer of words, and this one has symbols; "
+            "english_only=false shuffles them all"
+        )
     kept = set(tokenizer.special.values()) if keep_special else set()
     if english_only:
         moved = sorted(english(tokenizer).keys() - kept)
@@ -59,8 +63,10 @@ def shuffle_embeddings(checkpoint: Checkpoint, seed: int, keep_special: bool = T
 def check_shuffle(keep_special: bool, english_only: bool) -> None:
     """Raise BadInput for a choice that contradicts itself."""
     if english_only and not keep_special:
-        raise BadInput("shuffle_embeddings: keep_special=false needs english_only=false, as no "
-                       "special token is English-like")  # fmt: skip
+        raise BadInput(
+            "shuffle_embeddings: keep_special=false needs english_only=false, as no "
+            "special token is English-like"
+        )
 
 
 def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
@@ -91,8 +97,9 @@ def check_width(source: str, theirs: int, ours: int) -> None:
         raise BadInput(f"source={source} has word embeddings {theirs} wide, the checkpoint {ours}")
 
 
-def substitute_unused(checkpoint: Checkpoint, store: str, seed: int,
-                      split: str = "train") -> Checkpoint:  # fmt: skip
+def substitute_unused(
+    checkpoint: Checkpoint, store: str, seed: int, split: str = "train"
+) -> Checkpoint:
     """Copies of used word embeddings in place of those that pre-training never used (Chiang & Lee
     2020, section 4.3: 50-substitute).
 
