@@ -1,0 +1,59 @@
+"""Record the exact net anew, and print what changed.
+
+    PYTHONPATH=.:tests python -m golden.exact                 # everything that the tests compare
+    PYTHONPATH=.:tests python -m golden.exact stores arrays   # some of it
+    PYTHONPATH=.:tests python -m golden.exact --artefacts     # sources.zip and kept.zip first
+
+Recording anew is right when a format, a key or a default was changed on purpose: the change stands
+in docs/log.md and CHANGELOG.md, old files are still read or refused in one clear line, and every
+printed line follows from that change. It is also right when a test's input is added: then only
+lines about it are printed.
+
+It is wrong after a change that should change nothing: moving code, another library, another
+optimizer, a faster way. Then a difference is a fault of the change. It is wrong to record anew
+because a test fails and nobody knows why.
+
+The artefacts are old on purpose: they stand for what users have on disk. Make them anew only when
+the project decides to read such old files no longer, and says so in docs/formats.md. To cover a new
+format, add an artefact of the new one and keep the old.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from helpers import Forks
+
+from golden.exact import kept, sources
+from golden.exact.measure import KEPT, MADE, differences, measure, recorded, write
+
+
+def main() -> None:
+    """Record the named ones, or all."""
+    names, known = [word for word in sys.argv[1:] if word != "--artefacts"], [*MADE, *KEPT]
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"error: {unknown[0]} is none of {', '.join(known)}")
+    with tempfile.TemporaryDirectory() as scratch, Forks(Path(scratch)) as forks:
+        if "--artefacts" in sys.argv[1:]:
+            _artefacts(forks, Path(scratch))
+        for name in names or known:
+            (place := Path(scratch) / name).mkdir()
+            new = measure(name, place, forks)
+            changed = differences(recorded(name), new)
+            write(name, new)
+            print(f"{name}: {len(changed)} changed", *changed, sep="\n  ")
+
+
+def _artefacts(forks: Forks, scratch: Path) -> None:
+    for name in ("sources", "kept"):
+        (scratch / name).mkdir()
+    sources.make(scratch / "sources")
+    sources.pack(scratch / "sources", sources.ARCHIVE)
+    kept.record(forks, scratch / "kept", scratch / "sources")
+    sources.pack(scratch / "kept", kept.ARCHIVE)
+
+
+if __name__ == "__main__":
+    main()
