@@ -23,7 +23,7 @@ from xformer.start import run
 
 def main() -> None:
     # imported here, so that Ctrl-C is answered in one line from the first moment on
-    from preprocess.cli import main
+    from xformer.preprocess.cli import main
 
     main()
 

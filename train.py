@@ -12,8 +12,9 @@ r"""Pre-train or fine-tune: one loop, told what to do by a recipe.
     python train.py recipes/finetune/classify.toml data=stores/cola init=runs/english \
         surgery='[{op="clean"}]' run=runs/cola-scratch
 
-The same command again continues a stopped run exactly where it was. A value is parsed as TOML, else
-taken as a bare string; data='["stores/a", "stores/b"]' joins the rows of two stores.
+A recipe is a TOML file, or the name of one that comes with the package: `xformer recipes` lists
+those. The same command again continues a stopped run exactly where it was. A value is parsed as
+TOML, else taken as a bare string; data='["stores/a", "stores/b"]' joins the rows of two stores.
 """
 
 from xformer.start import run

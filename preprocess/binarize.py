@@ -13,10 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from preprocess.bad import BadRows
 from xformer.data.errors import BadInput, lacks
 from xformer.data.files import file_checksum
 from xformer.data.store import SplitWriter
+
+from .bad import BadRows
 
 BATCH = 2**20  # characters encoded at once
 PACKED = (".gz", ".zst")  # endings of packed files

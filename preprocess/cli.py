@@ -13,7 +13,9 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-from preprocess import (
+from xformer.data.errors import Interrupted, typed
+
+from . import (
     dna,
     fetch,
     glue,
@@ -31,9 +33,8 @@ from preprocess import (
     tsv,
     vocabulary,
 )
-from preprocess import vocabulary_figures as figures
-from preprocess.arguments import Parser
-from xformer.data.errors import Interrupted
+from . import vocabulary_figures as figures
+from .arguments import Parser
 
 Add = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], None]
@@ -142,7 +143,9 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
 
 def make_parser() -> Parser:
     """The parser of all sub-commands; `do` is the function that a command line stands for."""
-    parser = Parser(prog="preprocess.py", description="Turn raw files into stores for training.")
+    parser = Parser(
+        prog=typed("python preprocess.py"), description="Turn raw files into stores for training."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         _add(commands, name, *command)

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from preprocess.binarize import PACKED, check_files, plain_name
 from xformer.data.errors import BadInput, say
+
+from .binarize import PACKED, check_files, plain_name
 
 FORMATS = ("text", "jsonl", "java", "fasta")
 # .json is often something else than text, so a directory's .json files are not taken

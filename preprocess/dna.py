@@ -12,13 +12,14 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from preprocess import splits
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files, read_lines
-from preprocess.sequences import Sequences
-from preprocess.tasks import Row, Task
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
+
+from . import splits
+from .bad import BadRows
+from .binarize import check_files, read_lines
+from .sequences import Sequences
+from .tasks import Row, Task
 
 LETTERS = "ACGTDNRS"  # D, N, R and S stand where a base is uncertain
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several

@@ -19,9 +19,10 @@ from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from preprocess.progress import progress
 from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import file_checksum, read_json, sync, write_json
+
+from .progress import progress
 
 BLOCK = 2**20  # bytes read at once
 TIMEOUT = 30.0  # seconds without a byte until a connection counts as broken

@@ -6,9 +6,10 @@ import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from preprocess.bad import BadRows
-from preprocess.binarize import not_utf8, open_binary
 from xformer.data.errors import BadInput
+
+from .bad import BadRows
+from .binarize import not_utf8, open_binary
 
 LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes and the stop
 

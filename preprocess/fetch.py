@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from preprocess.download import File, download
-from preprocess.unpack import ENDINGS, Unpacker
-from xformer.data.errors import BadInput, Failure, Interrupted, say
+from xformer.data.errors import BadInput, Failure, Interrupted, say, typed
 from xformer.data.files import (
     atomic_directory,
     cache_folder,
@@ -38,6 +36,9 @@ from xformer.data.files import (
     refuse_existing,
     write_json,
 )
+
+from .download import File, download
+from .unpack import ENDINGS, Unpacker
 
 CATALOGUE = Path(__file__).with_name("catalogue.toml")
 RATIO = 20  # how many times its own size an archive may unpack to, where its entry says nothing
@@ -308,4 +309,4 @@ def run(arguments: argparse.Namespace) -> None:
     if data.note:
         say(f"note: {data.note}")
     then = data.then.replace("{directory}", shlex.quote(str(target)))
-    say(f"next: python preprocess.py {then}")
+    say(f"next: {typed('python preprocess.py')} {then}")

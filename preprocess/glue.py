@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess import splits
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files, read_lines
-from preprocess.tables import ENDINGS, Table, ending
-from preprocess.tasks import SPLITS, Row, Task, find_splits, input_files
 from xformer.data.errors import BadInput
+
+from . import splits
+from .bad import BadRows
+from .binarize import check_files, read_lines
+from .tables import ENDINGS, Table, ending
+from .tasks import SPLITS, Row, Task, find_splits, input_files
 
 NUMBERS = ["0", "1", "2"]
 ENTAILMENT = ("entailment", "not_entailment")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from preprocess.bad import BadRows
-from preprocess.binarize import open_binary, plain_name, read_lines
 from xformer.data.errors import BadInput
+
+from .bad import BadRows
+from .binarize import open_binary, plain_name, read_lines
 
 _BETWEEN = re.compile(r"[\s,]*")
 

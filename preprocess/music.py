@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preprocess import splits
-from preprocess.arguments import number
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files
-from preprocess.tables import Table, ending
-from preprocess.tasks import Row, Task
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, lacks
+
+from . import splits
+from .arguments import number
+from .bad import BadRows
+from .binarize import check_files
+from .tables import Table, ending
+from .tasks import Row, Task
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")

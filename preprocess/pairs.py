@@ -21,10 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.arguments import add_output, check_output, number, origin, summarise
-from preprocess.progress import progress
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Store, create_store, open_store
+
+from .arguments import add_output, check_output, number, origin, summarise
+from .progress import progress
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {

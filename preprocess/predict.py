@@ -13,17 +13,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preprocess import dna, glue, music, protein, sequences, squad, tags, tasks, tsv
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files, read_lines
-from preprocess.sequences import FASTA, SEQUENCE, Sequences
-from preprocess.tables import Form, Table, ending
-from preprocess.tasks import Row
-from preprocess.words import Encoder
 from xformer.data.errors import BadInput, say
 from xformer.data.files import read_json
 from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer
+
+from . import dna, glue, music, protein, sequences, squad, tags, tasks, tsv
+from .bad import BadRows
+from .binarize import check_files, read_lines
+from .sequences import FASTA, SEQUENCE, Sequences
+from .tables import Form, Table, ending
+from .tasks import Row
+from .words import Encoder
 
 INPUT = "input"  # the split, and the column of the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from preprocess.sequences import LABEL, Sequences
+from .sequences import LABEL, Sequences
 
 # the twenty amino acids, those that stand for several or are rare (B J O U X Z), and a stop
 LETTERS = "ACDEFGHIKLMNPQRSTVWYBJOUXZ*"

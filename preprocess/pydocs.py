@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from preprocess.arguments import add_output, check_output
-from preprocess.progress import progress
 from xformer.data.errors import Failure, say
 from xformer.data.files import atomic_directory
+
+from .arguments import add_output, check_output
+from .progress import progress
 
 # tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
 # is used where there is some, but no class rests on them

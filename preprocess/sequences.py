@@ -16,15 +16,16 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess import splits
-from preprocess.arguments import number
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files, read_lines
-from preprocess.fasta import read_fasta
-from preprocess.tables import ENDINGS, Table, ending, stem
-from preprocess.tasks import Row, Task, check_metric, find_splits, input_files
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, say
+
+from . import splits
+from .arguments import number
+from .bad import BadRows
+from .binarize import check_files, read_lines
+from .fasta import read_fasta
+from .tables import ENDINGS, Table, ending, stem
+from .tasks import Row, Task, check_metric, find_splits, input_files
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 SEQUENCE = ("sequence", "seq", "seqs", "primary")

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.bad import BadRows
-from preprocess.tables import Table
 from xformer.data.errors import BadInput, say
+
+from .bad import BadRows
+from .tables import Table
 
 SPLIT, MARK = ("split", "set"), "validation"
 NONE = "none"  # the value of --split-column that reads no column

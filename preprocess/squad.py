@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preprocess.arguments import add_output, check_output, number, origin, summarise
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files, sources
-from preprocess.progress import progress
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, say
 from xformer.data.files import read_json
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
+
+from .arguments import add_output, check_output, number, origin, summarise
+from .bad import BadRows
+from .binarize import check_files, sources
+from .progress import progress
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from preprocess import figure
-from preprocess.arguments import add_json, check_file
-from preprocess.progress import progress
 from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
 from xformer.data.store import TEXTS, Ragged, Store, open_store
 from xformer.data.tags import IGNORED
+
+from . import figure
+from .arguments import add_json, check_file
+from .progress import progress
 
 BLOCK = 2**22  # values read at once
 

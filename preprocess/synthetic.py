@@ -38,7 +38,11 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.arguments import (
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput, Failure
+from xformer.data.store import SplitWriter, Store, create_store, open_store
+
+from .arguments import (
     add_output,
     check_output,
     length_range,
@@ -47,11 +51,8 @@ from preprocess.arguments import (
     share,
     summarise,
 )
-from preprocess.progress import progress
-from preprocess.stats import id_counts
-from xformer.data import tokenizers
-from xformer.data.errors import BadInput, Failure
-from xformer.data.store import SplitWriter, Store, create_store, open_store
+from .progress import progress
+from .stats import id_counts
 
 BLOCK = 2**20  # tokens made at once, and
 LEAST_ROWS = 2**11  # sequences, for every step of all of them costs some time of its own

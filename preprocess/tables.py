@@ -13,9 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from preprocess.bad import BadRows
-from preprocess.binarize import PACKED, read_lines
 from xformer.data.errors import BadInput, lacks
+
+from .bad import BadRows
+from .binarize import PACKED, read_lines
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once

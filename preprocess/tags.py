@@ -18,15 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess import splits
-from preprocess.arguments import number
-from preprocess.bad import BadRows
-from preprocess.binarize import check_files, read_lines
-from preprocess.protein import LETTERS
-from preprocess.tasks import TAG_METRICS, Row, Task, check_metric, input_files
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.tags import NO_LABEL
+
+from . import splits
+from .arguments import number
+from .bad import BadRows
+from .binarize import check_files, read_lines
+from .protein import LETTERS
+from .tasks import TAG_METRICS, Row, Task, check_metric, input_files
 
 ABOUTS = {
     "conll": "Any file of the CoNLL form: a word and its label a line, blank lines between.",

@@ -22,17 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preprocess.arguments import add_output, check_output, number, origin, summarise
-from preprocess.bad import BadRows
-from preprocess.binarize import BATCH, check_files, sources
-from preprocess.progress import progress
-from preprocess.tables import ending, stem
-from preprocess.words import Encoder
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, say
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
+
+from .arguments import add_output, check_output, number, origin, summarise
+from .bad import BadRows
+from .binarize import BATCH, check_files, sources
+from .progress import progress
+from .tables import ending, stem
+from .words import Encoder
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")

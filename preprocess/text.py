@@ -20,20 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preprocess import corpora
-from preprocess.arguments import add_output, check_output, expression, number, origin, summarise
-from preprocess.bad import BadRows
-from preprocess.binarize import BATCH, RowCutter, not_utf8, open_binary, sources
-from preprocess.fasta import read_fasta
-from preprocess.java import read_java
-from preprocess.jsonl import read_json_texts
-from preprocess.progress import progress
-from preprocess.words import EAST_ASIAN, MARKS
-from preprocess.workers import Encoders
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
+
+from . import corpora
+from .arguments import add_output, check_output, expression, number, origin, summarise
+from .bad import BadRows
+from .binarize import BATCH, RowCutter, not_utf8, open_binary, sources
+from .fasta import read_fasta
+from .java import read_java
+from .jsonl import read_json_texts
+from .progress import progress
+from .words import EAST_ASIAN, MARKS
+from .workers import Encoders
 
 READ = 2**20  # bytes read at once
 SEGMENT = 2**15  # characters of a document encoded as one text

@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from preprocess import splits
-from preprocess.bad import BadRows
-from preprocess.tables import ENDINGS, Form, Table, ending
-from preprocess.tasks import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
 from xformer.data.errors import BadInput
+
+from . import splits
+from .bad import BadRows
+from .tables import ENDINGS, Form, Table, ending
+from .tasks import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
 
 NAMED = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from preprocess.download import check_space
 from xformer.data.errors import Failure
+
+from .download import check_space
 
 MEMBERS = 100_000  # files and directories in one archive
 BLOCK = 2**20  # bytes written at once

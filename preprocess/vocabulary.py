@@ -9,14 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from preprocess import corpora
-from preprocess.arguments import add_output, check_output, expression, number
-from preprocess.bad import BadRows
-from preprocess.progress import Progress, progress
-from preprocess.text import TextOptions, read_documents
 from xformer.data import published, tokenizers
 from xformer.data.errors import BadInput, say
 from xformer.data.files import atomic_directory
+
+from . import corpora
+from .arguments import add_output, check_output, expression, number
+from .bad import BadRows
+from .progress import Progress, progress
+from .text import TextOptions, read_documents
 
 
 def learn(

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.arguments import add_json, check_file
-from preprocess.progress import Progress, progress
 from xformer.data import published, tokenizers
 from xformer.data.english import english
 from xformer.data.errors import BadInput, say
 from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
+
+from .arguments import add_json, check_file
+from .progress import Progress, progress
 
 WINDOW = 10  # pieces in a context
 MOST = 5  # a context with more English-like pieces than these is English-like

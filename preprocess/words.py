@@ -118,11 +118,13 @@ class Encoder:
         """As `_each`, at half its cost, for words that may stand in one text."""
         assert self.rules is not None
         mark = self.tokenizer.encode_batch([self.rules.joint])[0]
+        if len(mark) != 1:  # the vocabulary lacks the mark, or splits it
+            return self._each(words)
         groups = [words[i : i + GROUP] for i in range(0, len(words), GROUP)]
         ids = self.tokenizer.encode_batch([self.rules.joint.join(group) for group in groups])
         flat = np.concatenate([part for group in ids for part in (group, mark)])
         ends = np.flatnonzero(flat == mark[0])
-        if len(mark) != 1 or len(ends) != len(words):  # not a mark in this vocabulary
+        if len(ends) != len(words):  # the mark is also part of a word
             return self._each(words)
         return flat[flat != mark[0]], np.diff(ends, prepend=-1) - 1
 

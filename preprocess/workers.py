@@ -23,12 +23,13 @@ from typing import IO
 
 import numpy as np
 
-from preprocess.words import Encoder
 from xformer.data import tokenizers
 from xformer.data.errors import Failure
 from xformer.data.tokenizers import Tokenizer
 
-ROOT = str(Path(__file__).parents[1])  # where this package lies
+from .words import Encoder
+
+ROOT = str(Path(tokenizers.__file__).parents[2])  # where the package xformer lies
 FEW = 8  # batches that are encoded sooner than processes start
 
 Batch = tuple[list[bool], list[str]]  # ends of documents, texts
@@ -50,7 +51,7 @@ class Worker:
             "OPENBLAS_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "preprocess.workers", str(directory), str(share)],
+            [sys.executable, "-P", "-m", "xformer.preprocess.workers", str(directory), str(share)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -30,11 +30,14 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from xformer.data.errors import BadInput, say
+from xformer.data.errors import BadInput, say, typed
 
 WIDTH = 100  # columns of help
 SHORT = {"seed": "all"}  # `seed = N` is short for `seed.all = N`
-MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys of before, and what they are now
+MOVED = {"data.store": "data", "data.fraction": "fraction"}  # former keys and today's
+GONE = {
+    "system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"
+}  # former keys, and why they are gone
 RECIPE = 2**24  # bytes of a recipe at most
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
@@ -82,7 +85,7 @@ def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
 
 
 def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) -> SettingsType:
-    """Settings from the command line: the path of a recipe (if `recipe`), then key=value.
+    """Settings from the command line: a recipe by path or name (if `recipe`), then key=value.
 
     A bare `--help` prints every key and exits. Raises BadInput naming the key, the value and the
     nearest valid key.
@@ -93,15 +96,47 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
     values: dict[str, Any] = {}
     if recipe:
         if not arguments or "=" in arguments[0]:
-            raise BadInput(
-                "the first argument must be a recipe, such as recipes/pretrain/mini.toml"
-            )
-        values, arguments = read_recipe(Path(arguments[0])), arguments[1:]
+            such = typed("such as recipes/pretrain/mini.toml")
+            raise BadInput(f"the first argument must be a recipe, {such}")
+        values, arguments = read_recipe(find_recipe(arguments[0])), arguments[1:]
     return validate(schema, merge(values, parse_overrides(schema, arguments)))
 
 
+def recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name: {"pretrain/mini": its file, ...}.
+
+    An installed package holds them; in a checkout they lie beside it.
+    """
+    own = Path(__file__).parent / "recipes"
+    files = (own if own.is_dir() else own.parents[1] / "recipes").glob("*/*.toml")
+    return {f"{file.parent.name}/{file.stem}": file for file in sorted(files)}
+
+
+def find_recipe(text: str, beside: Path = Path(), kind: str = "") -> Path:
+    """The file that is meant by a path relative to `beside`, or else by a name as `recipes()` has
+    it. With a `kind` such as "studies", a name of that kind may lack it. What is neither comes back
+    as a path, which `read_recipe` refuses."""
+    path = beside / text
+    if path.exists() and not path.is_dir():
+        return path
+    named = recipes()
+    return named.get(text) or named.get(f"{kind}/{text}") or path
+
+
+def _nearest_recipe(path: Path) -> str:
+    """ "; did you mean X?" for a recipe that does not exist: a file beside it, or a name."""
+    if near := nearest(path.name, [p.name for p in path.parent.glob("*.toml")]):
+        return near
+    name, named = "/".join(path.with_suffix("").parts[-2:]), list(recipes())
+    last = {key.partition("/")[2]: key for key in named}
+    close = difflib.get_close_matches(name, named, 1) or [
+        last[found] for found in difflib.get_close_matches(path.stem, last, 1)
+    ]
+    return f"; did you mean {close[0]}?" if close else "; `xformer recipes` lists those by name"
+
+
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's values over those of its `base`, a path relative to the recipe."""
+    """A recipe's values over those of its `base`, a path relative to the recipe, or a name."""
     try:
         if path.resolve() in seen:
             raise BadInput(f"{path}: its chain of `base` recipes is a circle")
@@ -113,8 +148,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise BadInput(f"the recipe {path} has {size}: it is something else than a recipe")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")])
-        raise BadInput(f"the recipe {path} does not exist{near}") from None
+        raise BadInput(f"the recipe {path} does not exist{_nearest_recipe(path)}") from None
     except IsADirectoryError:
         raise BadInput(f"the recipe {path} is a directory") from None
     except (ValueError, RecursionError) as error:
@@ -128,7 +162,23 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str) or "\0" in base:
         raise BadInput(f"{path}: base={base!r} is not the path of a recipe")
-    return merge(read_recipe(path.parent / base, (*seen, path.resolve())), values)
+    file = find_recipe(base, path.parent)
+    below = read_recipe(file, (*seen, path.resolve()))
+    if file.resolve().parent != path.resolve().parent:
+        _place(below, file.parent)
+    return merge(below, values)
+
+
+def _place(values: dict[str, Any], folder: Path) -> None:
+    """Make the recipes of a study's stages absolute paths. They are relative to its folder, and a
+    study of another folder builds on it."""
+    scales = values.get("scales")
+    parts = [values, *(scales.values() if isinstance(scales, dict) else ())]
+    for part in filter(lambda part: isinstance(part, dict), parts):
+        stages = part.get("stages")
+        for stage in stages.values() if isinstance(stages, dict) else ():
+            if isinstance(stage, dict) and isinstance(stage.get("recipe"), str):
+                stage["recipe"] = str(find_recipe(stage["recipe"], folder).absolute())
 
 
 def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, Any]:
@@ -181,8 +231,12 @@ def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType
 
 
 def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.values()) -> None:
-    """Raise BadInput that names the new spelling of each key which has another name now. `values`
-    may be dotted; the new name must be among the `known` ones."""
+    """Raise BadInput that names the new spelling of each key which has another name now, or says
+    that a key is gone. `values` may be dotted; the new name must be among the `known` ones."""
+    for old, why in GONE.items():
+        group, _, name = old.partition(".")
+        if old in values or (isinstance(values.get(group), dict) and name in values[group]):
+            raise BadInput(f"{old} is gone: {why}; leave it out")
     found = {}
     for old, new in MOVED.items():
         group, _, name = old.partition(".")
@@ -283,9 +337,10 @@ def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def help_text(schema: type[BaseModel], title: str | None = None) -> str:
-    """The command's docstring (or `title`), then for each key its type, default, and sentence."""
+    """The docstring of the program that runs (or `title`), then for each key its type, default, and
+    sentence; commands are written as this user types them."""
     title = sys.modules["__main__"].__doc__ if title is None else title
-    return "\n".join([(title or "").strip(), "", "Keys:", *_help_lines(schema, "")])
+    return typed("\n".join([(title or "").strip(), "", "Keys:", *_help_lines(schema, "")]))
 
 
 def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # `python -m xformer.train`: before torch is imported
+    from xformer.start import as_command
+
+    as_command("train")
+
 import json
 import math
 import signal
@@ -26,12 +31,12 @@ from pydantic import (
 )
 
 from xformer import checkpoint as checkpoints
-from xformer import cost, distributed, provenance, shard, spans, tags, trajectory
+from xformer import cost, distributed, optim, provenance, spans, tags, trajectory
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import Paths, Settings, load
 from xformer.data import mapping
 from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput, Failure, Interrupted, say
+from xformer.data.errors import BadInput, Failure, Interrupted, say, typed
 from xformer.data.files import read_json, sync
 from xformer.data.hashing import key
 from xformer.data.joined import open_stores
@@ -45,17 +50,20 @@ from xformer.model import native
 from xformer.model.encoder import ModelConfig, Packed, to_device
 from xformer.model.heads import HeadKind, Loss, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
-from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
+from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
+from xformer.parallel import Replicas, Sums
 from xformer.predictions import write
 from xformer.profile import Profiler
 from xformer.run import Run, is_bare, is_finished, open_run
-from xformer.shard import ShardedOptimizer, Snapshot
+from xformer.snapshot import Snapshot
 from xformer.surgery import operations
 from xformer.surgery.operations import Operation, apply
 from xformer.trajectory import Course, Trajectory
 from xformer.trouble import LIMIT, NOWHERE, WEIGHT, Account, first_layer
 from xformer.writer import Writer
 
+# what a recipe may change of the model that it starts from
+DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 LOWER_IS_BETTER = ("loss", "perplexity")
 DROPOUT = 4  # what a key is for
 # summed over all ranks since the last line of the log; the first four on the device
@@ -161,16 +169,25 @@ class TrainConfig(Settings):
     """What "best" means; empty: the loss for MLM, else the store's metric."""
     patience: int = Field(0, ge=0)
     """Stop after this many validations without a better one; 0 never stops early."""
-    trouble: Literal["stop", "skip", "rollback"] = "stop"
-    """At a loss or gradient that is not finite, or a spike: stop; skip, dropping the step's update;
-    or rollback to the newest checkpoint and drop that step's update on the way. Each is logged with
-    the rows of the store and the layer where it arose."""
+    trouble: Literal["stop", "skip"] = "stop"
+    """At a loss or gradient that is not finite, or a spike: stop, or skip the step's update. Each
+    is logged with the rows of the store and the layer where it arose."""
     spike: float = Field(0.0, ge=0)
     """Deviations above its mean over the last 100 steps at which a loss or norm of the gradient is
     a spike; 0: none is."""
     only: tuple[str, ...] = ()
     """The weights to train, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
     with * and ?; all others stay as they are. Empty: all."""
+
+    @field_validator("trouble", mode="before")
+    @classmethod
+    def _no_rollback(cls, value: Any) -> Any:
+        if value == "rollback":
+            raise ValueError(
+                "train.trouble=rollback is gone: write train.trouble=skip, which drops the update "
+                "and goes on"
+            )
+        return value
 
     @field_validator("keep_at", mode="before")
     @classmethod
@@ -283,10 +300,8 @@ class Job:
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
         masking = recipe.masking.probability if recipe.head == "mlm" else 0.0
-        even = recipe.system.shard == "model" and self.ranks.world_size > 1
-        return Feed(
-            self.train, stream, self.ranks, batch.accumulate, recipe.seed.of("masks"), masking, even
-        )
+        seed = recipe.seed.of("masks")
+        return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
 
     def assembler(self, split: str) -> Assembler:
         return replace(self.train, split=self.store.split(split))
@@ -333,7 +348,10 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
-    notes = [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
+    notes = []
+    if recipe.init is None and recipe.head != "mlm":
+        notes.append("no init= is given: the encoder starts from fresh weights")
+    notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
     notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
     notes += account(start, chosen(start, recipe.train.only), fresh)
     job = Job(
@@ -367,17 +385,13 @@ def _trajectory(job: Job) -> Trajectory:
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
     """Raise BadInput unless the model that a recipe starts from can do what the recipe asks."""
-    batch, name = recipe.batch, recipe.optim.name
+    batch = recipe.batch
     if batch.max_tokens > config.max_positions:
         longest = config.max_positions
         raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
     if batch.tokens and batch.tokens < batch.max_tokens:
         raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
     checkpoints.check_head(config, recipe.head)
-    if recipe.system.shard == "model" and config.architecture == "hilbert_cnn":
-        raise BadInput("system.shard=model divides the layers of a transformer; give optimizer")
-    if recipe.system.shard != "none" and name not in ("adam", "adamw"):
-        raise BadInput(f"optim.name={name} wants whole moments: give system.shard=none, or adamw")
 
 
 def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
@@ -398,7 +412,7 @@ def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     free = {}
     for name in wanted.model_fields_set:
         value, has = getattr(wanted, name), getattr(config, name)
-        if name in ("dropout", "attention_dropout", "head_dropout", "dropout_form"):
+        if name in DROPOUT_SETTINGS:
             free[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
@@ -413,8 +427,9 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
         return 0.0
     if recipe.head != "mlm" or "tokens_b" not in split.columns or len(store.labels) != 2:
         raise BadInput(
-            "masking.pair_weight needs head=mlm and a store of pairs of two classes, such as "
-            f"preprocess.py pairs makes; {store.name} has {len(store.labels)} classes"
+            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
+            f"{store.name} has {len(store.labels)} classes; "
+            f"make such a store with {typed('python preprocess.py pairs')}"
         )
     return weight * recipe.masking.probability * split.tokens / split.rows
 
@@ -443,20 +458,6 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     """
     job = prepare(recipe, ranks)
     run, config = _open(job)
-    while True:
-        try:
-            return _continue(job, run, config, until)
-        except RollBack:
-            job = replace(job, notes=[])
-
-
-class RollBack(Exception):
-    """The run is to go on from its newest checkpoint."""
-
-
-def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
-    """The run from its newest checkpoint to its end."""
-    recipe, ranks = job.recipe, job.ranks
     finished, bare = ranks.on_rank_zero(lambda: (is_finished(run.path), is_bare(run.path)))
     if bare:
         ranks.on_rank_zero(run.verify_bare)
@@ -473,9 +474,11 @@ def _continue(job: Job, run: Run, config: dict[str, Any], until: int) -> None:
     start = checkpoints.load(found, verified=True) if found else job.start
     model = start.model()
     freeze(model, chosen(start, recipe.train.only))
-    optimizer = shard.place(model, recipe.optim, ranks, recipe.system.shard)
+    model = model.to(ranks.device).train()
+    optimizer = optim.build(model, recipe.optim)
     if found:
-        optimizer.load_state(checkpoints.load_tensors(Path(found) / "optimizer.safetensors"))
+        moments = checkpoints.load_tensors(Path(found) / "optimizer.safetensors")
+        optim.load_state(optimizer, moments)
     damage = cut_log(run.path, state.step if found else -1) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     bar = job.progress(state.step, state.position)
@@ -512,51 +515,55 @@ def loop(
     job: Job,
     run: Run,
     model: Model,
-    optimizer: FlatOptimizer | ShardedOptimizer,
+    optimizer: torch.optim.Optimizer,
     state: State,
     monitor: Monitor,
     signals: list[int],
     writer: Writer,
     until: int,
 ) -> None:
-    """Step until the end: rate, micro-batches, reduce, clip, step, log, validate, checkpoint."""
+    """Step until the end: rate, micro-batches, clip, step, log, validate, checkpoint."""
     recipe, ranks, every = job.recipe, job.ranks, job.recipe.train
     warmup = _warmup_share(job, job.length(every.steps, every.epochs))
     carried = [state.since_log[name] for name in SINCE_LOG[:4]]
     account = Account(every.spike, carried, state.statistics, ranks.device)
-    troubles = Troubles(job, run, model, state, monitor)
     tracing = recipe.system.profile and ranks.rank == 0
     profiler = Profiler(run.path, tracing, ranks.device, monitor.say)
     stop, clock, done = StopFlag(ranks.device), Clock(state), job.done(state)
     copy = Snapshot(model, optimizer, ranks)
-    feed = job.feed().steps(state.position)
+    feed = job.feed()
+    steps = feed.steps(state.position)
     keep = partial(_keep, job, run, copy, writer, state)
     if state.step == 0 and 0 in job.trajectory.steps:
         keep(whole=False)
     running = threading.Event()  # the check would take disk and processor from the first step
-    with _store_checked(job, running) as damage, closing(feed), profiler:
+    with _store_checked(job, running) as damage, closing(steps), profiler:
+        replicas = Replicas(model, ranks, feed.sample, recipe.system.precision)
         while not done and (not until or state.step < until):
             with profiler.part("waiting for data"):
-                step, batches = next(feed)
+                step, batches = next(steps)
             before = job.share(state.step, state.position)
             after = job.share(state.step + 1, step.end)
             lr = learning_rate(recipe.optim, before, after, warmup)
 
-            optimizer.zero()
-            for i, batch in enumerate(batches):
-                loss = loss_of(job, model, batch, state.step, i)
-                loss = loss if i < step.own else loss.nothing()
-                loss.total.backward()
-                optimizer.counts[0] += loss.total.detach()
-                optimizer.counts[1] += loss.count
-                optimizer.counts[2] += loss.correct
-            optimizer.counts[3] += float(bool(signals))
+            optimizer.zero_grad()
+            replicas.begin()
+            sums = Sums(ranks.device)
+            sums.told += float(bool(signals))
+            for i, batch in enumerate(batches or [None]):
+                with replicas.averaging(last=i + 1 >= len(batches)):
+                    loss = loss_of(job, replicas, batch, state.step, i)
+                    loss.total.backward()
+                sums.add(loss)
             with profiler.part("optimizer"):
-                optimizer.reduce(ranks.world_size)
+                ranks.sum(sums.all)
+                replicas.average_buffers()
+                count = sums.count.clamp(min=1.0) / ranks.world_size  # ranks were averaged
+                norm = gradient_norm(optimizer) / count
+                drop = account.judge(sums, norm, state.step, state.position)
                 copy.before_change()
-                forced = str(state.position) in troubles.known
-                judge = account.judge(optimizer.counts, state.step, state.position, forced)
-                optimizer.step(optimizer.counts[1], lr, judge)
+                clip_and_step(optimizer, lr, count, norm, recipe.optim.clip, drop)
+                replicas.restore(drop)
             running.set()
 
             epoch = state.position // job.samples.per_epoch
@@ -564,14 +571,14 @@ def loop(
             ranks.at(state.step)
             monitor.advance(job.progress(state.step, state.position)[0])
             done = job.done(state)
-            stopped = stop.read(state.step, optimizer.counts[3])
+            stopped = stop.read(state.step, sums.told)
             log_due = state.step % every.log_every == 0 or done
             next_epoch = state.position // job.samples.per_epoch > epoch
             due = state.step % every.validate_every == 0 if every.validate_every else next_epoch
             validation_due = (due or done) and "valid" in job.store.splits
             due = bool(every.checkpoint_every) and state.step % every.checkpoint_every == 0
             if log_due or validation_due or due or stopped or ranks.device.type == "cpu":
-                troubles.settle(account)
+                _settle(job, run, model, state, account, monitor, writer)
             if log_due:
                 _log(job, state, account, lr, monitor, clock)
             clock.mark += profiler.step(state.step)
@@ -597,69 +604,57 @@ def loop(
                 raise Interrupted(number, message)
 
 
-class Troubles:
-    """The steps whose update was dropped: traced, noted, logged, and what comes of them."""
+def _settle(
+    job: Job,
+    run: Run,
+    model: Model,
+    state: State,
+    account: Account,
+    monitor: Monitor,
+    writer: Writer,
+) -> None:
+    """Trace, log and count the steps that were dropped since the last call; all ranks call it
+    together. Raises Failure if the run is to stop."""
+    for step, position, what in account.read():
+        state.in_a_row = state.in_a_row + 1 if what else 0
+        if not what:
+            continue
+        state.dropped += 1
+        policy = job.recipe.train.trouble
+        stage, place = _trace(job, model, step, position)
+        record = {"what": what, **place, "action": policy, "dropped": state.dropped}
+        monitor.event("trouble", step + 1, **record)
+        line = f"{what} at step {step + 1}: {place['where']}"
+        if stage != WEIGHT:  # then all rows of the step are in question
+            line += f", rows {_some(place['rows'])} of the store"
+        if policy == "stop" or stage == WEIGHT:
+            writer.free()  # a checkpoint may be on its way to the disk
+            kept = any((run.path / "checkpoints").glob("step_*"))
+            older = "the newest checkpoint is from before" if kept else "no checkpoint is there"
+            cure = "train.trouble=skip drops such updates"
+            if stage == WEIGHT:
+                older = "the newest checkpoint may hold it too" if kept else older
+                cure = "dropping updates does not mend a weight"
+            raise Failure(f"{line}; {older}; {cure}")
+        monitor.say(f"{line}; its update is dropped")
+        if state.in_a_row >= LIMIT:
+            raise Failure(f"{line}: {LIMIT} updates in a row were dropped")
 
-    def __init__(self, job: Job, run: Run, model: Model, state: State, monitor: Monitor):
-        self.job, self.run, self.model = job, run, model
-        self.state, self.monitor, self.begin = state, monitor, state.position
-        self.known: dict[str, dict[str, Any]] = job.ranks.on_rank_zero(run.dropped)
 
-    def settle(self, account: Account) -> None:
-        """Deal with what the device found since the last time; all ranks together. Raises Failure,
-        or RollBack."""
-        state, policy = self.state, self.job.recipe.train.trouble
-        for step, position, dropped, what in account.read():
-            state.in_a_row = state.in_a_row + 1 if dropped else 0
-            if not dropped:
-                continue
-            record, now = self.known.get(str(position)), step + 1
-            line, new = f"{what} at step {now}", record is None
-            if record is None:
-                record = {"what": what, **self._trace(step, position), "action": policy}
-                line = f"{line}: {record['where']}, rows {_some(record['rows'])} of the store"
-                if policy != "stop":
-                    note = partial(self.run.drop, position, record)
-                    self.job.ranks.on_rank_zero(note)
-                    self.known[str(position)] = record
-                    self.monitor.say(f"{line}; its update is dropped")
-                    if policy == "rollback":
-                        self._go_back(line)
-            state.dropped += 1
-            self.monitor.event("trouble", now, **record, dropped=state.dropped)
-            if new and policy == "stop":
-                kept = any((self.run.path / "checkpoints").glob("step_*"))
-                older = "the newest checkpoint is from before" if kept else "no checkpoint is there"
-                raise Failure(
-                    f"{line}; {older}; train.trouble=skip drops such updates, rollback goes back "
-                    "to a checkpoint first"
-                )
-            if state.in_a_row >= LIMIT:
-                raise Failure(f"{line}: {LIMIT} updates in a row were dropped")
-
-    def _go_back(self, line: str) -> None:
-        if sum(int(sample) >= self.begin for sample in self.known) > LIMIT:
-            raise Failure(f"{line}: the run went back to one checkpoint {LIMIT} times")
-        raise RollBack
-
-    def _trace(self, step: int, position: int) -> dict[str, Any]:
-        """Where the trouble of a step arose, on which ranks' rows."""
-        job, ranks = self.job, self.job.ranks
-        made = job.feed().take(position)
-        packed = [to_device(batch, ranks.device) for batch in made.batches]
-
-        def loss(i: int) -> Loss:
-            found = loss_of(job, self.model, packed[i], step, i)
-            return found if i < made.own else found.nothing()
-
-        stage, i, where = first_layer(self.model, len(packed), loss)
-        mine = [batch.rows.tolist() for batch in made.batches[: made.own]]
-        every = ranks.gather([stage, ranks.rank, i, where, mine])
-        stage, rank, i, where, batches = min(every)
-        if stage in (WEIGHT, NOWHERE):  # no micro-batch has done it
-            rows = [row for *_, batches in every for batch in batches for row in batch]
-            return {"where": where, "rows": sorted(rows)}
-        return {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(batches[i])}
+def _trace(job: Job, model: Model, step: int, position: int) -> tuple[int, dict[str, Any]]:
+    """How early the trouble of a step arose (WEIGHT to NOWHERE); where, and on whose rows."""
+    ranks, batches = job.ranks, job.feed().take(position).batches
+    packed = [to_device(batch, ranks.device) for batch in batches]
+    found = first_layer(model, len(packed), lambda i: loss_of(job, model, packed[i], step, i))
+    stage, i, where = found
+    mine = [batch.rows.tolist() for batch in batches]
+    idle = not batches  # such a rank has no gradient to tell of
+    every = ranks.gather([stage, idle, ranks.rank, i, where, mine])
+    stage, _, rank, i, where, theirs = min(every)
+    if stage in (WEIGHT, NOWHERE):  # no micro-batch has done it
+        rows = [row for *_, batches in every for batch in batches for row in batch]
+        return stage, {"where": where, "rows": sorted(rows)}
+    return stage, {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(theirs[i])}
 
 
 def _some(rows: list[int]) -> str:
@@ -667,12 +662,15 @@ def _some(rows: list[int]) -> str:
     return f"{shown} and {len(rows) - 8} more" if len(rows) > 8 else shown
 
 
-def loss_of(job: Job, model: Model, batch: Packed, step: int, micro_batch: int) -> Loss:
+def loss_of(
+    job: Job, model: Model | Replicas, batch: Packed | None, step: int, micro_batch: int
+) -> Loss:
     """The loss of a micro-batch, with the dropout that is its own."""
     number = key(job.recipe.seed.of("dropout"), DROPOUT, step, micro_batch, job.ranks.rank)
     torch.manual_seed(int(number >> 1))
     with job.ranks.autocast(job.recipe.system.precision):
-        return model.loss(batch)[0]
+        loss: Loss = model(batch)
+        return loss
 
 
 class Clock:
@@ -751,15 +749,24 @@ def _announce(job: Job, model: Model, monitor: Monitor) -> None:
     if note := job.train.truncation(limit, job.start.config.max_positions):
         monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
-    split = job.train.split
     monitor.event(
         "start",
         0,
         parameters=parameters,
         rows=job.samples.per_epoch,
-        tokens=split.tokens,
+        tokens=_tokens(job),
         ranks=job.ranks.world_size,
     )
+
+
+def _tokens(job: Job) -> int:
+    """The ids of all rows that the run trains on, without special tokens and truncation."""
+    split = job.train.split
+    if job.samples.per_epoch == split.rows:
+        return split.tokens
+    rows, _ = job.samples.at(np.arange(job.samples.per_epoch))
+    texts = [split.columns[name] for name in ("tokens", "tokens_b") if name in split.columns]
+    return int(sum(column.lengths(rows).sum() for column in texts))
 
 
 @contextmanager
@@ -963,7 +970,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
     best = job.recipe.train.select == "best" and state.best_step > 0
     chosen = run.checkpoint_path(state.best_step if best else state.step)
     if best and state.best_step != state.step:
-        shard.load_weights(model, checkpoints.load(chosen).weights)
+        model.load_state_dict(checkpoints.load(chosen).weights)
     metrics = {}
     for split in job.store.splits:
         if split != "train" and _has_labels(job, split):

@@ -1,0 +1,6 @@
+"""`python -m xformer` is the command `xformer`."""
+
+from xformer.command import main
+
+if __name__ == "__main__":
+    main()

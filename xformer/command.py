@@ -1,0 +1,190 @@
+"""The command `xformer`, which pip installs: its sub-commands, and the recipes by name.
+
+`python -m xformer` is the same command. Usage texts repeat the docstrings of the checkout's doors,
+which are not installed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from xformer.config import WIDTH, find_recipe, nearest, recipes
+from xformer.data.errors import BadInput, put, say
+from xformer.start import run
+
+TRAIN = r"""Pre-train or fine-tune: one loop, told what to do by a recipe.
+
+    # one process
+    xformer train pretrain/mini data=stores/english run=runs/english
+    # two processes on this machine
+    torchrun --standalone --nproc-per-node 2 -m xformer.train pretrain/mini \
+        data=stores/english run=runs/english
+    # two machines; on the second --node-rank 1
+    torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 -m xformer.train ...
+    # fine-tune what came out, and its from-scratch twin
+    xformer train finetune/classify data=stores/cola init=runs/english run=runs/cola
+    xformer train finetune/classify data=stores/cola init=runs/english \
+        surgery='[{op="clean"}]' run=runs/cola-scratch
+
+A recipe is a TOML file, or the name of one that comes with the package: `xformer recipes` lists
+those. The same command again continues a stopped run exactly where it was. A value is parsed as
+TOML, else taken as a bare string; data='["stores/a", "stores/b"]' joins the rows of two stores.
+"""
+EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
+
+    xformer evaluate runs/cola data=stores/cola split=test out=scores.json
+    xformer evaluate runs/cola data=stores/cola split=valid predictions=rows.tsv
+    xformer evaluate runs/english text='The [MASK] sat on the mat.' top=10
+    xformer evaluate runs/cola input=sentences.csv out=predictions.tsv
+
+CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
+"""
+RECIPES = """List the recipes that come with the package, or print one.
+
+    xformer recipes
+    xformer recipes show finetune/classify
+    xformer recipes show finetune/classify > mine.toml
+
+A recipe's name stands for its file: `xformer train finetune/classify ...`, `xformer study
+kao2021-figure2 ...`. A file of that path comes first. In what `show` prints, the recipes that it
+builds on stand by name, so that a copy works anywhere.
+"""
+
+
+class Command(NamedTuple):
+    """A sub-command: one sentence about it, and its main function. What main needs is imported
+    when it is called."""
+
+    about: str
+    main: Callable[[], None]
+
+
+def main() -> None:
+    """`xformer NAME ...`; never returns."""
+    run(_dispatch)
+
+
+def _dispatch() -> None:
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        say(*_help().split("\n"))
+        return
+    if name == "--version":
+        say(f"xformer {version('xformer-transfer')}")
+        return
+    if name not in COMMANDS:
+        near = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
+        raise BadInput(f"xformer has no command {name!r}{near}")
+    sys.argv = [f"xformer {name}", *rest]  # `typed` reads this, and config.json records it
+    COMMANDS[name].main()
+
+
+def _help() -> str:
+    lines = ["Pre-train, operate on, fine-tune and look inside BERT-family encoders.", ""]
+    lines += [f"    xformer {name:<12}{command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`xformer NAME --help` explains each of them. `xformer --version` prints the version.",
+        ]
+    )
+
+
+def _preprocess() -> None:
+    from xformer.preprocess.cli import main
+
+    main()
+
+
+def _train() -> None:
+    from xformer.train import main
+
+    _explain(TRAIN)
+    main()
+
+
+def _evaluate() -> None:
+    from xformer.evaluate import main
+    from xformer.preprocess.predict import write_rows
+
+    _explain(EVALUATE)
+    main(write_rows)
+
+
+def _program(name: str) -> Callable[[], None]:
+    """The main function of `python -m xformer.NAME`, imported when it is called."""
+
+    def main() -> None:
+        module = import_module(f"xformer.{name}.__main__")
+        _explain(module.__doc__)
+        module.main()
+
+    return main
+
+
+def _explain(usage: str | None) -> None:
+    """Let --help begin with this text: it begins with the docstring of the program that runs."""
+    sys.modules["__main__"].__doc__ = usage
+
+
+def _recipes() -> None:
+    arguments = sys.argv[1:]
+    if "-h" in arguments or "--help" in arguments:
+        say(*RECIPES.strip().split("\n"))
+    elif not arguments:
+        say(*(_line(name, path) for name, path in recipes().items()))
+    elif arguments[0] != "show" or len(arguments) != 2:
+        raise BadInput("write `xformer recipes`, or `xformer recipes show NAME`")
+    elif (name := arguments[1]) in recipes():
+        put(portable(recipes()[name]))
+    else:
+        near = nearest(name, list(recipes())) or "; `xformer recipes` lists them"
+        raise BadInput(f"no recipe is named {name!r}{near}")
+
+
+def _line(name: str, path: Path) -> str:
+    """A recipe's name and the beginning of the comment that it starts with, in one line."""
+    comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
+    words = comment[0].replace("#", " ") if comment else ""
+    short = textwrap.shorten(words, WIDTH - 36, placeholder=" ...", break_on_hyphens=False)
+    return f"{name:<36}{short}"
+
+
+def portable(path: Path) -> str:
+    """The text of a recipe that comes with the package. The recipes that it refers to by relative
+    paths stand by name in it."""
+    names = {file.resolve(): name for name, file in recipes().items()}
+
+    def by_name(found: re.Match[str]) -> str:
+        return f'{found[1]}"{names[find_recipe(found[2], path.parent).resolve()]}"'
+
+    references = r'^((?:base|recipe) *= *)"(.*?)"'
+    return re.sub(references, by_name, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+COMMANDS = {
+    "preprocess": Command("Turn raw files into stores, which training reads.", _preprocess),
+    "train": Command("Pre-train or fine-tune a model, as a recipe says.", _train),
+    "evaluate": Command("Score a checkpoint, fill masks, or predict raw rows.", _evaluate),
+    "convert": Command(
+        "Import and export checkpoints of Hugging Face, and show what one holds.",
+        _program("convert"),
+    ),
+    "surgery": Command("Operate on the weights of a checkpoint.", _program("surgery")),
+    "analyze": Command(
+        "Look inside checkpoints: PWCCA, attention, Jacobians, gradients and more.",
+        _program("analysis"),
+    ),
+    "study": Command(
+        "Run a whole study, and report it beside the published numbers.", _program("study")
+    ),
+    "recipes": Command("List the recipes that come with the package, or print one.", _recipes),
+}
