@@ -1,5 +1,6 @@
 # make demo    the main job on an embedded default, 6 to 10 minutes on 2 cores
-# make test    the whole suite, 7 minutes on 2 cores
+# make test    the suite, 7 minutes on 2 cores
+# make test-slow   what it leaves out: the wheel, built and used outside of the checkout, minutes
 # make check   lint, format, types
 # make faults  processes killed, disks full, files damaged, ranks lost: about an hour on 2 cores
 # make bench DATA=DIR   the speed beside transformers, about 40 minutes on 2 cores
@@ -7,10 +8,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test faults check format bench data-given clean
+.PHONY: demo test test-slow faults check format bench data-given clean
 
 # one environment for everything; made anew when what it should hold changes
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("xformer needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
@@ -22,6 +23,9 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
 
 faults: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m faults --output docs/reliability.md

@@ -79,7 +79,7 @@ class Bench:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # ---------------------------------------------------------------------------------- the rows
@@ -160,12 +160,12 @@ class Ended:
     memory: float
 
 
-def command(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
-    """Run `python ARGUMENTS` from the project's root. Raises Failure with the end of what it said
-    where it fails."""
+def command(bench: Bench, arguments: list[str]) -> Ended:
+    """Run `python ARGUMENTS` from the project's root. If it fails, raises Failure with the end of
+    its output."""
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": str(threads or bench.threads),
+        "OMP_NUM_THREADS": str(bench.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
@@ -190,9 +190,9 @@ def command(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
     return Ended(out, time.perf_counter() - started, wall, usage.ru_maxrss / 2**20)
 
 
-def module(bench: Bench, name: str, job: dict[str, Any], threads: int = 0) -> tuple[Took, Ended]:
-    """Run `python -m benchmarks.NAME JOB`, which prints what it took as its last line."""
-    ended = command(bench, ["-m", f"benchmarks.{name}", json.dumps(job)], threads)
+def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
+    """Run `python -m benchmarks.NAME JOB`, whose last line of output is what it took, as JSON."""
+    ended = command(bench, ["-m", f"benchmarks.{name}", json.dumps(job)])
     found: Took = json.loads(ended.out.strip().splitlines()[-1])
     return found, ended
 

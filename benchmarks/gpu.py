@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import ours, prepare
 from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
-from benchmarks.parts import OURS, theirs
+from benchmarks.parts import OURS, ours_on, theirs
 from xformer import cost
 from xformer.data.errors import BadInput
 from xformer.model.encoder import ModelConfig
@@ -39,7 +39,7 @@ def peak(name: str) -> float:
     return found
 
 
-def training_flops(config: ModelConfig, length: int, masked: float = MASKED) -> float:
+def training_flops(config: ModelConfig, length: int, masked: float) -> float:
     """Operations a token of a training step on rows of this length, of which a share is masked."""
     rows = 10_000  # many, so that the masked tokens come in whole numbers
     work = cost.Work.even(rows, length, masked)
@@ -55,17 +55,9 @@ def at(bench: Bench, length: int, rows: int = 0) -> Bench:
 
 
 def steps(bench: Bench) -> Took:
-    """Our steps on full rows; the rate does not count the warm-up."""
-    size, store = bench.size, prepare.full_rows(bench)
-    return ours.train(
-        bench,
-        "mlm",
-        store.path,
-        prepare.model(bench)[0],
-        steps=size.warmup + size.steps,
-        every=size.warmup,
-        settings=[f"batch.rows={size.full_rows}"],
-    )[0]
+    """Our steps on full rows. The rate leaves the warm-up out."""
+    store = prepare.full_rows(bench)
+    return ours_on(bench, "mlm", store.path, prepare.model(bench)[0], bench.size.full_rows)
 
 
 def packed(bench: Bench) -> list[Row]:
@@ -90,19 +82,7 @@ def mixed(bench: Bench) -> list[Row]:
     size = bench.size
     our_model, their_model = prepare.model(bench)
     store, table = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)
-    total = size.warmup + size.steps
-
-    def mine() -> Took:
-        return ours.train(
-            bench,
-            "mlm",
-            store,
-            our_model,
-            steps=total,
-            every=size.warmup,
-            settings=[f"batch.rows={size.rows}"],
-        )[0]
-
+    mine = partial(ours_on, bench, "mlm", store, our_model, size.rows)
     peer = partial(
         theirs,
         bench,
@@ -110,7 +90,7 @@ def mixed(bench: Bench) -> list[Row]:
         table=table,
         task="mlm",
         rows=size.rows,
-        steps=total,
+        steps=size.warmup + size.steps,
         warmup=size.warmup,
         sampling="sequential",
         compile=bench.cuda,

@@ -138,8 +138,7 @@ def idle(arguments: list[str]) -> Took:
     cuda = [
         e
         for e in events
-        if e.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(e, "is_user_annotation", False)
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
     ]
     return {"idle": idle_share([(e.name, e.time_range.start, e.time_range.end) for e in cuda])}
 

@@ -31,11 +31,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from preprocess import pydocs  # noqa: E402
-from preprocess.text import TextOptions, read_documents  # noqa: E402
-from preprocess.vocabulary import learn  # noqa: E402
 from xformer.data import tokenizers  # noqa: E402
 from xformer.data.store import open_store  # noqa: E402
+from xformer.preprocess import pydocs  # noqa: E402
+from xformer.preprocess.text import TextOptions, read_documents  # noqa: E402
+from xformer.preprocess.vocabulary import learn  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
 VOCABULARY = 30_000

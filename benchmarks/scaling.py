@@ -21,6 +21,7 @@ from xformer.model.heads import HeadKind
 
 BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"
 MASKING = 0.15
+BYTES = 4  # of a weight, of its gradient and of each of Adam's two moments: all are fp32
 # assumed, not measured: share of the peak in pre-training and in fine-tuning, bytes a second
 # between the GPUs of a machine and from a machine to the network (200 Gbit/s)
 PRETRAIN, FINETUNE = 0.45, 0.30
@@ -43,8 +44,6 @@ MODELS = {
     "6 x 384 (MiniLM's shape)": shape(6, 384, 12),
     "12 x 768 (BERT-base)": BASE,
     "24 x 1024 (BERT-large)": LARGE,
-    "24 x 2048": shape(24, 2048, 32),
-    "36 x 2560": shape(36, 2560, 40),
 }
 
 # ------------------------------------------------------------------------------- the papers
@@ -257,21 +256,24 @@ def models() -> list[str]:
             cost.training_flops(config, "mlm", Work.even(64, length, MASKING)) / (64 * length)
             for length in (128, 512)
         ]
-        state = [cost.state_bytes(whole, 8, how) / 2**30 for how in ("none", "optimizer", "model")]
         rows.append(
             [
                 name,
                 number(whole / 1e6),
                 number(parts["word embeddings"] / 1e6),
                 *(number(f / 1e9) for f in flops),
-                *(number(s) for s in state),
+                number(4 * BYTES * whole / 2**30),
             ]
         )
-    header = (
-        "model | parameters, M | of them words | GFLOP a token, 128 | 512 | state, GiB | "
-        "`shard=optimizer`, 8 ranks | `shard=model`"
-    )
+    header = "model | parameters, M | of them words | GFLOP a token, 128 | 512 | state, GiB"
     return table(header, rows)
+
+
+def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> float:
+    """Seconds that a ring of ranks takes to sum the gradient, at the speed of its slowest link.
+    Each rank sends and receives 2 (ranks - 1) / ranks times the gradient (Patarasuk & Yuan 2009).
+    """
+    return 2 * (ranks - 1) / ranks * parameters * BYTES / bytes_per_second
 
 
 def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tuple[float, float]:
@@ -279,7 +281,7 @@ def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tu
     work = Work.even(tokens // length, length, MASKING)
     flops = cost.training_flops(config, "mlm", work)
     speed = NVLINK if gpus <= PER_NODE else NETWORK
-    return flops / (gpus * H200 * PRETRAIN), cost.reduction_seconds(count(config), gpus, speed)
+    return flops / (gpus * H200 * PRETRAIN), reduction_seconds(count(config), gpus, speed)
 
 
 def batches() -> list[str]:

@@ -193,16 +193,16 @@ def _free_port() -> int:
 
 def serve() -> None:
     """Fork a process for each request line, or wait for one."""
-    from preprocess import cli
-    from preprocess.predict import write_rows
     from xformer import evaluate, train
+    from xformer.preprocess import cli
+    from xformer.preprocess.predict import write_rows
 
     for late in (
         "scipy.stats",
         "sklearn.metrics",
         "tensorboard.compat.proto.event_pb2",
         "tensorboard.summary.writer.record_writer",
-        "torch.distributed.fsdp",
+        "torch._dynamo",
     ):
         import_module(late)
     mains = {

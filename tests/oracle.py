@@ -30,6 +30,7 @@ from tiny import (
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from xformer import optim
 from xformer.convert import hf
 from xformer.convert.names import Family, Table
 from xformer.data.batch import Assembler
@@ -37,7 +38,7 @@ from xformer.data.store import Ragged, Split
 from xformer.model import heads
 from xformer.model.encoder import Packed, to_device
 from xformer.model.heads import Model
-from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
+from xformer.optim import OptimConfig, learning_rate
 
 FAMILIES = ["Bert", "Roberta", "Albert", "DistilBert"]
 HEADS = {
@@ -104,7 +105,7 @@ def our_loss(model: Model, batch: Packed, kind: str) -> tuple[Tensor, Tensor, Te
         if kind == "mlm":
             return loss, logits, None
         assert model.pair_head is not None
-        pair = model.pair_head(model.pooled(model.encoder(batch), batch))
+        pair = model.pair_head(model.pooled(model.encoder(batch, places=batch.first)))
         return loss + F.cross_entropy(pair, batch.labels), logits, pair
     if kind == "span":
         return F.cross_entropy(heads.padded(logits, batch), batch.labels), logits, None
@@ -217,7 +218,7 @@ def real_parity(directory: Path, dtype: torch.dtype) -> dict[str, float]:
         for of_layer, theirs_of_layer in zip(inside.maps, expected.attentions, strict=True)
         for i, n, m, t in zip(order, batch.layout.lengths, of_layer, repeat(theirs_of_layer))
     )
-    pooled = ours.pooled(ours.encoder(batch), batch)
+    pooled = ours.pooled(ours.encoder(batch, places=batch.first))
     errors["logits"] = distance(pooled, expected.pooler_output[order])
     loss, wanted = ((x - 1).square().sum() for x in (pooled, expected.pooler_output))
     errors["loss"] = distance(loss, wanted)
@@ -288,16 +289,16 @@ def trajectory(name: str, kind: str, directory: Path) -> dict[str, float]:
     ]
     adamw = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.1, eps=config.eps)
     schedule = transformers.get_linear_schedule_with_warmup(adamw, 0, 5)
-    flat = FlatOptimizer(ours, config)
+    optimizer = optim.build(ours, config)
     worst = 0.0
     for step in range(5):
         batch = random_batch([5, 17, 17, 1 + step, 9], seed=step)
-        flat.zero()
-        loss, _ = ours.loss(batch)
+        optimizer.zero_grad()
+        loss = ours(batch)
         loss.total.backward()
-        flat.step(
-            torch.tensor(float(loss.count)), learning_rate(config, step / 5, (step + 1) / 5, 0.0)
-        )
+        count, rate = float(loss.count), learning_rate(config, step / 5, (step + 1) / 5, 0.0)
+        norm = optim.gradient_norm(optimizer) / count
+        optim.clip_and_step(optimizer, rate, torch.tensor(count), norm, config.clip)
         adamw.zero_grad()
         expected = theirs(**padded(batch, family.name), **their_labels(batch, kind, family)).loss
         expected.backward()

@@ -21,7 +21,6 @@ from xformer.analysis import (
     curves,
     figure,
     gradients,
-    hdf5,
     jacobian,
     perturbation,
     pwcca,
@@ -149,6 +148,9 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part.write_bytes(content[:-10])
     with pytest.raises(BadInput, match=r"00000.h5 is missing or cut off"):
         open_capture(out)
+    part.write_bytes(content[:-10] + bytes(byte ^ 1 for byte in content[-10:]))
+    with pytest.raises(BadInput, match=r"00000.h5 is not what `capture` wrote: its checksum"):
+        open_capture(out)
     part.write_bytes(content)
     out.rename(tmp_path / "new.h5")
     part.parent.rename(tmp_path / "new.h5.parts")
@@ -159,63 +161,35 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     whole = out.read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(b"FHDB") + 91] ^= 0xFF  # where its attributes lie: h5py has RuntimeError
-    out.write_bytes(flipped)
-    with pytest.raises(BadInput, match="cut off or no HDF5 file"):
-        open_capture(out)
-    out.write_bytes(whole[:1000])
-    with pytest.raises(BadInput, match="cut off or no HDF5 file"):
-        open_capture(out)
+    for damaged in (bytes(flipped), whole[:1000]):
+        out.write_bytes(damaged)
+        with pytest.raises(BadInput, match=r"f.h5 is not what `capture` wrote: its checksum"):
+            open_capture(out)
+        with pytest.raises(BadInput, match="cut off or no HDF5 file"):
+            open_capture(out, trust=True)
 
 
-def endless(path: Path, text: bytes) -> None:
-    """Damage the size of the last text of a file's attributes so that the HDF5 library looks for
-    its end for ever."""
-    content = bytearray(path.read_bytes())
-    content[content.index(text) - 7] += 1
-    path.write_bytes(content)
-
-
-def test_a_file_made_to_keep_hdf5_busy_for_ever_is_refused(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 2)
-    out = tmp_path / "f.h5"
-    capture.run([str(small / "a")], config_of(small, out))
-    endless(out, b'{"00000.h5"')
-    with pytest.raises(BadInput, match=r"f.h5 is cut off .* not done with it after 2 s"):
-        open_capture(out)
-
-
-def test_what_hdf5_files_do_ends_with_the_process_that_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hdf5, "SECONDS", 2)
-    good, bad = tmp_path / "good.h5", tmp_path / "bad.h5"
-    for path in (good, bad):
-        with h5py.File(path, "w", libver="latest") as file:
-            file.attrs["name"] = "a text of some length"
-            file["few"] = np.arange(12, dtype=np.int16).reshape(4, 3)
-            file.create_dataset("many", (2**40,), np.float64)
-            file["text"] = ["a", "b"]
-    endless(bad, b"a text")
-    with hdf5.HDF5() as reader:
-        assert reader.attributes(good) == {"name": "a text of some length"}
-        assert reader.read(good, "few", 1, 3).tolist() == [[3, 4, 5], [6, 7, 8]]
-        for name, reason in (
-            ("many", "Unable to allocate"),
-            ("text", "no numbers"),
-            ("none", "doesn't exist"),
-        ):
-            with pytest.raises(OSError, match=reason):
-                reader.read(good, name)
-        with pytest.raises(OSError, match="not done with it after 2 s"):
-            reader.attributes(bad)
-        assert reader.datasets(good)["few"].shape == (4, 3)
-        assert reader.process is not None
-        reader.process.kill()
-        with pytest.raises(OSError, match="crashed"):
-            reader.read(good, "few")
-        assert reader.read(good, "few").shape == (4, 3)
+def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_path: Path) -> None:
+    """One without checksums, as of an earlier version."""
+    ours, theirs = tmp_path / "ours.h5", tmp_path / "theirs.h5"
+    for path in (ours, theirs):
+        capture.run([str(small / "a")], config_of(small, path))
+    note = tmp_path / "theirs.h5.parts/capture.json"
+    content = json.loads(note.read_text())
+    assert sorted(content.pop("sha256")) == ["00000.h5", "joined"]
+    settings: dict[str, Any] = {"out": str(tmp_path / "o"), "threads": 1, "names": ("a", "b")}
+    refused = r"theirs.h5 has no checksums in .*capture.json: .* read it with trust=true"
+    for change in (lambda: note.write_text(json.dumps(content) + "\n"), note.unlink):
+        change()
+        with pytest.raises(BadInput, match=refused):
+            pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings))
+        with pytest.raises(BadInput, match=refused):
+            capture.run([str(small / "a")], config_of(small, theirs))  # it would say "is whole"
+    pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings, trust=True))
+    assert (tmp_path / "o/pwcca.json").is_file()
+    both = [str(small / "a"), str(small / "b")]
+    with pytest.raises(BadInput, match=r"trust= is for captures"):
+        pwcca.run(both, pwcca.PwccaConfig(**settings, data=str(small / "s"), trust=True))
 
 
 def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: Path) -> None:
@@ -234,11 +208,11 @@ def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: P
 
 def test_layers_by_name_and_number() -> None:
     assert parse_layers("all", 2) == [0, 1, 2]
-    assert parse_layers("last", 2, first=1) == [2]
+    assert parse_layers("last", 2) == [2]
     assert parse_layers("[2, 0]", 2) == [0, 2]
-    for wrong, first in (("3", 0), ("0", 1), ("x", 0), ("-1", 0)):
+    for wrong in ("3", "x", "-1"):
         with pytest.raises(BadInput, match="layers="):
-            parse_layers(wrong, 2, first)
+            parse_layers(wrong, 2)
 
 
 # ---------------------------------------------------------------------------------- attention

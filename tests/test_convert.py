@@ -845,8 +845,8 @@ def test_halve_copies_with_16_bits(
     assert not (tmp_path / "no").exists()
 
 
-def test_the_installed_encoder_fills_masks() -> None:
-    """micro/english, which comes with the package, knows some English."""
+def test_the_installed_encoders_fill_masks() -> None:
+    """micro/english knows some English, and micro/brackets closes a bracket."""
     found = checkpoints.load("micro/english")
     assert found.config.layers == 4
     assert sum(weight.numel() for weight in found.weights.values()) == 5_364_480
@@ -855,5 +855,7 @@ def test_the_installed_encoder_fills_masks() -> None:
         ("he put his [MASK] in his pocket .", "hand"),
     ):
         assert word == predict.fill_mask(found, text, 1)[0][0][1]
+    brackets = checkpoints.load("micro/brackets")
+    assert predict.fill_mask(brackets, "w7 w9 w9 [MASK]", 1)[0][0][1] == "w7"  # closes it
     shown = command("-m", "xformer.convert", "inspect", "micro/english").out
     assert "installed with the package" in shown

@@ -19,18 +19,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import cli, text, workers
-from preprocess.bad import BadRows
-from preprocess.binarize import open_binary, read_lines
-from preprocess.corpora import check_distinct, find_files
-from preprocess.fasta import read_fasta
-from preprocess.java import Unterminated, remove_comments
-from preprocess.text import TextOptions, read_documents
-from preprocess.words import Encoder
-from preprocess.workers import Encoders
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import open_store
+from xformer.preprocess import cli, text, workers
+from xformer.preprocess.bad import BadRows
+from xformer.preprocess.binarize import open_binary, read_lines
+from xformer.preprocess.corpora import check_distinct, find_files
+from xformer.preprocess.fasta import read_fasta
+from xformer.preprocess.java import Unterminated, remove_comments
+from xformer.preprocess.text import TextOptions, read_documents
+from xformer.preprocess.words import Encoder
+from xformer.preprocess.workers import Encoders
 
 ROOT = Path(__file__).parents[1]
 DOOR = str(ROOT / "preprocess.py")
@@ -721,8 +721,8 @@ def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
 
 SMALL_BATCHES = """
 import sys
-from preprocess import text, workers
-from preprocess.cli import main
+from xformer.preprocess import text, workers
+from xformer.preprocess.cli import main
 from xformer import start
 workers.FEW, text.BATCH = 1, 10_000
 """

@@ -1,5 +1,5 @@
-"""The fast paths of the CPU against plain ones: masks of dropout, attention in one node of the
-graph, the loss over the vocabulary in blocks.
+"""The fast paths of the CPU against plain ones: masks of dropout, attention in blocks, the loss
+over the vocabulary in blocks.
 
 T tokens in the batch, H heads, D size of a head, M masked tokens, E embedding size, V vocabulary.
 """
@@ -16,7 +16,7 @@ from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, rando
 from torch import Tensor
 
 from xformer.model import attention as attentions
-from xformer.model import heads, native
+from xformer.model import heads
 from xformer.model.attention import Backend, attention, drop, drop_add, kept, layout, roomy
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import MLMHead, Model
@@ -117,24 +117,21 @@ def attended(
     return out, torch.autograd.grad(out, qkv, direction)[0]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize(
     "lengths", [[1], [2, 2, 2], [7, 1, 7, 7, 13, 1, 99], list(range(1, LONGEST + 1))]
 )
-@pytest.mark.parametrize(("block", "waste"), [(1, 0), (200, 99), (2**19, 0), (2**19, 2**30)])
-def test_fused_attention_equals_the_explicit_one(
-    block: int, waste: int, lengths: list[int], rate: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("block", "waste"), [(200, 99), (2**19, 0), (2**19, 2**30)])
+def test_attention_in_blocks_equals_one_sequence_after_the_other(
+    block: int, waste: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "missing", lambda: native.OFF)  # so that both draw the same masks
-    monkeypatch.setattr(attentions, "BLOCK", block)
-    monkeypatch.setattr(attentions, "WASTE", waste)
-    for found, wanted in zip(
-        attended(lengths, rate, "fused", torch.float32),
-        attended(lengths, rate, "explicit", torch.float32),
-        strict=True,
-    ):
-        # of sequences of one token, q and k have the gradient 0
-        assert float((found - wanted).detach().norm()) <= 1e-5 * max(
+    found = {}
+    for sizes in ((1, 0), (block, waste)):
+        for name, size in zip(("BLOCK", "WASTE"), sizes, strict=True):
+            monkeypatch.setattr(attentions, name, size)
+        found[sizes] = attended(lengths, 0.0, "explicit", torch.float32)
+    for one, wanted in zip(found[block, waste], found[1, 0], strict=True):
+        # for sequences of one token, the gradient of q and k is 0
+        assert float((one - wanted).detach().norm()) <= 1e-5 * max(
             float(wanted.detach().norm()), 1.0
         )
 
@@ -159,31 +156,15 @@ def test_sequences_of_nearly_one_length_share_a_block(monkeypatch: pytest.Monkey
     ]
     x = torch.arange(1, 14)
     assert first.pad(x).tolist() == [[1, 2, 3, 4, 5, 6, 6], [7, 8, 9, 10, 11, 12, 13]]
-    assert first.pad_with_zeros(x)[0].tolist() == [1, 2, 3, 4, 5, 6, 0]
-    assert torch.equal(first.strip(first.pad_with_zeros(x)), x)
+    assert torch.equal(first.strip(first.pad(x)), x)
     assert second.real is None
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_fused_attention_has_the_right_gradient(rate: float) -> None:
-    lengths = [1, 3, 3, 5]
-    made = torch.randn(sum(lengths), 3, 2, 3, generator=seeded(3), dtype=torch.float64)
-    where = layout(np.cumsum([0, *lengths]))
-
-    def attend(qkv: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        return attention(qkv, where, rate, "fused")
-
-    assert torch.autograd.gradcheck(attend, made.requires_grad_())
-
-
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9]])
-def test_fused_attention_in_16_bit_is_near_the_explicit_one_in_32(
-    lengths: list[int], kernels: str
-) -> None:
-    backend: Backend = "native" if kernels == "native" else "fused"
+def test_attention_in_16_bit_is_near_the_explicit_one_in_32(lengths: list[int]) -> None:
     for found, wanted in zip(
-        attended(lengths, 0.1, backend, torch.bfloat16),
+        attended(lengths, 0.1, "auto", torch.bfloat16),
         attended(lengths, 0.1, "explicit", torch.float32),
         strict=True,
     ):
@@ -192,10 +173,6 @@ def test_fused_attention_in_16_bit_is_near_the_explicit_one_in_32(
 
 
 def test_the_fast_paths_say_that_they_have_no_second_derivative() -> None:
-    qkv = torch.randn(4, 3, 2, 3, generator=seeded(0)).requires_grad_()
-    out = attention(qkv, layout([0, 4]), 0.0, "fused")
-    with pytest.raises(RuntimeError, match="second derivative: the back end 'fused' has none"):
-        torch.autograd.grad(out.sum(), qkv, create_graph=True)
     head, x, word, targets = mlm_head()
     with pytest.raises(RuntimeError, match="second derivative: the loss of training has none"):
         torch.autograd.grad(head.loss(x, word, targets)[0], x, create_graph=True)
@@ -405,32 +382,6 @@ def test_some_places_come_out_as_of_all(shape: str) -> None:
     ):
         # nothing but rounding reaches the bias of keys
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0)
-
-
-def test_a_sparse_gradient_of_the_word_table_is_the_dense_one() -> None:
-    made, batch = model(0.2), random_batch()
-    word, found = made.encoder.embeddings.word, []
-    for sparse in (False, True, True):
-        word.sparse = sparse
-        torch.manual_seed(11)
-        made.zero_grad()
-        for scale in (1.0, 1.0, 0.5):  # the first two hand over what they have, the third a copy
-            (scale * made.loss(batch)[0].total).backward()
-        assert word.weight.grad is not None
-        found.append(word.weight.grad)
-    assert torch.equal(found[1], found[0])
-    assert torch.equal(found[1], found[2])
-
-
-def test_the_gradient_of_the_vocabulary_becomes_that_of_the_words_without_a_copy() -> None:
-    made, batch = model(0.0), random_batch()
-    word = made.encoder.embeddings.word
-    word.sparse = True
-    total = made.loss(batch)[0].total
-    place = total.grad_fn.gradients[1].data_ptr()  # type: ignore[union-attr]
-    total.backward()
-    assert word.weight.grad is not None
-    assert word.weight.grad.data_ptr() == place
 
 
 @pytest.mark.usefixtures("kernels")

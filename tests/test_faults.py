@@ -39,6 +39,14 @@ def test_killed_at_an_operation_on_files(bench: Bench, name: str, fault: str, mo
     good(deaths.killed_at_operations(bench, name, fault, most, jobs=1))
 
 
+@pytest.mark.parametrize("fault", [KILL, POWER])
+def test_killed_between_the_renames_of_a_replacement(bench: Bench, fault: str) -> None:
+    """The older output is put back, and the same command replaces it."""
+    row = deaths.killed_at_operations(bench, "surgery", fault, 10**6, jobs=1, only="rename ")
+    good(row)
+    assert row.times == 3  # one to find that there is an older output, and two
+
+
 def test_killed_at_random(bench: Bench) -> None:
     good(deaths.killed_at_random(bench, "preprocessing", 4, jobs=1))
 
@@ -73,6 +81,7 @@ def test_what_is_tried_is_noticed(bench: Bench, tmp_path: Path) -> None:
     """The harness itself: a work that goes on wrongly is counted as such."""
     work, reference = bench.works["preprocessing"], bench.reference("preprocessing")
     with bench.forks() as forks:
+        work.prepare(tmp_path)
         (tmp_path / "foreign").mkdir()
         assert work.finish(forks, tmp_path, reference).startswith("wrong: ['foreign', 'store']")
         (tmp_path / "other").mkdir()

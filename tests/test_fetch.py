@@ -28,8 +28,8 @@ from urllib.error import URLError
 import pytest
 from helpers import command, good, refused, start
 
-from preprocess import cli, download, fetch, unpack
 from xformer.data.errors import BadInput, Failure
+from xformer.preprocess import cli, download, fetch, unpack
 
 BODY = hashlib.shake_256(b"a file").digest(300_000)  # no compressor makes it smaller
 OTHER = hashlib.shake_256(b"another").digest(300_000)

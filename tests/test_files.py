@@ -1,86 +1,204 @@
-"""Files written at one go: what is on the disk is what was given, whatever the system does."""
+"""Directories that replace others: nothing is lost if a process is killed or a disk fails."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
-from io import FileIO
+import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from looking import checkpoint, store
 
-from xformer.data.files import PIECE, write_all, write_file
+from xformer import checkpoint as checkpoints
+from xformer.data import files, tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import ASIDE, atomic_directory, file_checksum, put_back
+from xformer.data.store import open_store
+from xformer.run import Run
 
-AROUND = getattr(os, "O_DIRECT", 0)  # of Linux
+
+def killed(path: Path, pid: int = 999_999_999) -> Path:
+    """Move a directory to where a process leaves it that is killed between its two renames."""
+    return path.rename(path.with_name(f".{path.name}.{pid}{ASIDE}"))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [0],
-        [1],
-        [3, 0, 5],
-        [PIECE],
-        [PIECE - 1],
-        [PIECE + 1],
-        [2 * PIECE],
-        [7, PIECE, 4096, 3 * PIECE + 13, 1],
-    ],
-)
-@pytest.mark.parametrize("refuses", ["nothing", "the flag", "the write"])
-def test_a_written_file(
-    sizes: list[int], refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def wrote(path: Path, text: str = "new", overwrite: bool = True) -> Path:
+    """Write a directory of one file."""
+    with atomic_directory(path, overwrite) as directory:
+        (directory / "a").write_text(text)
+    return path
+
+
+def content(path: Path) -> tuple[str, list[str]]:
+    """What the file of a directory holds, and the names of all that lies beside it."""
+    return (path / "a").read_text(), sorted(p.name for p in path.parent.iterdir())
+
+
+def test_a_replaced_directory(tmp_path: Path) -> None:
+    path = wrote(tmp_path / "x[1]", "old")  # a name that means something to glob
+    assert content(wrote(path)) == ("new", ["x[1]"])
+    with pytest.raises(BadInput, match="exists"):
+        wrote(path, overwrite=False)
+
+
+OPENED: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "store": (store, open_store),
+    "checkpoint": (checkpoint, checkpoints.load),
+    "tokenizer": (checkpoint, tokenizers.load),
+}
+
+
+@pytest.mark.parametrize("kind", OPENED)
+def test_who_opens_what_a_killed_process_moved_aside_puts_it_back(
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole and with its checksum, also where the file system knows no way around its cache."""
-    values = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
-    parts = [part.data for part in np.split(values, np.cumsum(sizes)[:-1])]
-    real = fcntl.fcntl
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    make, read = OPENED[kind]
+    path = tmp_path / kind
+    make(path)
+    aside = killed(path)
+    read(path)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"the old one, which lay aside as {aside.name}, is put back" in said
+    assert not aside.exists()
+    read(path)
+    assert not capsys.readouterr().err
 
-    def control(file: Any, command: int, flags: int = 0) -> int:
-        if refuses == "the flag" and flags & AROUND:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(file, command, flags)
 
+def test_who_writes_puts_it_back_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    path = wrote(tmp_path / "x", "old")
+    killed(path)
+    with pytest.raises(BadInput, match="exists"):
+        wrote(path, overwrite=False)
+    assert content(path) == ("old", ["x"])
+    killed(path)
+    assert content(wrote(path)) == ("new", ["x"])
+    wrote(tmp_path / "y", "old")
+    killed(tmp_path / "y").rename(tmp_path / f".x.999999999{ASIDE}")
+    assert content(wrote(path, "newer")) == ("newer", ["x"])  # killed before it deleted the old one
+
+
+def test_names_that_begin_alike_are_kept_apart(tmp_path: Path) -> None:
+    """x and x.5 lie side by side: whoever writes or opens one leaves what the other has left."""
+    aside = killed(wrote(tmp_path / "x.999999999", "old"))
+    being_written = tmp_path / f".x.999999999.{os.getpid()}.partial"
+    being_written.mkdir()
+    put_back(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    wrote(tmp_path / "x")
+    assert (aside / "a").read_text() == "old"
+    assert being_written.is_dir()
+
+
+def test_what_is_being_deleted_is_not_put_back(tmp_path: Path) -> None:
+    """A kill in the middle of deleting leaves a part of the old directory."""
+    path = wrote(tmp_path / "x", "old")
+
+    def killed_there(directory: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed_there)
+        with pytest.raises(KeyboardInterrupt):
+            wrote(path)
+    assert (path / "a").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 2
+    shutil.rmtree(path)
+    put_back(path)
+    assert not path.exists()
+
+
+def test_the_directory_put_back_is_the_newest(tmp_path: Path) -> None:
+    for process, text in (("999999999", "old"), ("1000000000", "older"), ("999999998", "newest")):
+        killed(wrote(tmp_path / "x", text), int(process))
+    put_back(tmp_path / "x")
+    assert (tmp_path / "x/a").read_text() == "newest"
+
+
+def test_a_link_to_a_directory_stays(tmp_path: Path) -> None:
+    real = wrote(tmp_path / "real", "old")
+    (tmp_path / "link").symlink_to(real)
+    wrote(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (real / "a").read_text() == "new"
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_lies_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    run = Run(tmp_path)
+    for step in (2, 4):
+        checkpoint(run.checkpoint_path(step))
+    killed(run.checkpoint_path(4))
+    assert run.newest() == run.checkpoint_path(4)
+
+
+def test_a_replacement_that_is_going_on_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 60.0)
+    new, path = wrote(tmp_path / "new"), wrote(tmp_path / "x", "old")
+    aside = killed(path)
+
+    def second_rename() -> None:
+        time.sleep(0.1)
+        new.rename(path)
+
+    thread = threading.Thread(target=second_rename)
+    thread.start()
+    put_back(path)
+    thread.join()
+    assert content(path) == ("new", [aside.name, "x"])
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *endings: str) -> None:
+    """Have renames to a free name fail for directories whose names end so."""
+    rename = Path.rename
+
+    def refuses(source: Path, target: Path) -> Path:
+        if source.name.endswith(endings) and not target.exists():
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+
+
+def test_a_disk_that_fails_between_the_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old directory is back at once. If the disk refuses that too, the next one to look for it
+    is told its name."""
+    path, new = wrote(tmp_path / "x", "old"), f"{os.getpid()}.partial"
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "fcntl", control)
-        if refuses == "the write":
-            patch.setattr(Path, "open", lambda path, *_: Unable(path, "wb"))
-        found = write_file(tmp_path / "file", parts)
-    assert found == hashlib.sha256(values.data).hexdigest()
-    assert (tmp_path / "file").read_bytes() == values.tobytes()
+        failing(patch, new)
+        with pytest.raises(OSError, match="Input/output error"):
+            wrote(path)
+    assert content(path) == ("old", ["x"])
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    with monkeypatch.context() as patch:
+        failing(patch, new, ASIDE)
+        with pytest.raises(OSError, match="Input/output error"):
+            wrote(path)
+        aside = f".x.{os.getpid()}{ASIDE}"
+        with pytest.raises(BadInput, match=f"the old one as .*{aside}, which cannot be renamed"):
+            put_back(path)
+    put_back(path)
+    assert content(path) == ("old", ["x"])
 
 
-class Unable(FileIO):
-    """A file whose system takes the flag and then refuses to write with it."""
-
-    def write(self, data: Any, /) -> int:
-        if fcntl.fcntl(self, fcntl.F_GETFL) & AROUND:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return super().write(data)
-
-
-class Short(FileIO):
-    """A file that takes a third of what it is given, and in the end no more."""
-
-    room = 2 * PIECE
-
-    def write(self, data: Any, /) -> int:
-        view = memoryview(data)
-        count = super().write(view[: min(len(view) // 3 + 1, self.room - self.tell())])
-        if not count:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return count
-
-
-def test_short_writes_and_a_full_disk(tmp_path: Path) -> None:
-    values = np.random.default_rng(1).integers(0, 256, 3 * PIECE, np.uint8)
-    with Short(tmp_path / "file", "wb") as file:
-        write_all(file, values[:PIECE].data)
-        assert (tmp_path / "file").read_bytes() == values[:PIECE].tobytes()
-        with pytest.raises(OSError, match="No space left"):
-            write_all(file, values[PIECE:].data)
-    assert (tmp_path / "file").stat().st_size == 2 * PIECE
+def test_checksums(tmp_path: Path) -> None:
+    for size in (0, 1, 2**18, 2**18 + 1):
+        (tmp_path / "x").write_bytes(b"7" * size)
+        assert file_checksum(tmp_path / "x") == hashlib.sha256(b"7" * size).hexdigest()

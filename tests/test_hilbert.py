@@ -394,13 +394,13 @@ def test_resumed_equals_never_stopped(
 def test_ranks_share_their_running_statistics(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """After each step all ranks hold the mean of what they had found, each in its own rows."""
     spy = """
-from xformer.optim import FlatOptimizer
-original = FlatOptimizer.reduce
-def reduce(self, world_size):
+from xformer.parallel import Replicas
+original = Replicas.average_buffers
+def average(self):
     print(*self.buffers[0].tolist())
-    original(self, world_size)
+    original(self)
     print(*self.buffers[0].tolist())
-FlatOptimizer.reduce = reduce
+Replicas.average_buffers = average
 """
     fork = forks.start(*line(data.splice, tmp_path / "run", "train.steps=3"), ranks=2, before=spy)
     good(fork.wait())

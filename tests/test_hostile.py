@@ -103,8 +103,6 @@ def pickles(marker: Path) -> dict[str, bytes]:
         "store label",
         "store train/tokens.npy",
         "checkpoint model.safetensors",
-        "capture",
-        "capture part",
         "from spiece.model",
         "import model.safetensors",
         "predictions",

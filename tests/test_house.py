@@ -1,6 +1,7 @@
 """The house rules of the design: what may import what, what is never loaded, recipes that build."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+import toys
+from helpers import QUIET, ROOT, SMOKE, training
 
 from xformer import config
 from xformer.model.heads import Model
@@ -31,16 +33,15 @@ FLOORS = (
     ("xformer.model.heads",),
     ("xformer.cost",),
     ("xformer.checkpoint",),
+    ("xformer.parallel", "xformer.optim"),
     (
         "xformer.convert",
         "xformer.surgery",
         "xformer.analysis",
-        "xformer.optim",
         "xformer.metrics",
         "xformer.monitor",
         "xformer.run",
         "xformer.profile",
-        "xformer.shard",
         "xformer.freeze",
         "xformer.feed",
         "xformer.provenance",
@@ -48,9 +49,12 @@ FLOORS = (
         "xformer.trouble",
         "xformer.writer",
         "xformer.predictions",
+        "xformer.snapshot",
     ),
     ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
     ("xformer.study",),
+    ("xformer.preprocess",),  # so only the command may import it; it imports the data alone
+    ("xformer.command", "xformer.__main__"),
 )
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 HOME = re.compile(
@@ -59,11 +63,12 @@ HOME = re.compile(
 
 
 def modules() -> dict[str, Path]:
-    """Every module of xformer and preprocess by its dotted name."""
-    files = [
-        file for package in ("xformer", "preprocess") for file in (ROOT / package).rglob("*.py")
-    ]
-    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    """Every module by its dotted name. The folder preprocess/ is the package xformer.preprocess."""
+    bridge = ROOT / "xformer/preprocess/__init__.py"
+    places = {file: file.relative_to(ROOT) for file in (ROOT / "xformer").rglob("*.py")}
+    del places[bridge]
+    places |= {f: "xformer" / f.relative_to(ROOT) for f in (ROOT / "preprocess").rglob("*.py")}
+    names = {file: ".".join(place.with_suffix("").parts) for file, place in places.items()}
     return {name.removesuffix(".__init__"): file for file, name in names.items()}
 
 
@@ -78,8 +83,10 @@ def imports(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} imports relatively"
             source = str(node.module)
+            if node.level:
+                parents = name.split(".")[: -node.level + is_package(name) or None]
+                source = ".".join([*parents, *filter(None, [node.module])])
             for alias in node.names:
                 full = f"{source}.{alias.name}"
                 yield source if source in MODULES and full not in MODULES else full
@@ -113,9 +120,26 @@ def test_imports_only_descend(name: str) -> None:
 
 def test_preprocess_imports_the_data_alone() -> None:
     for name in MODULES:
-        if name.split(".")[0] == "preprocess":
+        if name.startswith("xformer.preprocess."):
             ours = [s for s in imports(name) if s.split(".")[0] == "xformer"]
-            assert all(s.startswith("xformer.data.") for s in ours), (name, ours)
+            allowed = ("xformer.data.", "xformer.preprocess")
+            assert all(s.startswith(allowed) for s in ours), (name, ours)
+
+
+def test_preprocess_has_one_name() -> None:
+    """Its modules import each other relatively, so that a type checker follows them in the checkout
+    too. All others write xformer.preprocess, so that no module is ever there twice."""
+    for name, tree in TREES.items():
+        of_preprocess = name.startswith("xformer.preprocess.")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert of_preprocess or node.level == 0, f"{name} imports relatively"
+                if of_preprocess and node.level == 0:
+                    assert "preprocess" not in str(node.module), f"{name}: import relatively"
+    files = [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    twice = re.compile(r"^\s*(from|import) preprocess\b", re.MULTILINE)
+    for file in [*MODULES.values(), *files]:
+        assert not twice.search(file.read_text(encoding="utf-8")), file
 
 
 def test_there_are_no_circles() -> None:
@@ -126,18 +150,40 @@ def test_there_are_no_circles() -> None:
 
 def test_the_data_needs_no_torch() -> None:
     for name in MODULES:
-        if name.startswith(("xformer.data.", "preprocess.")):
+        if name.startswith(("xformer.data.", "xformer.preprocess.")):
             roots = {source.split(".")[0] for source in imports(name)}
             assert not roots & {"torch", "safetensors", "transformers", "triton"}, name
 
 
 def test_preprocessing_never_imports_torch() -> None:
-    wanted = [n for n in MODULES if n.startswith(("xformer.data", "preprocess"))]
+    wanted = [n for n in MODULES if n.startswith(("xformer.data", "xformer.preprocess"))]
     code = f"import sys, {', '.join(wanted)}; print([m for m in sys.modules if 'torch' in m])"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def test_training_on_the_cpu_imports_no_triton_kernel(data: toys.Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", "train.steps=2", "train.validate_every=2")
+    code = (
+        f"import sys; sys.argv = {line!r}\n"
+        "from xformer import train\n"
+        "train.main()\n"
+        "ours = [m for m in sys.modules if m.startswith('xformer.model.') and 'kernel' in m]\n"
+        "print(ours)"
+    )
+    environment = {**os.environ, **QUIET, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_init_files_are_empty() -> None:
@@ -215,3 +261,14 @@ def test_no_file_names_a_place_on_one_machine() -> None:
     ]
     assert found == []
     assert HOME.search("cd /" + "home/me")
+
+
+def test_the_formatter_is_on_everywhere() -> None:
+    off = [
+        f"{name}:{number}"
+        for name, text in text_files()
+        if name.endswith(".py") and name != "tests/test_house.py"
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(r"#\s*fmt:", line)
+    ]
+    assert len(off) <= 10, f"only tables of data may switch the formatter off: {off}"

@@ -26,10 +26,12 @@ if DEVICE == "cpu":
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from masks import attention_mask, norm_mask  # noqa: E402
+
 from xformer.model import encoder as encoders  # noqa: E402
 from xformer.model import norm_kernels  # noqa: E402
 from xformer.model.encoder import Encoder, ModelConfig  # noqa: E402
-from xformer.model.kernels import dropout_mask, packed_attention  # noqa: E402
+from xformer.model.kernels import packed_attention  # noqa: E402
 from xformer.model.norm_kernels import add_norm  # noqa: E402
 
 LENGTHS = [1, 13, 7, 99]  # one token; less than a block; blocks of 16, 32 and 64 with a rest
@@ -55,7 +57,7 @@ def explicit_attention(
     """One sequence at a time, with the (H, L, L) weights written out."""
     bounds = cu_seqlens.tolist()
     longest = max(int(cu_seqlens.diff().max()), 1)
-    mask = dropout_mask(cu_seqlens, longest, HEADS, dropout_p, seed)
+    mask = attention_mask(cu_seqlens, longest, HEADS, dropout_p, seed)
     outputs = []
     for n, (start, end) in enumerate(pairwise(bounds)):
         q, k, v = qkv[start:end].unbind(1)
@@ -142,7 +144,7 @@ def test_other_layouts() -> None:
 
 
 @pytest.mark.parametrize("seed", EVERY_SEED)
-def test_kernel_mask_is_dropout_mask_bit_for_bit(seed: int) -> None:
+def test_the_mask_of_attention_bit_for_bit(seed: int) -> None:
     # With equal weights and the identity for v, an output element is keep / (L (1 - p)).
     lengths, size, p = [5, 16, 3], 16, 0.4
     cu_seqlens = starts(lengths)
@@ -153,7 +155,7 @@ def test_kernel_mask_is_dropout_mask_bit_for_bit(seed: int) -> None:
     o = packed_attention(qkv, cu_seqlens, 16, p, seed)
     (gradient,) = torch.autograd.grad(o, qkv, qkv[:, 2].detach())
     dv = gradient[:, 2]
-    mask = dropout_mask(cu_seqlens, 16, HEADS, p, seed)
+    mask = attention_mask(cu_seqlens, 16, HEADS, p, seed)
     for n, length in enumerate(lengths):
         own = slice(int(cu_seqlens[n]), int(cu_seqlens[n + 1]))
         expected = mask[n, :, :length, :length]
@@ -182,7 +184,7 @@ def assert_rate(hits: Tensor, rate: float) -> None:
 
 
 def one_mask(p: float, seed: int) -> Tensor:
-    return dropout_mask(starts([SIDE]), SIDE, 4, p, seed)[0]  # (H, L, L)
+    return attention_mask(starts([SIDE]), SIDE, 4, p, seed)[0]  # (H, L, L)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -220,7 +222,7 @@ def test_masks_are_independent(p: float) -> None:
 
 
 def test_no_dropout_keeps_everything() -> None:
-    assert bool(dropout_mask(starts(LENGTHS), 99, HEADS, 0.0, 5).all())
+    assert bool(attention_mask(starts(LENGTHS), 99, HEADS, 0.0, 5).all())
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -236,14 +238,12 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="int32"):
         packed_attention(qkv, cu.long(), 13)
     with pytest.raises(ValueError, match="int32"):
-        dropout_mask(cu[None], 13, HEADS, 0.1, 0)
+        packed_attention(qkv, cu[None], 13)
     with pytest.raises(ValueError, match="max_length"):
         packed_attention(qkv, cu, 0)
     for dropout_p in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match="dropout_p"):
             packed_attention(qkv, cu, 13, dropout_p)
-        with pytest.raises(ValueError, match="dropout_p"):
-            dropout_mask(cu, 13, HEADS, dropout_p, 0)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there it would wait for the device")
@@ -278,7 +278,7 @@ def plain_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float, seed: int
 ) -> tuple[Tensor, Tensor]:
     T, C = x.shape
-    z = residual + x * norm_kernels.dropout_mask(T, C, p, seed).to(x.device) / (1 - p)
+    z = residual + x * norm_mask(T, C, p, seed).to(x.device) / (1 - p)
     return F.layer_norm(z, z.shape[1:], weight, bias, eps), z
 
 
@@ -368,11 +368,11 @@ def test_norm_in_bfloat16(
 
 
 @pytest.mark.parametrize("seed", EVERY_SEED)
-def test_norm_mask_is_dropout_mask_bit_for_bit(seed: int) -> None:
+def test_the_mask_of_the_norm_bit_for_bit(seed: int) -> None:
     x = torch.ones(37, 77, device=DEVICE).requires_grad_()
     weight = torch.ones(77, device=DEVICE)
     _, z = add_norm(x, torch.zeros_like(x), weight, weight, 1e-5, 0.4, seed)
-    mask = norm_kernels.dropout_mask(37, 77, 0.4, seed).to(DEVICE)
+    mask = norm_mask(37, 77, 0.4, seed).to(DEVICE)
     assert torch.equal(z > 0, mask)
     (gradient,) = torch.autograd.grad(z.sum(), x)
     assert torch.equal(gradient > 0, mask)
@@ -382,7 +382,7 @@ def test_norm_mask_is_dropout_mask_bit_for_bit(seed: int) -> None:
 def test_norm_mask_statistics() -> None:
     for p in (0.01, 0.1, 0.5):
         agree = p**2 + (1 - p) ** 2
-        mask = norm_kernels.dropout_mask(500, 768, p, 11)
+        mask = norm_mask(500, 768, p, 11)
         assert_rate(~mask, p)
         for axis in (0, 1):
             counts = (~mask).double().sum(axis)
@@ -392,7 +392,7 @@ def test_norm_mask_statistics() -> None:
             assert_rate(mask[shift:] == mask[:-shift], agree)
             assert_rate(mask[:, shift:] == mask[:, :-shift], agree)
         for seed in (10, 12, 11 + 2**32):
-            assert_rate(mask == norm_kernels.dropout_mask(500, 768, p, seed), agree)
+            assert_rate(mask == norm_mask(500, 768, p, seed), agree)
 
 
 def test_norm_repeats_every_bit() -> None:
@@ -487,7 +487,7 @@ def test_wrong_arguments_of_the_norm_are_refused() -> None:
     with pytest.raises(ValueError, match="dropout_p"):
         add_norm(x, residual, weight, bias, 1e-5, 1.0)
     with pytest.raises(ValueError, match="dropout_p"):
-        norm_kernels.dropout_mask(13, 24, -0.1, 0)
+        add_norm(x, residual, weight, bias, 1e-5, -0.1)
 
 
 # ---- torch's own kernel for packed sequences, which needs CUDA ----

@@ -33,7 +33,9 @@ KEYS = {
     "head=classify init=i fraction=0.1": "d7b9f225bfd4a94b",
     "head=classify init=i seed=3": "273bfb7caac03a8b",
     "head=mlm seed=1 seed.order=2": "58275c5786c3f1c4",
-    "head=regress init=i optim.lr=2e-5 optim.warmup=0.1 batch.rows=16 train.epochs=2": "d84804491c52183e",
+    "head=regress init=i optim.lr=2e-5 optim.warmup=0.1 batch.rows=16 train.epochs=2": (
+        "d84804491c52183e"
+    ),
     'head=classify init=i surgery=[{op="clean"}] train.select=last': "358990dcfb6dc263",
     "head=classify init=i mapping=symbols:0 optim.name=adam optim.clip=0": "c922fbcf43fb2c0d",
     "head=mlm model.layers=4 model.hidden=256 model.heads=4 model.intermediate=1024 "
@@ -84,14 +86,15 @@ def as_before(run: Path) -> None:
 
 def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
     """As the code of before wrote it, here without what is of no account."""
-    old = {"data": {"store": "stores/a", "fraction": 0.5}, "head": "mlm"}
+    system = {"threads": 2, "shard": "none"}
+    old = {"data": {"store": "stores/a", "fraction": 0.5}, "head": "mlm", "system": system}
     content: dict[str, Any] = {
         "config": old,
-        "identity": {**old, "data": {"store": "k"}},
+        "identity": {"data": {"store": "k"}, "head": "mlm"},
         "starts": [{"step": 0, "config": old}],
     }
     write_json(tmp_path / "config.json", content)
-    new = {"data": "stores/a", "fraction": 0.5, "head": "mlm"}
+    new = {"data": "stores/a", "fraction": 0.5, "head": "mlm", "system": {"threads": 2}}
     assert read_config(tmp_path / "config.json") == {
         "config": new,
         "identity": {"data": "k", "fraction": 1.0, "head": "mlm"},

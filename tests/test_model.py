@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, random_batch, seeded
 from torch import Tensor, nn
@@ -26,12 +25,11 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
-from xformer.distributed import Ranks
 from xformer.model import native
 from xformer.model.attention import Backend, attention, explicit_attention, layout
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import Model
-from xformer.optim import FlatOptimizer, OptimConfig, learning_rate
+from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
 from xformer.surgery.operations import Clean
 
 # ---------------------------------------------------------------------------------- attention
@@ -53,7 +51,7 @@ def padded_attention(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, list[Tens
     return (weights @ v).transpose(1, 2)[real], maps
 
 
-@pytest.mark.parametrize("backend", ["native", "sdpa", "fused", "explicit", "triton"])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "explicit", "triton"])
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
 def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
     device, tolerance = "cpu", 1e-6
@@ -93,7 +91,7 @@ def test_a_back_end_without_dropout_says_so(backend: Backend) -> None:
         attention(projections([3], 5), layout([0, 3]), 0.1, backend)
 
 
-@pytest.mark.parametrize("backend", ["native", "fused", "explicit"])
+@pytest.mark.parametrize("backend", ["native", "explicit"])
 def test_dropout_falls_on_the_probabilities(backend: Backend) -> None:
     if backend == "native" and native.missing():
         pytest.skip(f"no native kernels: {native.missing()}")
@@ -226,7 +224,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(trained: Checkpoint, saved: Pat
     assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
 
 
-def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path: Path) -> None:
+def test_tensors_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     tensors = {
         'é."x"': torch.randn(700, 999, generator=draw).t(),
@@ -236,14 +234,15 @@ def test_tensors_are_written_byte_for_byte_as_the_library_writes_them(tmp_path: 
         "double": torch.zeros(5, dtype=torch.double),
         "half": torch.ones(3, dtype=torch.bfloat16),
     }
-    found = checkpoints.save_tensors(tensors, tmp_path / "x")
-    assert found == file_checksum(tmp_path / "x")
-    theirs = safetensors.torch.save(
-        {n: t.contiguous() for n, t in tensors.items()}, {"format": "pt"}
-    )
-    assert (tmp_path / "x").read_bytes() == theirs
+    tensors["same"] = tensors["half"]
+    checkpoints.save_tensors(tensors, tmp_path / "x")
     back = checkpoints.load_tensors(tmp_path / "x")
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(back[name], tensor)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_model_is_a_copy_of_its_checkpoint(trained: Checkpoint) -> None:
@@ -496,15 +495,21 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(x).pow(2).sum() * 40
 
 
-def flat_steps(
-    optimizer: FlatOptimizer, model: nn.Module, steps: range, rate: float = 0.01
+def steps_of(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    clip: float,
+    steps: range,
+    rate: float = 0.01,
 ) -> list[float]:
     """Steps of a run, each at its own rate; the norms."""
-    norms = []
+    norms, count = [], torch.tensor(5.0)
     for step in steps:
-        optimizer.zero()
+        optimizer.zero_grad()
         loss_of(model, step).backward()
-        norms.append(float(optimizer.step(torch.tensor(5.0), rate * (step + 1))))
+        norm = gradient_norm(optimizer) / count
+        clip_and_step(optimizer, rate * (step + 1), count, norm, clip, torch.tensor(0.0))
+        norms.append(float(norm))
     return norms
 
 
@@ -539,24 +544,15 @@ KINDS: dict[str, Any] = {
 }
 
 
-ONE_OF_TWO = Ranks(0, 2, torch.device("cpu"))  # whose gradients lie in the flat buffer
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("ranks", [None, ONE_OF_TWO])
 @pytest.mark.parametrize("clip", [0.0, 2.0])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "make", [Little, lambda: Bare((70,), (3,), (2,)), lambda: Bare((5, 4), (3, 2))]
 )
-def test_the_flat_optimizer_equals_torch(
-    make: Callable[[], nn.Module],
-    name: Any,
-    clip: float,
-    ranks: Ranks | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_optimizers_equal_torch_and_the_paper(
+    make: Callable[[], nn.Module], name: Any, clip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optim, "LARGE", 1)  # the table of words has a sparse gradient
+    """Of a summed loss, which ours divide by its count themselves."""
     monkeypatch.setattr(optim, "PIECE", 3)
     torch.manual_seed(0)
     ours = make()
@@ -576,18 +572,40 @@ def test_the_flat_optimizer_equals_torch(
         for group in reference.param_groups:
             group["lr"] = rate * (step + 1)
         reference.step()
-    optimizer = FlatOptimizer(ours, config, ranks)
-    assert optimizer.scattered == (ranks is None)
-    found = flat_steps(optimizer, ours, range(6), rate)
-    if ranks is None and isinstance(ours, Little):
-        assert ours.word.weight.grad is not None
-        assert ours.word.weight.grad.is_sparse
+    found = steps_of(optim.build(ours, config), ours, clip, range(6), rate)
     assert found == pytest.approx(norms, rel=3e-5)  # torch's own are 1e-5 from 64 bit
     assert not clip or max(norms) > clip
     for (parameter, weight), expected in zip(
         ours.named_parameters(), theirs.parameters(), strict=True
     ):
         assert distance(weight, expected) <= 1e-6, parameter
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_dropped_step_changes_nothing(name: Any) -> None:
+    """Neither weights nor moments nor the step count, also if the gradient is not finite, and also
+    in the first step."""
+    torch.manual_seed(0)
+    model = Little()
+    optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.1))
+    count, norm = torch.tensor(5.0), torch.tensor(1.0)
+    for fate in (1.0, 0.0, 1.0):
+        before = {k: v.clone() for k, v in optim.state(optimizer)}
+        before |= {k: v.clone() for k, v in model.state_dict().items()}
+        optimizer.zero_grad()
+        (loss_of(model, 0) * (torch.nan if fate else 1.0)).backward()
+        clip_and_step(optimizer, 0.01, count, norm, 1.0, torch.tensor(fate))
+        after = {**dict(optim.state(optimizer)), **model.state_dict()}
+        assert all(torch.equal(before[k], after[k]) for k in before) == bool(fate)
+    assert float(dict(optim.state(optimizer))["step"]) == 1
+
+
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    """In one sum of fp32 it would be off by 1e-4."""
+    model = nn.Linear(2000, 3000, bias=False)
+    model.weight.grad = torch.randn(3000, 2000, generator=seeded(0))
+    found = gradient_norm(torch.optim.SGD(model.parameters()))
+    assert float(found) == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -597,17 +615,18 @@ def test_the_flat_optimizer_equals_torch(
         ("novograd", ("exp_avg", "exp_avg_sq")),
         ("adagrad", ("sum",)),
         ("adamax", ("exp_avg", "exp_inf")),
+        ("radam", ("exp_avg", "exp_avg_sq")),
     ],
 )
 def test_an_optimizer_continues_bit_for_bit(name: Any, moments: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    config = OptimConfig(name=name, weight_decay=0.1, clip=0.5)
+    config = OptimConfig(name=name, weight_decay=0.1)
     whole, stopped = Little(), Little()
     stopped.load_state_dict(whole.state_dict())
-    flat_steps(FlatOptimizer(whole, config), whole, range(6))
-    optimizer = FlatOptimizer(stopped, config)
-    flat_steps(optimizer, stopped, range(3))
-    state = {name: tensor.clone() for name, tensor in optimizer.state()}
+    steps_of(optim.build(whole, config), whole, 0.5, range(6))
+    optimizer = optim.build(stopped, config)
+    steps_of(optimizer, stopped, 0.5, range(3))
+    state = {name: tensor.clone() for name, tensor in optim.state(optimizer)}
     assert set(state) == {"step"} | {
         f"{moment}.{name}" for moment in moments for name in whole.state_dict()
     }
@@ -615,32 +634,18 @@ def test_an_optimizer_continues_bit_for_bit(name: Any, moments: tuple[str, ...])
 
     resumed = Little()
     resumed.load_state_dict(stopped.state_dict())
-    optimizer = FlatOptimizer(resumed, config)
-    optimizer.load_state(state)
-    flat_steps(optimizer, resumed, range(3, 6))
+    optimizer = optim.build(resumed, config)
+    optim.load_state(optimizer, state)
+    steps_of(optimizer, resumed, 0.5, range(3, 6))
     for name, weight in resumed.named_parameters():
         assert torch.equal(weight, whole.state_dict()[name]), name
 
 
 def test_another_models_optimizer_state_is_refused() -> None:
-    config, model = OptimConfig(), Little()
-    optimizer = FlatOptimizer(model, config)
-    flat_steps(optimizer, model, range(1))
-    other = FlatOptimizer(Bare((2, 2)), config)
+    state = dict(optim.state(optim.build(Little(), OptimConfig())))
+    other = optim.build(Bare((2, 2)), OptimConfig())
     with pytest.raises(BadInput, match="belongs to another model"):
-        other.load_state(dict(optimizer.state()))
-
-
-def test_counts_travel_with_the_gradient() -> None:
-    model = Little()
-    optimizer = FlatOptimizer(model, OptimConfig(clip=0.0), ONE_OF_TWO)
-    optimizer.zero()
-    loss_of(model, 0).backward()
-    optimizer.counts[1] = 5
-    expected = float(optimizer.gradient[:-4].norm()) / 5
-    assert float(optimizer.step(optimizer.counts[1], 0.1)) == pytest.approx(expected, rel=1e-5)
-    optimizer.zero()
-    assert not optimizer.gradient.any()
+        optim.load_state(other, state)
 
 
 @pytest.mark.parametrize(

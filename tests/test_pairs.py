@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import NO_DROPOUT, SMOKE, Forks, good, kept_as_scored, refused, training
 
-from preprocess import cli, pairs
 from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers
 from xformer.data.batch import Assembler
@@ -17,6 +16,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import create_store, open_store
 from xformer.model.encoder import to_device
+from xformer.preprocess import cli, pairs
 
 LETTERS = "ABCDEFGH"
 SIZES = [1, 40, 7, 150, 2, 100]  # rows of each family, or document

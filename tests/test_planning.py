@@ -15,7 +15,6 @@ from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
 from test_study import changed, finish, plan_of
 from toys import Toys
 
-from preprocess import cli, dna, glue, protein, tags
 from xformer.checkpoint import Head
 from xformer.config import each, read_recipe, validate
 from xformer.data.errors import BadInput
@@ -23,6 +22,7 @@ from xformer.data.files import write_json
 from xformer.model.attention import layout
 from xformer.model.encoder import ModelConfig, Packed
 from xformer.model.heads import HeadKind, Model
+from xformer.preprocess import cli, dna, glue, protein, tags
 from xformer.study import page
 from xformer.study.cost import Costs
 from xformer.study.fit import check_plan

@@ -131,7 +131,7 @@ def test_an_imported_checkpoint_computes_the_published_formulas(
     assert model.mlm_head is not None
     assert model.pair_head is not None
     logits = model.mlm_head(x, model.encoder.embeddings.word.weight)
-    classes = model.pair_head(model.pooled(x, packed))
+    classes = model.pair_head(model.pooled(x.index_select(0, packed.first)))
     wide = {name: tensor.to(dtype) for name, tensor in source.items()}
     most = most if learned else 1e-5  # sines and cosines are computed in single precision
     if not learned:  # the table itself is kept in single precision

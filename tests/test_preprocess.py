@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preprocess import cli, pydocs, synthetic, text
-from preprocess.bad import BadRows
-from preprocess.tables import Form, Table
-from preprocess.text import TextOptions, read_documents
-from preprocess.words import Encoder
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.store import Ragged, Store, open_store
+from xformer.preprocess import cli, pydocs, synthetic, text
+from xformer.preprocess.bad import BadRows
+from xformer.preprocess.tables import Form, Table
+from xformer.preprocess.text import TextOptions, read_documents
+from xformer.preprocess.words import Encoder
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared/data"

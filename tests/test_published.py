@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers import command, good, refused
 
-from preprocess import cli
 from xformer.data import published, tokenizers
 from xformer.data.errors import BadInput
+from xformer.preprocess import cli
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "\n".join([*SPECIAL, "hello", "Hello", "world", "##s"]) + "\n"

@@ -318,6 +318,18 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
     refused(forks.run(*verify, data.text), "is not a run")
 
 
+def test_a_run_that_starts_from_a_checkpoint_is_made_again(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """config.json lists the default shape beside `init`; the shape of the checkpoint is another."""
+    text, run = tmp_path / "text", tmp_path / "next"
+    good(forks.run(*training(SMOKE, data.text, text, *STEPS, "model.dropout=0.3")))
+    line = ["train.py", CLASSIFY, f"data={data.classes}", f"run={run}", f"init={text}"]
+    good(forks.run(*line, "batch.max_tokens=64", "train.log_every=2"))
+    done = good(forks.run("-m", "xformer.study", "verify", run, "steps=6"))
+    assert "6 steps made again" in done.out
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_runs_on_cuda_are_bit_identical_where_that_is_asked_for(

@@ -1,4 +1,4 @@
-"""Scale as its users meet it: ranks that divide the state, machines, utilisation, profiles."""
+"""Scale as its users meet it: ranks, machines, utilisation, profiles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,24 +28,34 @@ from helpers import (
 )
 from safetensors.torch import load_file
 from test_train import AT_STEP, board, log, same
+from tiny import HEADS, HIDDEN, INNER, PIECES, random_batch, seeded
 from torch.autograd import DeviceType
 from torch.testing import assert_close
 from toys import Toys
 
 from xformer import cost, distributed
 from xformer.data.files import read_json
-from xformer.model import native
 from xformer.model.encoder import ModelConfig
+from xformer.model.heads import Model
 from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
 
 SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", "train.log_every=3"]
-# more micro-batches than rows: some ranks have nothing to do, and pass with the others
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
+# more micro-batches than rows: some ranks have nothing to do in a step
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
-
-
-def shard(how: str) -> list[str]:
-    return [f"system.shard={how}"]
+# Python that makes the gradient travel in many buckets, and says when each does and what it holds
+BUCKETS = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from xformer import parallel
+def hook(group, bucket):
+    print("bucket", bucket.index(), [list(p.shape) for p in bucket.parameters()])
+    return allreduce_hook(group, bucket)
+class Small(parallel.DistributedDataParallel):
+    def __init__(self, model, **options):
+        super().__init__(model, bucket_cap_mb=0.01, **options)
+        self.register_comm_hook(None, hook)
+parallel.DistributedDataParallel = Small
+"""
 
 
 def close(run: Path, reference: Path) -> None:
@@ -60,116 +71,85 @@ def close(run: Path, reference: Path) -> None:
             assert_close(ours[key], tensor, rtol=1e-4, atol=tolerance)
 
 
-# --------------------------------------------------------------------------- divided state
+# ------------------------------------------------------------------------------------ ranks
 
 
-def test_divided_state_gives_the_same_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Without dropout, 2 and 3 ranks that divide moments or all are one process, also where a rank
-    has no row or a part stays frozen, and a checkpoint of each continues as the other."""
+def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Without dropout, also where a rank has no row or a part of the model stays frozen."""
     runs = {
-        "one": (1, SMOKE, []),
-        "moments": (2, SMOKE, shard("optimizer")),
-        "all": (2, SMOKE, shard("model")),
         "part": (1, SMOKE, PART),
-        "part-all": (2, SMOKE, [*PART, *shard("model")]),
+        "part-ranks": (2, SMOKE, PART),
         "task": (1, CLASSIFY, IDLE),
-        "task-all": (3, CLASSIFY, [*IDLE, *shard("model")]),
+        "task-ranks": (3, CLASSIFY, IDLE),
     }
     stores = {SMOKE: data.text, CLASSIFY: data.classes}
-    lines = {
-        name: (ranks, training(recipe, stores[recipe], tmp_path / name, *SHORT, *NO_DROPOUT, *more))
+    going = [
+        forks.start(
+            *training(recipe, stores[recipe], tmp_path / name, *SHORT, *NO_DROPOUT, *more),
+            ranks=ranks,
+        )
         for name, (ranks, recipe, more) in runs.items()
-    }
-    for ranks, line in lines.values():
-        good(forks.run(*line, ranks=ranks))
-    stop = AT_STEP.format(step=4, signal="SIGTERM", ranks="0")
-    for begin, end in (("model", "none"), ("optimizer", "model")):
-        run = tmp_path / f"{begin}-{end}"
-        line = training(SMOKE, data.text, run, *SHORT, *NO_DROPOUT)
-        assert forks.run(*line, *shard(begin), ranks=2, before=stop).status == 128 + 15
-        good(forks.run(*line, *shard(end), ranks=2))
-        close(run, tmp_path / "one")
-    for name in runs:
-        same = name.removesuffix("-all")
-        close(tmp_path / name, tmp_path / (same if same in ("task", "part") else "one"))
+    ]
+    for fork in going:
+        good(fork.wait())
+    for name in ("part", "task"):
+        close(tmp_path / f"{name}-ranks", tmp_path / name)
 
 
-@pytest.mark.parametrize("how", ["optimizer", "model"])
-def test_divided_state_resumes_exactly(how: str, forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Bit for bit at 3 ranks, dropout on."""
+@pytest.mark.parametrize("kind", ["mlm", "pairs", "classify", "regress", "span", "tag"])
+def test_every_weight_has_a_gradient(kind: str) -> None:
+    """DistributedDataParallel waits for all of them: also if no token is masked or labelled, and
+    from a rank without rows, whose gradient is 0."""
+    config = ModelConfig(
+        vocab_size=PIECES, layers=1, hidden=HIDDEN, heads=HEADS, intermediate=INNER
+    )
+    parts, scale = (("pooler", "pair_head"), 2.0) if kind == "pairs" else ((), 0.0)
+    head: Any = "mlm" if kind == "pairs" else kind
+    model = Model(config, head, {"regress": 1, "tag": PIECES}.get(kind, 2), parts, scale).train()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.1, generator=seeded(len(weight)))
+    batch = random_batch(classes=2)
+    if kind == "regress":
+        batch = replace(batch, labels=torch.rand(len(batch.layout.lengths)))
+    if kind == "span":
+        batch = replace(batch, labels=torch.zeros(len(batch.layout.lengths), 2, dtype=torch.long))
+    assert batch.places is not None
+    assert batch.targets is not None
+    nothing = replace(batch, places=batch.places[:0], targets=batch.targets[:0])
+    for given in (batch, None, *([nothing] if kind in ("mlm", "pairs", "tag") else [])):
+        model.zero_grad()
+        loss = model(given)
+        loss.total.backward()
+        for name, weight in model.named_parameters():
+            assert weight.grad is not None, name
+            assert weight.grad.isfinite().all(), name
+            assert given is not None or not weight.grad.any(), name
+        assert given is not None or (loss.total == 0 and loss.count == 0)
+
+
+def test_the_gradient_travels_once_a_step(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """However many micro-batches; and in the same buckets where a run goes on, of which the first
+    pass of all, that counts nothing, knows none yet."""
+    line = training(SMOKE, data.text, tmp_path / "run", "train.select=last", "batch.accumulate=3")
+    first = good(forks.run(*line, "train.steps=2", ranks=2, before=BUCKETS)).out.splitlines()
+    later = good(forks.run(*line, "train.steps=3", ranks=2, before=BUCKETS)).out.splitlines()
+    assert first[0] == later[0]
+    step = later[1:]
+    assert len(step) > 3
+    assert [line.split()[1] for line in step] == [str(i) for i in range(len(step))]
+    assert first[1:] == [*step, *step]
+
+
+def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Bit for bit, dropout on: sums of three depend on their order, which buckets decide."""
     runs = [tmp_path / "straight", tmp_path / "stopped"]
-    straight, stopped = [training(SMOKE, data.text, run, *SHORT, *shard(how)) for run in runs]
-    reference = forks.start(*straight, ranks=3)
+    straight, stopped = [training(SMOKE, data.text, run, *SHORT) for run in runs]
+    reference = forks.start(*straight, ranks=3, before=BUCKETS)
     stop = AT_STEP.format(step=4, signal="SIGTERM", ranks="2")
-    assert forks.run(*stopped, ranks=3, before=stop).status == 128 + 15
-    good(forks.run(*stopped, ranks=3))
+    assert forks.run(*stopped, ranks=3, before=BUCKETS + stop).status == 128 + 15
+    good(forks.run(*stopped, ranks=3, before=BUCKETS))
     good(reference.wait())
     same(runs[1], runs[0])
-
-
-def test_memory_is_divided(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """What each of 2 ranks holds, in elements of the whole: weights, gradient and moments."""
-    spy = """
-from xformer import shard
-original = shard.place
-def place(model, config, ranks, how):
-    whole = sum(p.numel() for p in model.parameters())
-    optimizer = original(model, config, ranks, how)
-    moments = [optimizer.moments["exp_avg"]]
-    if how == "model":
-        moments = [m.to_local() for m in moments[0].values()]
-        weights = [p.to_local() for p in model.parameters()]
-    else:
-        weights = list(model.parameters())
-    print(*(round(sum(t.numel() for t in ts) / whole, 1) for ts in (weights, moments)))
-    return optimizer
-shard.place = place
-"""
-    found = {}
-    for how in ("none", "optimizer", "model"):
-        line = training(SMOKE, data.text, tmp_path / how, "train.steps=1", *shard(how))
-        found[how] = good(forks.run(*line, ranks=2, before=spy)).out.split()
-    assert found == {"none": ["1.0", "1.0"], "optimizer": ["1.0", "0.5"], "model": ["0.5", "0.5"]}
-
-
-def test_one_reduction_a_step(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """However many micro-batches, gradient and counts travel once; divided moments add the counts,
-    the norm and the gathering of weights."""
-    spy = """
-import torch.distributed as dist
-from xformer import optim
-from xformer.monitor import Monitor
-calls = []
-def counted(module, name):
-    original = getattr(module, name)
-    def call(*arguments, **options):
-        calls.append(name)
-        return original(*arguments, **options)
-    setattr(module, name, call)
-counted(dist, "all_reduce")
-counted(optim, "reduce_scatter")
-counted(optim, "all_gather")
-original = optim.FlatOptimizer.zero
-def zero(self):
-    calls.append("step")
-    original(self)
-optim.FlatOptimizer.zero = zero
-advance = Monitor.advance
-def report(self, done):
-    advance(self, done)
-    print(*calls, sep="\\n")
-    calls.clear()
-Monitor.advance = report
-"""
-    for how, expected in (
-        ("none", ["all_reduce"]),
-        ("optimizer", ["reduce_scatter", "all_reduce", "all_reduce", "all_gather"]),
-    ):
-        line = training(
-            SMOKE, data.text, tmp_path / how, "train.steps=2", "batch.accumulate=3", *shard(how)
-        )
-        done = good(forks.run(*line, ranks=2, before=spy))
-        assert done.out.split() == ["step", *expected] * 2
 
 
 def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -210,10 +190,11 @@ def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) 
 
 
 def test_refusals(forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path) -> None:
-    cnn = ["recipes/finetune/hilbert-cnn.toml", f"data={data.splice}", f"run={tmp_path / 'run'}"]
-    refused(forks.run("train.py", *cnn, "system.shard=model"), "layers of a transformer")
     line = training(SMOKE, data.text, tmp_path / "run")
-    refused(forks.run(*line, "system.shard=weights"), "system.shard='weights'", "'model'")
+    refused(forks.run(*line, "system.shard=model"), "system.shard is gone", "leave it out")
+    (tmp_path / "recipe.toml").write_text('system = { shard = "none" }')
+    refused(forks.run("train.py", tmp_path / "recipe.toml"), "recipe.toml: system.shard is gone")
+    (tmp_path / "recipe.toml").unlink()
     refused(forks.run(*line, "system.peak_tflops=-1"), "system.peak_tflops=-1")
     evaluate = ["evaluate.py", str(learned["text"]), f"data={data.text}"]
     refused(forks.run(*evaluate, "system.profile=true"), "unknown key system.profile")
@@ -260,8 +241,7 @@ def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Pat
         events = json.load(file)["traceEvents"]
     names = [event.get("name") for event in events if event.get("ph") == "X"]
     assert names.count("waiting for data") == names.count("optimizer") == STEPS
-    adam = "aten::_fused_adamw_" if native.missing() else "native::adam"
-    assert names.count(adam) == 2 * STEPS
+    assert names.count("aten::_fused_adamw_") == 2 * STEPS  # decayed weights and others
     text = path.with_name(path.name.replace(".pt.trace.json.gz", ".txt")).read_text()
     assert text in done.err
     title, *lines = text.splitlines()
@@ -350,8 +330,7 @@ def test_profile_of_a_gpu() -> None:
         ("native::attention_backward", "attention"),
         ("native::add_norm", "LayerNorm"),
         ("native::cross_entropy", "activations and loss"),
-        ("native::adam", "optimizer"),
-        ("native::squares", "optimizer"),
+        ("aten::_foreach_norm", "optimizer"),
         ("aten::bernoulli_", "dropout"),
         ("aten::_fused_adam_", "optimizer"),
         ("gloo:all_reduce", "communication"),

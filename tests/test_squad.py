@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from helpers import command
 
-from preprocess import cli
 from xformer.data import tokenizers
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.spans import answer
 from xformer.data.store import Split, Store, open_store
+from xformer.preprocess import cli
 
 CONTEXT = (
     "\u00c9milie's caf\u00e9 (opened in 1973) sold 3,000 cups; the \u5317\u4eac branch did not. "

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preprocess import cli, figure, progress, stats
 from xformer.data import files, store, tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, create_store, open_store
+from xformer.preprocess import cli, figure, progress, stats
 
 LABELS = ["cat", "dog", "a label so long that it is cut somewhere"]
 SPLITS = {"train": 300, "valid": 40, "test": 20}

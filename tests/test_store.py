@@ -69,6 +69,18 @@ def test_any_program_reads_the_columns(tmp_path):
     assert values[4:].tolist() == ROWS[3]
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [("uint16", 0), ("int64", 10**5), ("(2,)i4", 999)])
+def test_a_column_is_byte_for_byte_what_numpy_saves(tmp_path, dtype, rows):
+    values = np.zeros(rows, dtype)
+    values[:] = np.arange(values.size).reshape(values.shape)
+    writer = store.NpyWriter(tmp_path / "x", np.dtype(dtype))
+    for part in np.array_split(values, 3):
+        writer.append(part)
+    writer.close()
+    np.save(tmp_path / "y.npy", values)
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y.npy").read_bytes()
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     one, two = write(tmp_path / "a"), write(tmp_path / "b")
     for path in one.rglob("*.*"):

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from preprocess import stats, synthetic
-from preprocess.synthetic import Alias, Corpus
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Store, create_store, open_store
+from xformer.preprocess import stats, synthetic
+from xformer.preprocess.synthetic import Alias, Corpus
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,7 +20,6 @@ import torch
 from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, training
 from toys import TOPICS, WORDS, Toys
 
-from preprocess import cli
 from xformer import metrics, tags
 from xformer.data import published, tokenizers
 from xformer.data.batch import Assembler
@@ -28,6 +27,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Ragged, Split, Store, open_store
 from xformer.data.tags import IGNORED, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
+from xformer.preprocess import cli
 
 TAG = "recipes/finetune/tag.toml"
 Make = Callable[..., Store]

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from helpers import CLASSIFY, REGRESS, Forks, good, kept_as_scored, training
 
-from preprocess import cli, dna, protein, stats
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import Ragged, Store, open_store
+from xformer.preprocess import cli, dna, protein, stats
 
 Make = Callable[..., Store]
 Raw = list[list[str]]

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from preprocess import words
-from preprocess.words import Encoder
 from xformer.data import published, tokenizers
 from xformer.data.errors import BadInput
+from xformer.preprocess import words
+from xformer.preprocess.words import Encoder
 
 TEXTS = [
     "It's the first of 17 tests, isn't it? Don't panic: we're done.",
@@ -168,6 +168,18 @@ def test_the_word_table_gives_the_same_ids(learned, kind):
         same_as_direct(encoder, TEXTS)
     same_as_direct(encoder, [])
     same_as_direct(encoder, ["", ""])
+
+
+def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: Path) -> None:
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "b", "\u0120"]  # a space
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    tokenizer = published.read(tmp_path / "vocab.json")
+    ids, lengths = Encoder(tokenizer).encode(["ab ba", "a a\nb"])
+    direct = tokenizer.encode_batch(["ab ba", "a a\nb"])
+    np.testing.assert_array_equal(ids, np.concatenate(direct))
+    assert lengths.tolist() == [len(each) for each in direct]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])

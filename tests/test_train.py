@@ -36,7 +36,7 @@ from xformer.config import all_keys, load
 from xformer.cost import Work
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
-from xformer.distributed import Ranks, slow_precision
+from xformer.distributed import ALONE, Ranks, slow_precision
 from xformer.monitor import SILENT
 from xformer.train import Recipe, prepare
 
@@ -354,28 +354,6 @@ def test_a_step_is_the_same_wherever_a_run_goes_on(
             break
     if "train.steps=0" in overrides:
         assert (position, steps) == (900, -(-900 // 7))
-
-
-def test_ranks_without_rows_get_a_batch_that_does_not_count(data: Toys, tmp_path: Path) -> None:
-    recipe = load(
-        Recipe,
-        [
-            *training(
-                SMOKE,
-                data.text,
-                tmp_path / "run",
-                "batch.rows=2",
-                "batch.accumulate=2",
-                "system.shard=model",
-            )[1:]
-        ],
-    )
-    own = []
-    for rank in range(3):
-        step = prepare(recipe, Ranks(rank, 3, torch.device("cpu"))).feed().take(0)
-        assert len(step.batches) == 2
-        own.append(step.own)
-    assert sum(own) == 2
 
 
 def by_row(batch: Batch) -> dict[int, tuple[list[int], ...]]:
@@ -739,6 +717,24 @@ def test_help_explains_every_key() -> None:
         "batch.*: How many rows make a step, over all ranks and micro-batches.",
     ):
         assert line in lines
+
+
+def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The tokens of the rows that it trains on, and that nothing is pre-trained."""
+    fresh = "no init= is given: the encoder starts from fresh weights"
+    steps = ["train.steps=1", "train.select=last"]
+    half = training(CLASSIFY, data.pairs, tmp_path / "half", *steps, "fraction=0.5")
+    done = good(forks.run(*half))
+    assert fresh in done.out + done.err
+    job = prepare(load(Recipe, half[1:]), ALONE)
+    rows = set(job.samples.at(np.arange(job.samples.per_epoch))[0].tolist())
+    columns = job.train.split.columns
+    tokens = sum(len(columns[name][row]) for name in ("tokens", "tokens_b") for row in rows)
+    start = log(tmp_path / "half")[0]
+    assert (start["rows"], start["tokens"]) == (len(rows), tokens)
+    assert tokens < job.train.split.tokens
+    done = good(forks.run(*training(SMOKE, data.text, tmp_path / "text", *steps)))
+    assert fresh not in done.out + done.err
 
 
 def test_overwrite_spares_what_is_no_run(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_reliability import FULL
 from test_train import AT_STEP, same
-from test_trouble import BAD_WEIGHT
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
@@ -274,14 +273,13 @@ def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["none", "model"])
 def test_a_killed_run_has_the_same_trajectory(
-    forks: Forks, data: Toys, tmp_path: Path, ranks: int, how: str
+    forks: Forks, data: Toys, tmp_path: Path, ranks: int
 ) -> None:
     """Bit for bit, with dropout, killed between two marks and continued from a checkpoint before a
     mark that was written, one that is half written, and one of a run that did not come to be."""
     runs = [tmp_path / "straight", tmp_path / "killed"]
-    more = [*SHORT, MARKS, f"system.shard={how}"]
+    more = [*SHORT, MARKS]
     lines = [training(SMOKE, data.text, run, *more) for run in runs]
     reference = forks.start(*lines[0], ranks=ranks)
     kill = AT_STEP.format(step=10, signal="SIGKILL", ranks="01")
@@ -313,34 +311,6 @@ def test_stopped_at_every_step(forks: Forks, data: Toys, tmp_path: Path) -> None
         assert forks.run(*lines[1], before=stop).status == 128 + signal.SIGTERM
     good(forks.run(*lines[1]))
     assert trajectory(runs[1]) == trajectory(runs[0])
-
-
-def test_a_run_that_goes_back_has_its_own_trajectory(
-    forks: Forks, data: Toys, tmp_path: Path
-) -> None:
-    """train.trouble=rollback: what was kept after the checkpoint is kept anew, and equals the run
-    that drops the same update without going back."""
-    steps = [
-        "train.steps=15",
-        "train.checkpoint_every=4",
-        "train.log_every=2",
-        "train.keep_at=[0, 4, 5, 6, 15]",
-    ]
-    run = tmp_path / "run"
-    spoil = BAD_WEIGHT.format(mark=str(tmp_path / "spoilt"))
-    line = training(SMOKE, data.text, run, *steps, "train.trouble=rollback")
-    done = good(forks.run(*line, before=spoil))
-    assert "its update is dropped" in done.err
-    assert kept(run) == [0, 4, 5, 6, 15]
-    other = tmp_path / "other"
-    line = training(SMOKE, data.text, other, *steps, "train.trouble=skip")
-    known = read_json(run / "dropped.json")
-    before = f"from xformer.run import Run\nRun.dropped = lambda self: {known!r}\n"
-    good(forks.run(*line, before=before))
-    assert trajectory(other) == trajectory(run)
-    for step in kept(run):
-        weights = load_file(run / f"trajectory/step_{step}/model.safetensors")
-        assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_what_becomes_of_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> None:

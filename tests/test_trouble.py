@@ -1,4 +1,4 @@
-"""Numerical trouble in training: noticed, traced, dropped or gone back from; and never twice."""
+"""Numerical trouble in training: noticed, traced, and dropped or the end of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import NO_DROPOUT, SMOKE, Forks, good, training
+from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
 from safetensors.torch import load_file
 from test_train import AT_STEP, drawn_once, log, result, same
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from xformer.config import load
 from xformer.data.sampler import Samples
 from xformer.distributed import Ranks
 from xformer.model.heads import Loss
+from xformer.parallel import Sums
 from xformer.train import Recipe, prepare
 from xformer.trouble import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Account, first_layer
 
@@ -47,15 +48,25 @@ Model.loss = bad_loss
 """
 # Python that makes a weight infinite once, after the fifth step
 BAD_WEIGHT = """
-import pathlib, torch
+import torch
 from xformer import train
-loss_of, done = train.loss_of, pathlib.Path({mark!r})
+loss_of, done = train.loss_of, []
 def spoil(job, model, batch, step, i):
-    if step == 5 and not done.exists():
-        done.touch()
+    if step == 5 and not done:
+        done.append(step)
         with torch.no_grad():
-            model.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
+            model.copy.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
     return loss_of(job, model, batch, step, i)
+train.loss_of = spoil
+"""
+# Python that makes every loss after the fifth step infinite
+BAD_LOSSES = """
+from xformer import train
+from xformer.model.heads import Loss
+loss_of = train.loss_of
+def spoil(job, model, batch, step, i):
+    loss = loss_of(job, model, batch, step, i)
+    return loss if step < 5 else Loss(loss.total / 0, loss.count, loss.correct)
 train.loss_of = spoil
 """
 
@@ -64,12 +75,11 @@ def account(spike: float, seen: list[float] | None = None) -> Account:
     return Account(spike, [0.0] * 4, seen or [], torch.device("cpu"))
 
 
-def judged(one: Account, loss: float, norm: float, forced: bool = False) -> bool:
+def judged(one: Account, loss: float, norm: float) -> bool:
     """Whether a step with this loss, over 2 tokens, and norm is dropped."""
-    counts = torch.tensor([2 * loss, 2.0, 1.0, 0.0])
-    drop = one.judge(counts, 0, 0, forced)(torch.tensor(norm))
-    assert drop is not None
-    return float(drop) == 1.0
+    sums = Sums(torch.device("cpu"))
+    sums.add(Loss(torch.tensor(2 * loss), 2, torch.tensor(1.0)))
+    return float(one.judge(sums, torch.tensor(norm), 0, 0)) == 1.0
 
 
 def test_an_account_leaves_dropped_steps_out() -> None:
@@ -78,13 +88,12 @@ def test_an_account_leaves_dropped_steps_out() -> None:
         judged(one, 3.0, 1.0),
         judged(one, np.nan, 1.0),
         judged(one, 3.0, np.inf),
-        judged(one, 5.0, 9.0, forced=True),
         judged(one, 4.0, 2.0),
     ]
-    assert fates == [False, True, True, True, False]
+    assert fates == [False, True, True, False]
     assert one.sums.tolist() == [14.0, 4.0, 2.0, 2.0]
     whats = [what for *_, what in one.read()]
-    assert whats[:3] == ["", "the loss is not finite", "the norm of the gradient is not finite"]
+    assert whats == ["", "the loss is not finite", "the norm of the gradient is not finite", ""]
     assert one.read() == []
 
 
@@ -182,19 +191,17 @@ def weights(run: Path) -> dict[str, Tensor]:
     return load_file(run / "checkpoints/step_15/model.safetensors")
 
 
-def test_a_bad_row_stops_is_skipped_or_gone_back_from(
-    forks: Forks, data: Toys, tmp_path: Path
-) -> None:
-    """Of step 6; then killed after step 11 and continued, which changes nothing."""
+def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Of step 6. A run that is killed after step 11 and continued from a checkpoint before step 6
+    drops the same update again; so does one that stopped at it."""
     rows = sorted(in_step(6))
     bad = BAD_ROW.format(row=rows[3])
-    runs = {name: tmp_path / name for name in ("stop", "skip", "rollback", "killed")}
+    runs = {name: tmp_path / name for name in ("stop", "skip", "killed")}
     lines = {
-        name: training(SMOKE, data.text, run, *STEPS, f"train.trouble={name}")
+        name: training(SMOKE, data.text, run, *STEPS, "train.trouble=skip")
         for name, run in runs.items()
     }
-    lines["killed"][-1] = "train.trouble=rollback"
-    done = forks.run(*lines["stop"], before=bad)
+    done = forks.run(*lines["stop"], "train.trouble=stop", before=bad)
     assert done.status == 1, done
     said = done.err.splitlines()[-1]
     for words in (
@@ -204,9 +211,9 @@ def test_a_bad_row_stops_is_skipped_or_gone_back_from(
     ):
         assert words in said, said
     assert troubles(runs["stop"])[-1]["step"] == log(runs["stop"])[-1]["step"] == 6
-    killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
-    assert forks.run(*lines["killed"], before=bad + killer).status == -9
-    lines["stop"][-1] = "train.trouble=skip"
+    seldom = "train.checkpoint_every=5"  # before step 6
+    killer = AT_STEP.format(step=9, signal="SIGKILL", ranks="0")
+    assert forks.run(*lines["killed"], seldom, before=bad + killer).status == -9
     for line in lines.values():
         good(forks.run(*line, before=bad))
     for run in runs.values():
@@ -216,54 +223,58 @@ def test_a_bad_row_stops_is_skipped_or_gone_back_from(
         assert result(run)["dropped"] == 1
         assert all(np.isfinite(record.get("loss", 0)) for record in log(run))
         drawn_once(run)
-        for name, weight in weights(runs["skip"]).items():
-            assert torch.equal(weights(run)[name], weight), name  # the batch was to blame
-    same(runs["killed"], runs["rollback"])
     same(runs["stop"], runs["skip"])
+    same(runs["killed"], runs["skip"])
 
 
-def test_a_bad_weight_is_gone_back_from(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Skipping cannot mend a weight, and ends after ten steps; a checkpoint can."""
-    for policy in ("skip", "rollback"):
+def test_a_bad_weight_ends_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Skipping cannot mend a weight. The checkpoint from before is good, and serves."""
+    good(forks.run(*training(SMOKE, data.text, tmp_path / "good", *STEPS)))
+    for policy in ("stop", "skip"):
         line = training(SMOKE, data.text, tmp_path / policy, *STEPS, f"train.trouble={policy}")
-        bad = BAD_WEIGHT.format(mark=str(tmp_path / f"{policy}-done"))
-        done = forks.run(*line, before=bad)
-        (where,) = {record["where"] for record in troubles(tmp_path / policy)}
-        assert where == "the weight encoder.layers.0.mlp.up.weight"
-        if policy == "rollback":
-            good(done)
-            assert f"continuing {tmp_path / policy} from step 4" in done.err
-            assert all(w.isfinite().all() for w in weights(tmp_path / policy).values())
-        else:
-            assert done.status == 1
-            assert "10 updates in a row were dropped" in done.err.splitlines()[-1]
+        done = forks.run(*line, before=BAD_WEIGHT)
+        assert done.status == 1
+        said = done.err.splitlines()[-1]
+        assert "at step 6: the weight encoder.layers.0.mlp.up.weight" in said, said
+        assert "may hold it too; dropping updates does not mend a weight" in said, said
+        assert "of the store" not in said, said
+    assert "from step 4" in good(forks.run(*line)).err
+    for name, weight in weights(tmp_path / "good").items():
+        assert torch.equal(weights(tmp_path / "skip")[name], weight), name
+
+
+def test_ten_dropped_updates_in_a_row_end_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", "train.steps=20", "train.trouble=skip")
+    done = forks.run(*line, before=BAD_LOSSES)
+    assert done.status == 1
+    assert "at step 15: " in done.err.splitlines()[-1]
+    assert "10 updates in a row were dropped" in done.err.splitlines()[-1]
+    assert not (tmp_path / "run/result.json").exists()
+
+
+def test_rollback_is_gone(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", "train.trouble=rollback")
+    refused(forks.run(*line), "train.trouble=rollback is gone: write train.trouble=skip")
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The row is in rank 1's part: all ranks drop the step, however the state is divided."""
-    going, rows = [], in_step(6)
-    recipe = load(Recipe, training(SMOKE, data.text, tmp_path / "none", *STEPS)[1:])
+    """The row is in rank 1's part: all ranks drop the step, and train as one process would."""
+    rows = in_step(6)
+    recipe = load(Recipe, training(SMOKE, data.text, tmp_path / "run", *STEPS)[1:])
     feed = prepare(recipe, Ranks(1, 2, torch.device("cpu"))).feed()
     theirs = sorted(feed.take(40).batches[0].rows.tolist())
     assert set(theirs) < set(rows)
-    for how in ("none", "model"):
-        line = training(
-            SMOKE,
-            data.text,
-            tmp_path / how,
-            *STEPS,
-            *NO_DROPOUT,
-            f"system.shard={how}",
-            "train.trouble=skip",
-        )
-        going.append(forks.start(*line, ranks=2, before=BAD_ROW.format(row=theirs[0])))
-    for fork, how in zip(going, ("none", "model"), strict=True):
-        good(fork.wait())
-        (found,) = troubles(tmp_path / how)
-        assert (found["rank"], found["rows"], found["step"]) == (1, theirs, 6)
-        assert found["where"] == "the output of encoder.layers.1.mlp"
-        for name, weight in weights(tmp_path / "none").items():
-            torch.testing.assert_close(weights(tmp_path / how)[name], weight, rtol=1e-4, atol=1e-5)
+    bad = BAD_ROW.format(row=theirs[0])
+    more = [*STEPS, *NO_DROPOUT, "train.trouble=skip"]
+    for name, ranks in (("one", 1), ("two", 2)):
+        line = training(SMOKE, data.text, tmp_path / name, *more)
+        good(forks.run(*line, ranks=ranks, before=bad))
+    (found,) = troubles(tmp_path / "two")
+    assert (found["rank"], found["rows"], found["step"]) == (1, theirs, 6)
+    assert found["where"] == "the output of encoder.layers.1.mlp"
+    for name, weight in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "two")[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:

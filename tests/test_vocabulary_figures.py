@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from helpers import command, good, refused
 
-from preprocess import vocabulary_figures as figures
-from preprocess.progress import Progress
 from xformer.data import tokenizers
 from xformer.data.english import english
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, create_store, open_store
+from xformer.preprocess import vocabulary_figures as figures
+from xformer.preprocess.progress import Progress
 
 SPECIAL = {piece: i for i, piece in enumerate(tokenizers.BERT_SPECIAL.values())}
 PIECES = ["a", "##b", "Cd", "1", "##2", "é", "a1", "...", "##", "中"]  # the first three are English

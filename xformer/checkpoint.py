@@ -22,22 +22,21 @@ import numpy as np
 import safetensors
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.files import (
     atomic_directory,
     file_checksum,
     installed,
     load_array,
+    put_back,
     read_json,
     read_own_json,
     read_run_json,
     refuse_existing,
-    sync,
-    write_file,
     write_json,
 )
 from xformer.data.tokenizers import Tokenizer
@@ -47,17 +46,6 @@ from xformer.model.heads import HeadKind, Model
 
 FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # of a run, beside the checkpoint proper
-# types that weights have as a safetensors file names them, in the order in which they lie in it
-TYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 HALF = (torch.float16, torch.bfloat16)  # widened to fp32 when they are read
 Distribution = Literal["normal", "truncated"]
 
@@ -254,11 +242,9 @@ def save(
     a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`, and whatever
     `check`, called last, raises: then nothing is left."""
     with atomic_directory(Path(path), overwrite) as directory:
-        sums = {}
-        for kind, tensors in (("model", checkpoint.weights), ("optimizer", optimizer)):
-            if tensors is not None:
-                name = f"{kind}.safetensors"
-                sums[name] = save_tensors(tensors, directory / name)
+        save_tensors(checkpoint.weights, directory / "model.safetensors")
+        if optimizer is not None:
+            save_tensors(optimizer, directory / "optimizer.safetensors")
         checkpoint.tokenizer.save(directory)
         if checkpoint.source is not None and checkpoint.mapping is not None:
             (directory / "input").mkdir()
@@ -273,11 +259,8 @@ def save(
             "history": list(checkpoint.history),
         }
         write_json(directory / "config.json", config)
-        for file in sorted(directory.rglob("*")):
-            name = str(file.relative_to(directory))
-            if file.is_file() and name not in sums:
-                sync(file)
-                sums[name] = file_checksum(file)
+        files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
+        sums = {str(file.relative_to(directory)): file_checksum(file) for file in files}
         write_json(directory / "manifest.json", {"sha256": sums})
         check()
 
@@ -309,26 +292,19 @@ def content_key(path: Path) -> str:
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> str:
-    """Write a safetensors file, flushed to the disk; its SHA-256.
-
-    The library's own writer leaves a file that had to be read again for its sum.
-    """
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    names = sorted(whole, key=lambda name: (list(TYPES).index(whole[name].dtype), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        begin, end = end, end + whole[name].nbytes
-        header[name] = {
-            "dtype": TYPES[whole[name].dtype],
-            "shape": list(whole[name].shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    values = [whole[name].flatten().view(torch.uint8).numpy().data for name in names]
-    return write_file(path, [len(text).to_bytes(8, "little") + text, *values])
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. A tensor that has two names is written twice."""
+    found: dict[str, Tensor] = {}
+    held: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        # the library refuses tensors that share memory
+        found[name] = tensor.clone() if tensor.data_ptr() in held else tensor
+        held.add(tensor.data_ptr())
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(found, path, metadata={"format": "pt"})
+    path.chmod(mode)  # the library makes files that only their owner can read
 
 
 def check_output(out: Path, overwrite: bool, *read: Path) -> None:
@@ -346,6 +322,7 @@ def resolve(path: str | Path) -> Path:
     """The checkpoint a path means: itself, the one a finished run selected, or, where there is no
     such path, one that is installed with the package, such as micro/english."""
     given, path = Path(path), installed(path)
+    put_back(path)
     if (path / "manifest.json").is_file():
         return path
     if (path / "result.json").is_file():
@@ -364,7 +341,7 @@ def resolve(path: str | Path) -> Path:
         names = ", ".join(sorted(several, key=lambda name: (len(name), name)))
         raise BadInput(f"{path} holds several checkpoints; name one of them: {names}")
     hint = (
-        "; import it with python -m xformer.convert from-hf"
+        typed("; import it with python -m xformer.convert from-hf")
         if (path / "config.json").is_file()
         else ""
     )

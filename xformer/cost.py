@@ -3,11 +3,11 @@
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
 
-Operations are those of matrix products (two for a multiplication and an addition), which the model
-needs for its real tokens: padding, recomputation and all that is element-wise count nothing, so
-that the share of a device's peak is comparable between programs (Chowdhery et al. 2022, appendix
-B, counts so too). Behind its attention the last layer is needed at the places that are predicted
-alone, and counts for these alone.
+Operations are those of the matrix products that the model needs for its real tokens; a
+multiplication and an addition are two. Padding, recomputation and element-wise work do not count.
+So shares of a device's peak can be compared between programs (Chowdhery et al. 2022, appendix B,
+count in the same way). After its attention, the last layer counts only for the places that are
+predicted: the others are not needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 BACKWARD = 2  # a product's backward pass is two products of its size
-BYTES = 4  # of a weight, a gradient or a moment, all fp32
 
 # Peak of a device in 10^12 operations a second, by a part of its name: (16-bit matrix units with
 # fp32 sums and dense matrices, fp32). From NVIDIA's data sheets; the first name that fits counts.
@@ -43,8 +42,8 @@ PEAKS = (
 
 @dataclass(frozen=True)
 class Work:
-    """How much went through a model: `squares` is the sum over rows of their squared lengths, on
-    which attention depends; `masked` the tokens that an MLM head predicted."""
+    """How much went through a model. `squares` is the sum over rows of their squared lengths; the
+    cost of attention depends on it. `masked` counts the tokens that an MLM head predicted."""
 
     tokens: int
     squares: int
@@ -53,7 +52,7 @@ class Work:
 
     @staticmethod
     def even(rows: int, length: int, masking: float = 0.0) -> Work:
-        """`rows` of one length, of whose tokens the share `masking` is predicted."""
+        """`rows` rows of one length; the share `masking` of their tokens is predicted."""
         tokens = rows * length
         return Work(tokens, tokens * length, rows, round(tokens * masking))
 
@@ -63,8 +62,8 @@ def parameters(
 ) -> dict[str, int]:
     """Parameters by part, tied and shared ones once; arguments as of `Model`.
 
-    The parts that a model has of: word embeddings, other embeddings, attention, feed-forward,
-    norms, final norm, convolutions, heads.
+    The parts are word embeddings, other embeddings, attention, feed-forward, norms, final norm,
+    convolutions and heads; a part that a model lacks has no entry.
     """
     with torch.device("meta"):
         model = Model(config, kind, outputs, parts)
@@ -96,7 +95,7 @@ def forward_flops(
     C, E, F, V = config.hidden, config.width, config.intermediate, config.vocab_size
     judged = {None: work.tokens, "span": work.tokens, "tag": work.masked}.get(kind, work.rows)
     last = work.masked + pairs * work.rows if kind == "mlm" else judged
-    # qkv 3CC; out CC, up CF, down CF; for each token as many scores and sums as its row is long
+    # qkv 3CC; out CC, up CF, down CF; a token has a score and a sum for each token of its row
     flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
     flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
     if config.embedding:
@@ -142,7 +141,7 @@ def _convolutions(config: ModelConfig, outputs: int) -> list[int]:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Operations a second that a device of this name can do at most, None where it is not known."""
+    """The most operations a second of the device with this name; None if it is not known."""
     for name, half, full in PEAKS:
         if name in device:
             return 1e12 * (half if precision == "bf16" else full)
@@ -152,18 +151,3 @@ def peak_flops(device: str, precision: str) -> float | None:
 def utilisation(flops: float, seconds: float, peak: float, devices: int = 1) -> float:
     """Model FLOPs utilisation (MFU): the share of the peak of `devices` that the model used."""
     return flops / (max(seconds, 1e-9) * peak * devices)
-
-
-def state_bytes(parameters: int, ranks: int = 1, shard: str = "none") -> int:
-    """Bytes a device holds of weights, gradient and Adam's two moments, all fp32; `shard` as in
-    `system.shard`."""
-    share = -(-parameters // ranks)
-    weights = share if shard == "model" else parameters
-    moments = share if shard in ("model", "optimizer") else parameters
-    return BYTES * (2 * weights + 2 * moments)
-
-
-def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> float:
-    """Seconds that a ring of ranks takes to sum the gradient, at the speed of its slowest link: it
-    sends and receives 2 (ranks - 1) / ranks times the buffer (Patarasuk & Yuan 2009)."""
-    return 2 * (ranks - 1) / ranks * parameters * BYTES / bytes_per_second

@@ -23,10 +23,6 @@ from xformer.config import Settings
 from xformer.data.errors import BadInput, Failure, say
 from xformer.watch import Watch
 
-# two collectives under the names that torch 2.13 gives them, and older ones
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why
 LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
@@ -47,9 +43,6 @@ class SystemConfig(Settings):
 class TrainingSystem(SystemConfig):
     """How a run is executed; it may go on with other values."""
 
-    shard: Literal["none", "optimizer", "model"] = "none"
-    """What the ranks divide among them, to save memory: nothing, the optimizer's moments (ZeRO-1),
-    or weights, gradients and moments (FSDP2)."""
     peak_tflops: float = Field(0.0, ge=0)
     """Peak of a device in 10^12 operations a second, of which `mfu` is a share; 0 takes that of a
     known GPU in this precision, and where there is none logs no mfu."""
@@ -204,6 +197,7 @@ def slow_precision(device: torch.device, precision: str) -> str:
 
 
 _watches: list[Watch] = []  # of this process's group, if it has joined one
+_ended: list[Any] = []  # groups that this process has left
 
 
 @contextmanager
@@ -226,6 +220,11 @@ def group() -> Iterator[None]:
         while _watches:
             _watches.pop().close()
         if dist.is_initialized():
+            # The traceback of an error may keep DistributedDataParallel alive, which keeps the
+            # group. If that is the last reference, the group's destructor holds the GIL while it
+            # waits for its threads, and these may wait for the GIL. Dropping a Python reference
+            # releases the GIL first, so one is kept.
+            _ended.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is imported
+    from xformer.start import as_command
+
+    as_command("evaluate")
+
 import json
 import sys
 from collections.abc import Callable
@@ -20,7 +25,7 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch, chunks, ragged_arange
-from xformer.data.errors import BadInput, put, say
+from xformer.data.errors import BadInput, put, say, typed
 from xformer.data.files import write_text
 from xformer.data.joined import open_stores
 from xformer.data.store import UNSEEN, Split, Store, open_store
@@ -31,7 +36,6 @@ from xformer.model.encoder import to_device
 from xformer.model.heads import HeadKind, Loss, Model, padded
 from xformer.predictions import FOLDER, Predictions, small, write
 from xformer.run import is_run
-from xformer.shard import is_divided
 
 # writes a file's rows as the split `input` of a new store: path, head, tokenizer, store
 Read = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
@@ -137,10 +141,6 @@ def score(
             best = spans.best_spans(padded(logits, packed), second, b)
             logits = torch.cat([best, loss.each[:, :1]], 1)
         outputs[places] = logits
-    over = len(parts) % ranks.world_size
-    if is_divided(model) and over and ranks.rank >= over:  # all ranks pass equally often
-        with ranks.autocast(precision):
-            model.logits(to_device(build(np.zeros(1, np.int64)), ranks.device))
     model.train(was_training)
     every = ranks.sum(outputs).cpu().numpy()
     bad = predict.not_finite(head, every, assembler.split)
@@ -200,7 +200,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     """
     head = checkpoint.head
     if head is None:
-        raise BadInput("this checkpoint has no head to score: fine-tune it with train.py first")
+        door = typed("train.py")
+        raise BadInput(f"this checkpoint has no head to score: fine-tune it with {door} first")
     check_task(store, head)
     if spec is None and checkpoint.source is not None:  # the very array of training
         if store.fingerprint != checkpoint.source.fingerprint:
@@ -369,7 +370,7 @@ def _predict_file(
     if config.threshold is not None and head.kind != "span":
         raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
     if read is None:
-        raise BadInput("input= needs the readers of preprocess.py: start evaluate.py")
+        raise ValueError("input= needs `read`, the readers of raw rows")
     with TemporaryDirectory(prefix="xformer-") as directory:
         store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
         read(Path(str(config.input)), asdict(head), tokenizer, store)

@@ -23,19 +23,17 @@ MOST = 512  # steps made at once: tiny ones hold 3 KiB each beside their tokens
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes: `batches` are this rank's micro-batches, of which the first `own` count;
-    `work` is the size of the step on all ranks, `end` the sample after it."""
+    """What a step takes: `batches` are this rank's micro-batches, none if it has no rows; `work` is
+    the size of the step on all ranks, `end` the sample after it."""
 
     end: int
     batches: list[Batch]
-    own: int
     work: Work
 
 
 class Feed:
     """Cuts the samples of a stream into steps and a step into micro-batches, `accumulate` a rank,
-    of about as many tokens each. `masking` is the share of tokens to predict, 0 for none. With
-    `even` every rank gets as many micro-batches, if need be such as do not count."""
+    of about as many tokens each. `masking` is the share of tokens to predict, 0 for none."""
 
     def __init__(
         self,
@@ -45,10 +43,9 @@ class Feed:
         accumulate: int = 1,
         seed: int = 0,
         masking: float = 0.0,
-        even: bool = False,
     ):
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
-        self.accumulate, self.seed, self.masking, self.even = accumulate, seed, masking, even
+        self.accumulate, self.seed, self.masking = accumulate, seed, masking
         self.made: dict[int, Step] = {}  # by position
         self.at_once = 1  # tokens, at first those of a step, as a disk may be cold
         self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
@@ -101,11 +98,7 @@ class Feed:
                 break
         self.at_once = min(MADE, 4 * made)
         batches = self._batches(parts)
-        spare = self._spare() if self.even else []
-        return {
-            at: Step(at + work.rows, [*islice(batches, own), *spare[own:]], own, work)
-            for at, own, work in steps
-        }
+        return {at: Step(at + work.rows, [*islice(batches, own)], work) for at, own, work in steps}
 
     def _bounds(self, sizes: np.ndarray) -> list[int]:
         """Where this rank's micro-batches begin and end among the rows of a step."""
@@ -124,9 +117,10 @@ class Feed:
         masks = Masks(self.seed, self.masking, epochs) if self.masking else None
         return iter(self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks))
 
-    def _spare(self) -> list[Batch]:
+    def sample(self) -> Packed:
+        """The store's first row as a micro-batch on the device, for a pass that counts nothing."""
         first = np.zeros(1, np.int64)
-        return [*self._batches([(first, first)])] * self.accumulate
+        return to_device(next(self._batches([(first, first)])), self.ranks.device)
 
 
 def _hand_over(packed: list[Packed], copied: torch.cuda.Event) -> None:

@@ -13,23 +13,22 @@ import numpy as np
 
 from xformer.data.errors import Failure
 
-CLASS = ("accuracy", "f1", "mcc")
 SCORE = ("pearson", "spearman")
 
 
 def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, f1, mcc of class numbers, (N,) each, of a task with so many `classes`.
+    """accuracy, f1 and mcc of class numbers, (N,) each; the task has `classes` classes.
 
-    f1 is that of class 1 where there are two classes (GLUE's), else the mean over classes; mcc is
-    Matthews' coefficient (scikit-learn's definition, also for more than two classes). Labels
-    outside the classes are never right.
+    With two classes f1 is that of class 1 (GLUE's), otherwise the mean over classes. mcc is
+    Matthews' coefficient (scikit-learn's definition, also for more than two classes). A label
+    outside the classes counts as wrong.
     """
     from sklearn.metrics import f1_score, matthews_corrcoef
 
     names = [1] if classes == 2 else range(classes)
     f1 = f1_score(labels, predictions, labels=names, average="macro", zero_division=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a single class gives 0, as it should
+        warnings.simplefilter("ignore")  # a single class gives 0, which is right
         mcc = matthews_corrcoef(labels, predictions)
     return {
         "accuracy": float((predictions == labels).mean()),
@@ -39,8 +38,8 @@ def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) ->
 
 
 def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, and f1 as the mean over all `classes`, of the class numbers of words, (N,) each.
-    Labels outside the classes are never right."""
+    """accuracy, and f1 as the mean over all `classes`, from the class numbers of words, (N,) each.
+    A label outside the classes counts as wrong."""
     from sklearn.metrics import f1_score
 
     f1 = f1_score(labels, predictions, labels=range(classes), average="macro", zero_division=0)
@@ -49,8 +48,8 @@ def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[s
 
 def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     """(first word, last word, type) of every entity in a row of labels O, B-X and I-X. An I-X that
-    follows neither B-X nor I-X begins one (Tjong Kim Sang & De Meulder 2003, whose script has it
-    so)."""
+    follows neither B-X nor I-X begins an entity, as in the script of Tjong Kim Sang & De Meulder
+    2003."""
     found, start, kind = set(), 0, ""
     for i, label in enumerate([*labels, "O"]):
         mark, _, its = label.partition("-")
@@ -65,8 +64,11 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
 def entity_f1(
     predictions: np.ndarray, labels: np.ndarray, rows: np.ndarray, classes: Sequence[str]
 ) -> float:
-    """F1 over entities, right where words and type all are, of class numbers (N,) and the number
-    of the row that each word is in. A label outside the classes is no entity's. 1 without any."""
+    """F1 over entities; an entity is right if all its words and its type are.
+
+    predictions and labels are class numbers (N,), rows (N,) the row of each word. A word whose
+    label lies outside the classes belongs to no entity. Without any entity the result is 1.
+    """
     names = np.array([*classes, "O"], object)
     found = names[predictions], names[np.where(labels < 0, len(classes), labels)]
     cuts = np.flatnonzero(np.diff(rows)) + 1
@@ -81,8 +83,8 @@ def entity_f1(
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """pearson and spearman correlation of scores, (N,) each.
 
-    A correlation is undefined where one side is constant or there is one row. It counts as 0 there,
-    as GLUE's scores of a model at chance do. Raises Failure where a score is not finite.
+    A correlation is undefined if one side is constant or there is one row. It then counts as 0, as
+    GLUE's scores of a model at chance do. Raises Failure if a score is not finite.
     """
     from scipy.stats import pearsonr, spearmanr
 
@@ -111,7 +113,7 @@ def some_rows(rows: Sequence[int] | np.ndarray) -> str:
 
 
 def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(N, K), group numbers (N,) -> votes (G, K) of the groups in order of their numbers.
+    """(N, K), group numbers (N,) -> votes (G, K), the groups in order of their numbers.
 
     Each row votes for its likeliest class (Kao & Lee 2021, appendix G.4); the mean probability
     breaks ties.
@@ -120,7 +122,7 @@ def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:
     number, inverse = np.unique(groups, return_inverse=True)
     votes = np.zeros((len(number), log_probabilities.shape[1]))
     np.add.at(votes, inverse, choices)
-    # halved, as a certain class has the mean probability 1
+    # halved, because the mean probability of a certain class is 1: a whole vote
     return votes + mean_by_group(np.exp(log_probabilities), groups) / 2
 
 
@@ -165,8 +167,8 @@ def _word_f1(found: list[str], gold: list[str]) -> float:
 
 
 def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """exact_match and f1, means over questions as shares of 1; of answerable and unanswerable ones
-    too, where there are both."""
+    """exact_match and f1, means over questions between 0 and 1. If there are both answerable and
+    unanswerable questions, each kind has its own means too."""
     scores = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
     has = np.array([len(w) > 0 for w in wanted])
     parts = {"": np.ones(len(has), bool)}
@@ -192,12 +194,12 @@ def best_windows(
 
 
 def answered(texts: list[str], margin: np.ndarray, threshold: float) -> list[str]:
-    """The answers, "" where "no answer" lies above the best span by more than `threshold`."""
+    """The answers; "" if "no answer" scores higher than the best span by more than `threshold`."""
     return ["" if m > threshold else text for text, m in zip(texts, margin, strict=True)]
 
 
 def threshold(wanted: Sequence[Sequence[str] | None], given: float | None) -> float:
-    """The threshold as given, else 0 where questions without an answer occur, else infinite."""
+    """The given threshold. Without one it is 0 if some question has no answer, else infinite."""
     if given is not None:
         return given
     return 0.0 if any(found == [] for found in wanted) else math.inf

@@ -1,29 +1,24 @@
-"""The optimizer on one flat buffer: parameters, gradients and moments lie end to end, so that a
-step is one fused kernel a group and the gradient of all ranks is one reduction.
+"""Optimizers of torch.optim behind settings, and NovoGrad; learning rates; clip and step.
+
+A loss is a sum, so its gradient is one too. `gradient_norm` and `clip_and_step` divide it by the
+count that the loss is a sum over.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.adamax import adamax
-from torch.optim.radam import radam
+from torch.optim import Optimizer
 
 from xformer.config import Settings, follows
 from xformer.data.errors import BadInput
-from xformer.distributed import Ranks, all_gather, reduce_scatter
-from xformer.model import native
 
-# what each optimizer keeps of a parameter; all but Adam's are for Kao & Lee 2021, appendix A
+# what each optimizer keeps of a weight; all but Adam's are for Kao & Lee 2021, appendix A
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -36,9 +31,7 @@ MOMENTS = {
 # steps, and NovoGrad's authors never use Adam's betas
 DECAYS = {"adamw": 0.01}
 BETAS = {"novograd": (0.95, 0.98)}
-ALIGN = 64  # elements: every parameter starts where vector loads like it
-PIECE = 2**18  # elements of a gradient whose squares are summed at once
-LARGE = 2**20  # elements of a table of embeddings whose gradient may be sparse
+PIECE = 2**18  # elements whose norm the CPU takes in one sum: over millions fp32 is off by 5e-4
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -49,8 +42,7 @@ class OptimConfig(Settings):
 
     name: Literal["adamw", "adam", "adagrad", "adamax", "radam", "novograd"] = "adamw"
     """AdamW (Loshchilov & Hutter 2019), Adam and AdaMax (Kingma & Ba 2015), Adagrad (Duchi et al.
-    2011), RAdam (Liu et al. 2020) or NovoGrad (Ginsburg et al. 2019). All but the first two want
-    whole moments: system.shard=none."""
+    2011), RAdam (Liu et al. 2020) or NovoGrad (Ginsburg et al. 2019)."""
     lr: float = Field(1e-4, gt=0)
     """Highest learning rate."""
     betas: tuple[Beta, Beta] = follows("name", BETAS, (0.9, 0.999))
@@ -94,372 +86,134 @@ def learning_rate(config: OptimConfig, before: float, after: float, warmup: floa
     return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
 
-Judge = Callable[[Tensor], Tensor | None]
-"""Given the norm () of the gradient before clipping: () above 0 where the step is to be dropped,
-weights, moments and their steps staying as they are."""
+class NovoGrad(Optimizer):
+    """NovoGrad (Ginsburg et al. 2019, algorithm 1).
 
-
-def keep(norm: Tensor) -> None:
-    """The judge who takes every step."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Pieces of the flat buffer that are stepped together: where each lies in this rank's slice,
-    its weights, moments and step count; `names` of the parameters that the pieces are, none where
-    a piece holds many."""
-
-    names: list[str]
-    parts: list[slice]
-    weights: list[Tensor]
-    moments: list[list[Tensor]]
-    steps: list[Tensor]
-    decay: float
-
-
-class FlatOptimizer:
-    """An optimizer over a model's parameters, moved into one flat buffer.
-
-    `gradient` is the flat gradient; its last COUNTS entries travel with it through `reduce` and
-    belong to the caller (`counts`). With `sliced` each of the ranks has the moments of its slice of
-    the buffer alone and steps that slice (ZeRO-1, Rajbhandari et al. 2020, section 5.1).
-
-    One process on the CPU (`scattered`) has nothing to reduce, and steps wait for its memory: its
-    gradients stay where the backward pass makes them, which saves the zeroing of a flat one and the
-    addition to it; that of a large table of embeddings is sparse where nothing else makes it dense.
+    Its second moment is one number a layer, the squared norm of the gradient. Here each weight is a
+    layer, and all elements of its second moment hold that number. The first step takes the moments
+    of the gradient as they are.
     """
-
-    COUNTS = 4
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: OptimConfig,
-        ranks: Ranks | None = None,
-        sliced: bool = False,
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
     ):
-        self.config, self.buffers = config, list(model.buffers())
-        self.slices, self.slice = (ranks.world_size, ranks.rank) if ranks and sliced else (1, 0)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        decayed = [name for name, p in named if p.ndim > 1]
-        plain = [name for name, p in named if p.ndim <= 1]
-        parameters = dict(named)
-        self.parameters = {name: parameters[name] for name in (*decayed, *plain)}
-        self.places: dict[str, tuple[int, torch.Size]] = {}
-        offset = 0
-        for name, parameter in self.parameters.items():
-            self.places[name] = (offset, parameter.shape)
-            offset += -(-parameter.numel() // ALIGN) * ALIGN
-        split = self.places[plain[0]][0] if plain else offset
-        length = -(-offset // (self.slices * ALIGN)) * ALIGN
-        device = named[0][1].device
-        self.flat = torch.zeros(length * self.slices, device=device)
-        for name, parameter in named:
-            parameter.data = self._view(self.flat, name).copy_(parameter.data)
-        # this rank's slice of the weights, and its moments
-        start = self.slice * length
-        self.mine = self.flat[start : start + length]
-        self.moments = {name: torch.zeros_like(self.mine) for name in MOMENTS[config.name]}
-        self.scattered = device.type == "cpu" and (ranks is None or ranks.world_size == 1)
-        # by parameters on the CPU, so that its kernels round alike for any number of processes, and
-        # for NovoGrad, whose moments are a layer's
-        if (device.type == "cpu" and self.slices == 1) or config.name == "novograd":
-            self.groups = [
-                self._group(names, [self._part(name) for name in names], decay)
-                for names, decay in ((decayed, config.weight_decay), (plain, 0.0))
-                if names
-            ]
-        else:
-            middle = min(max(split - start, 0), length)
-            halves = (slice(0, middle), config.weight_decay), (slice(middle, length), 0.0)
-            self.groups = [
-                self._group([], [part], decay) for part, decay in halves if len(self.mine[part])
-            ]
-        self.rows: dict[str, Tensor] = {}  # a sparse gradient made dense: zero between steps
-        if self.scattered:
-            self.gradient = torch.zeros(self.COUNTS)
-            for module in model.modules():
-                if isinstance(module, nn.Embedding) and module.weight.numel() >= LARGE:
-                    module.sparse = True
-            return
-        self.gradient = torch.zeros(len(self.flat) + self.COUNTS, device=device)
-        for name, parameter in named:
-            parameter.grad = self._view(self.gradient, name)
-        whole = self.slices == 1
-        self.summed = self.gradient[: -self.COUNTS] if whole else torch.zeros_like(self.mine)
-
-    def _part(self, name: str) -> slice:
-        offset, shape = self.places[name]
-        return slice(offset, offset + shape.numel())
-
-    def _group(self, names: list[str], parts: list[slice], decay: float) -> Group:
-        moments = [[moment[part] for part in parts] for moment in self.moments.values()]
-        steps = [torch.zeros((), device=self.flat.device) for _ in parts]
-        return Group(names, parts, [self.mine[part] for part in parts], moments, steps, decay)
-
-    @property
-    def counts(self) -> Tensor:
-        """(COUNTS,) numbers that are summed over ranks together with the gradient."""
-        return self.gradient[-self.COUNTS :]
-
-    def _view(self, flat: Tensor, name: str) -> Tensor:
-        return flat[self._part(name)].view(self.places[name][1])
-
-    def zero(self) -> None:
-        self.gradient.zero_()
-        if self.scattered:
-            for parameter in self.parameters.values():
-                parameter.grad = None
-        self.before = [buffer.clone() for buffer in self.buffers]
-
-    def reduce(self, world_size: int) -> None:
-        """Sum gradient and counts over the ranks, and give all the mean of their buffers (the
-        running statistics of batch norms)."""
-        if world_size > 1:
-            if self.slices == 1:
-                dist.all_reduce(self.gradient)
-            else:
-                reduce_scatter(self.summed, self.gradient[: -self.COUNTS])
-                dist.all_reduce(self.counts)
-            for buffer in self.buffers:
-                dist.all_reduce(buffer)
-                buffer /= world_size
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
 
     @torch.no_grad()
-    def step(self, count: Tensor, lr: float, judge: Judge = keep) -> Tensor:
-        """Divide the gradient by `count`, clip it, take a step unless `judge` drops it; the norm
-        before clipping, ()."""
-        config, gradients = self.config, [self._gradients(group) for group in self.groups]
-        divisor = count.clamp(min=1.0)
-        norm = _square(self._not_zero(gradients))
-        if self.slices > 1:
-            dist.all_reduce(norm)
-        norm = norm.sqrt() / divisor
-        drop = judge(norm)
-        if config.clip > 0:
-            divisor = divisor / (config.clip / (norm + 1e-6)).clamp(max=1.0)
-        for group, some in zip(self.groups, gradients, strict=True):
-            if config.name not in ("adam", "adamw"):
-                if drop is None or not drop > 0:
-                    torch._foreach_div_(some, divisor.float())
-                    _other(config, group, some, lr)
-                continue
-            adam_step(
-                config,
-                group.weights,
-                some,
-                group.moments,
-                group.steps,
-                group.decay,
-                lr,
-                drop,
-                divisor.float(),
-            )
-        self._forget_rows()
-        if drop is not None:
-            for buffer, before in zip(self.buffers, self.before, strict=True):
-                torch.where(drop > 0, before, buffer, out=buffer)
-        if self.slices > 1:
-            all_gather(self.flat, self.mine.clone())
-        return norm
-
-    def _gradients(self, group: Group) -> list[Tensor]:
-        """The gradients of a group's pieces, flat."""
-        if self.scattered:
-            return [self._of(name) for name in group.names]
-        return [self.summed[part] for part in group.parts]
-
-    def _not_zero(self, gradients: list[list[Tensor]]) -> Iterator[Tensor]:
-        """The same gradients; of a sparse one its rows alone."""
-        for group, some in zip(self.groups, gradients, strict=True):
-            for name, dense in zip(group.names or [""] * len(some), some, strict=True):
-                found = self.parameters[name].grad if name in self.rows else None
-                if found is not None and found.is_sparse:
-                    dense = found.values().reshape(-1)
-                yield dense
-
-    def _of(self, name: str) -> Tensor:
-        """The gradient of a parameter, flat and dense."""
-        parameter = self.parameters[name]
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        elif gradient.is_sparse:
-            parameter.grad = gradient = gradient.coalesce()
-            if name not in self.rows:
-                self.rows[name] = torch.zeros_like(parameter)
-            gradient = self.rows[name].index_copy_(0, gradient.indices()[0], gradient.values())
-        return gradient.reshape(-1)
-
-    def _forget_rows(self) -> None:
-        """Make the dense forms of sparse gradients zero again."""
-        for name, dense in self.rows.items():
-            gradient = self.parameters[name].grad
-            if gradient is not None and gradient.is_sparse:
-                dense.index_fill_(0, gradient.indices()[0], 0.0)
-
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """The moments by parameter name, and the step count: the tensors themselves, or gathered
-        from the slices, for which all ranks call it together."""
-        for moment, mine in self.moments.items():
-            flat = mine if self.slices == 1 else torch.empty_like(self.flat)
-            if self.slices > 1:
-                all_gather(flat, mine)
-            for name in self.places:
-                yield f"{moment}.{name}", self._view(flat, name)
-        yield "step", self.groups[0].steps[0]
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Continue from a copy of `state()`. Raises BadInput if the parameters were others."""
-        check_state(tensors, self.moments, self.places)
-        start = self.slice * len(self.mine)
-        for moment, mine in self.moments.items():
-            flat = mine if self.slices == 1 else torch.zeros_like(self.flat)
-            for name in self.places:
-                self._view(flat, name).copy_(tensors[f"{moment}.{name}"])
-            if self.slices > 1:
-                mine.copy_(flat[start : start + len(mine)])
-        for group in self.groups:
-            for steps in group.steps:
-                steps.copy_(tensors["step"])
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state, gradient = self.state[weight], weight.grad
+                first, second = state["exp_avg"], state["exp_avg_sq"]
+                share, kept = group["betas"] if state["step"] > 0 else (0.0, 0.0)
+                second.mul_(kept).add_((1 - kept) * gradient.square().sum())
+                step = gradient / (second.sqrt() + group["eps"]) + group["weight_decay"] * weight
+                first.mul_(share).add_(step)
+                weight -= group["lr"] * first
+                state["step"] += 1
 
 
-def _square(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum of the squares of flat gradients, ()."""
-    flat = list(gradients)
-    if flat[0].is_cuda:
-        return torch.stack(torch._foreach_norm(flat)).square().sum()
-    if _served(flat):
-        total = torch.zeros((), dtype=torch.float64)
-        native.call("squares", torch.float32, _addresses(flat), total, len(flat))
-        return total.float()
-    # on the CPU `dot` takes half the time of a norm; in one sum of millions it is wrong by 1e-3
-    return torch.stack([part.dot(part) for g in flat for part in g.split(PIECE)]).sum()
+KINDS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
+    "novograd": NovoGrad,
+}
+FUSED = ("adamw", "adam")  # take `grad_scale` and `found_inf`
 
 
-def _served(tensors: list[Tensor]) -> bool:
-    """Whether the native kernels take these: their form for the optimizer is of fp32."""
-    fp32 = bool(tensors) and all(x.dtype == torch.float32 for x in tensors)
-    return fp32 and native.serves(*tensors)
+def build(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer of the weights that have a gradient, with moments of zero."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [(name, p) for name, p in named if p.ndim > 1]
+    others = [(name, p) for name, p in named if p.ndim <= 1]
+    groups = [
+        {"params": some, "weight_decay": decay}
+        for some, decay in ((decayed, config.weight_decay), (others, 0.0))
+        if some
+    ]
+    fused = config.name in FUSED
+    options: dict[str, Any] = {"lr": config.lr, "eps": config.eps}
+    if config.name != "adagrad":
+        options["betas"] = config.betas
+    if fused:
+        options["fused"] = True
+    optimizer: Optimizer = KINDS[config.name](groups, **options)
+    for _, weight in named:  # now, so that a run that drops its first steps has a state to save
+        optimizer.state[weight] = {m: torch.zeros_like(weight) for m in MOMENTS[config.name]}
+        step = torch.zeros((), device=weight.device if fused else "cpu")
+        optimizer.state[weight]["step"] = step
+    return optimizer
 
 
-def _addresses(*lists: list[Tensor]) -> Tensor:
-    """Where the i-th tensors of lists lie and how long they are, (n, lists + 1)."""
-    return torch.tensor(
-        [[*(x.data_ptr() for x in some), some[0].numel()] for some in zip(*lists, strict=True)]
-    )
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradient of each weight."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def adam_step(
-    config: OptimConfig,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    moments: list[list[Tensor]],
-    steps: list[Tensor],
-    decay: float,
+@torch.no_grad()
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """The norm of the whole gradient, ()."""
+    found = gradients(optimizer)
+    if found[0].device.type == "cpu":
+        found = [piece for g in found for piece in g.reshape(-1).split(PIECE)]
+    return nn.utils.get_total_norm(found)
+
+
+@torch.no_grad()
+def clip_and_step(
+    optimizer: Optimizer,
     lr: float,
-    drop: Tensor | None,
-    divisor: Tensor | None = None,
+    count: Tensor,
+    norm: Tensor,
+    clip: float = 0.0,
+    drop: Tensor | None = None,
 ) -> None:
-    """A fused update by Adam or AdamW, none where `drop` is above 0; `divisor` is of the gradients,
-    which may be changed."""
-    first, second = moments
-    decoupled = config.name == "adamw"
-    if _served(weights + gradients):  # torch's kernel writes the divided gradients too
-        if drop is None or not drop > 0:
-            torch._foreach_add_(steps, 1)
-            native.call(
-                "adam",
-                torch.float32,
-                _addresses(weights, gradients, first, second),
-                len(weights),
-                1.0 if divisor is None else float(divisor),
-                lr,
-                *config.betas,
-                config.eps,
-                decay if decoupled else 0.0,
-                0.0 if decoupled else decay,
-                int(steps[0]),
-            )
-        return
-    # not torch.optim.AdamW: its first use imports torch.compile's machinery, 1.5 s
-    adam(
-        weights,
-        gradients,
-        first,
-        second,
-        [],
-        steps,
-        fused=True,
-        grad_scale=divisor,
-        lr=lr,
-        decoupled_weight_decay=decoupled,
-        weight_decay=decay,
-        beta1=config.betas[0],
-        beta2=config.betas[1],
-        eps=config.eps,
-        amsgrad=False,
-        maximize=False,
-        found_inf=drop,
-    )
+    """Divide the gradient by `count`, clip it if its `norm` after that is above `clip` (0: never
+    clip), and take a step.
 
-
-def _other(config: OptimConfig, group: Group, gradients: list[Tensor], lr: float) -> None:
-    """A step of one group by another optimizer than Adam."""
-    b1, b2 = config.betas
-    if config.name == "adagrad":
-        (sums,) = group.moments
-        adagrad(
-            group.weights,
-            gradients,
-            sums,
-            group.steps,
-            lr=lr,
-            weight_decay=group.decay,
-            lr_decay=0.0,
-            eps=config.eps,
-            maximize=False,
-        )
-    elif config.name == "novograd":
-        novograd(group, gradients, lr, config.betas, config.eps)
-    else:
-        first, second = group.moments
-        step = adamax if config.name == "adamax" else radam
-        step(
-            group.weights,
-            gradients,
-            first,
-            second,
-            group.steps,
-            beta1=b1,
-            beta2=b2,
-            lr=lr,
-            weight_decay=group.decay,
-            eps=config.eps,
-        )
-
-
-def novograd(
-    group: Group, gradients: list[Tensor], lr: float, betas: tuple[float, float], eps: float
-) -> None:
-    """A step of NovoGrad (Ginsburg et al. 2019, algorithm 1), in place.
-
-    Its second moment is one number a layer, the squared norm of the gradient; here each parameter
-    is a layer, and all its elements of the second moment hold that number. In the first step the
-    moments are those of the gradient.
+    If `drop` is above 0, weights and moments stay as they are. Adam and AdamW read it on the
+    device. With all other optimizers the host waits for it.
     """
-    pieces = zip(group.weights, gradients, *group.moments, group.steps, strict=True)
-    for weights, gradient, first, second, steps in pieces:
-        share, kept = betas if steps > 0 else (0.0, 0.0)
-        second.mul_(kept).add_((1 - kept) * gradient.square().sum())
-        first.mul_(share).add_(gradient / (second.sqrt() + eps) + group.decay * weights)
-        weights -= lr * first
-        steps += 1
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    divisor = count
+    if clip > 0:
+        divisor = divisor / (clip / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+        # what torch.amp.GradScaler sets
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+        optimizer.found_inf = drop  # type: ignore[attr-defined]
+        optimizer.step()
+    elif drop is None or not drop > 0:
+        torch._foreach_div_(gradients(optimizer), divisor.float())
+        optimizer.step()
 
 
-def check_state(
-    tensors: dict[str, Tensor], moments: Collection[str], names: Collection[str]
-) -> None:
-    """Raise BadInput unless these are the moments of parameters of these names."""
-    if {f"{m}.{name}" for m in moments for name in names} | {"step"} != set(tensors):
+def state(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The moments by the names of weights, and the step count: the tensors themselves."""
+    states = {
+        name: optimizer.state[weight]
+        for group in optimizer.param_groups
+        for name, weight in zip(group["param_names"], group["params"], strict=True)
+    }
+    first = next(iter(states.values()))
+    for moment in (key for key in first if key != "step"):
+        for name, of_weight in states.items():
+            yield f"{moment}.{name}", of_weight[moment]
+    yield "step", first["step"]
+
+
+@torch.no_grad()
+def load_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Continue from a copy of `state()`. Raises BadInput if the weights were others."""
+    own = dict(state(optimizer))
+    if own.keys() != tensors.keys():
         raise BadInput("the checkpoint's optimizer state belongs to another model")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+    for of_weight in optimizer.state.values():
+        of_weight["step"].copy_(tensors["step"])

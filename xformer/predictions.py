@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from xformer import metrics
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.files import check_finished, make_directory, write_bytes
 from xformer.data.store import UNLABELLED, UNSEEN
 from xformer.data.tags import is_bio
@@ -91,7 +91,9 @@ class Predictions:
     def _known(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """float64 outputs, labels and groups of the rows that have a label."""
         if not known.any():
-            raise BadInput(f"the split {self.split!r} has no labels to score against")
+            raise BadInput(
+                f"the split {self.split!r} has no labels to score against; give another split"
+            )
         outputs, group = self.arrays["outputs"][known], self.arrays.get("group")
         groups = None if group is None else group[known]
         return outputs.astype(np.float64), self.arrays["label"][known], groups
@@ -132,7 +134,9 @@ class Predictions:
         row, label, predicted = (self.arrays[name] for name in ("row", "label", "predicted"))
         scored = (label != UNLABELLED) & (predicted >= 0)
         if not scored.any():
-            raise BadInput(f"the split {self.split!r} has no labels to score against")
+            raise BadInput(
+                f"the split {self.split!r} has no labels to score against; give another split"
+            )
         seen = scored & (label >= 0)
         losses = self.arrays["loss"][seen].astype(np.float64)
         found = {"loss": float(losses.mean())} if seen.any() else {}
@@ -207,7 +211,8 @@ def read(path: str | Path) -> Predictions:
     if not path.is_file():
         raise BadInput(f"{path} does not exist")
     if path.absolute().parent.name == FOLDER:
-        cure = "write it anew with evaluate.py RUN data=STORE split=SPLIT predictions=FILE.npz"
+        again = typed("evaluate.py RUN data=STORE split=SPLIT predictions=FILE.npz")
+        cure = f"write it anew with {again}"
         check_finished(path.absolute().parents[1], f"{FOLDER}/{path.name}", path, cure)
     content = io.BytesIO(path.read_bytes())
     try:

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-SKIP, STEPS = 10, 5  # steps before the trace, in which kernels are chosen and compiled; its length
+SKIP, STEPS = 10, 5  # steps before the trace (they choose and compile kernels); traced steps
 # Kinds of work by words in the names of operators and kernels; the first that fits counts.
 WORDS = {
     "waiting for data": "^waiting for data$",
-    "communication": "nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter",
+    "communication": "nccl|gloo|c10d|all_?reduce|all_?gather",
     "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss|cross_entropy",
     "attention": "attention|attn|softmax|bmm",
     "LayerNorm": "layer_?norm|batch_?norm|add_norm",
     "dropout": "dropout|bernoulli|random_|fill_mask|aten::ge$",
-    "optimizer": "^optimizer$|adam|vector_norm|squares",
+    "optimizer": "^optimizer$|adam|vector_norm|foreach_norm",
     "matrix products": "mm|matmul|linear|gemm|cublas|cutlass|nvjet|mkldnn|conv(?!ert)",
     "embeddings and copies": "embedding|index|copy|memcpy|memset|aten::to$|cat$",
 }
@@ -36,7 +36,7 @@ OTHER = "everything else"
 
 
 class Profiler:
-    """Traces the steps SKIP + 1 to SKIP + STEPS that a process makes; does nothing unless `active`.
+    """Traces the steps SKIP + 1 to SKIP + STEPS of a process. Unless `active` it does nothing.
 
     Use as a context manager, and call `step` after every step.
     """
@@ -101,17 +101,14 @@ class Profiler:
 
 
 def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
-    """Lines of percent of `seconds` by kind of work, from a profiler's events.
+    """Lines with the percent of `seconds` that each kind of work took, from a profiler's events.
 
-    Of a GPU the time of its kernels and how long it was idle, to which waiting for data on the host
-    is added for information; else the operators' own time on this process's main thread.
+    For a GPU they show the time of its kernels and how long it was idle; the time that the host
+    waited for data is added for information. Otherwise they show the operators' own time on the
+    main thread of this process.
     """
-    # on the device a named range is an event too, around its kernels
-    events = [
-        e
-        for e in events
-        if e.device_type == DeviceType.CPU or not getattr(e, "is_user_annotation", False)
-    ]
+    # a named range is an event of the device too: it spans the kernels of the range
+    events = [e for e in events if e.device_type == DeviceType.CPU or not e.is_user_annotation]
     times = _kernel_times(events) if cuda else _operator_times(events)
     whole = 1e6 * max(seconds, 1e-9)  # events are in microseconds
     lines = []
@@ -141,8 +138,8 @@ def _operator_times(events: list[Any]) -> dict[str, float]:
 
 
 def _kernel_times(events: list[Any]) -> dict[str, float]:
-    """Microseconds of a GPU's kernels by the kind of the operator that started them, or else by
-    their own."""
+    """Microseconds of a GPU's kernels by kind. The kind is that of the operator that started the
+    kernel; without a known operator, the kernel's own name decides."""
     started: dict[tuple[str, float], list[str]] = {}
     for event in events:
         for kernel in event.kernels if event.device_type == DeviceType.CPU else ():

@@ -70,7 +70,6 @@ COMPARED = {
     "threads": "threads",
     "world_size": "processes",
     "system.precision": "system.precision",
-    "system.shard": "system.shard",
     "batch.accumulate": "batch.accumulate",
 }
 

@@ -4,7 +4,6 @@ RUN/config.json   the resolved recipe, the keys of store and initial checkpoint,
 RUN/code.diff     what the code had in it that its git revision has not
 RUN/log.jsonl     every event      RUN/tensorboard/   drawn from it
 RUN/log.jsonl.damaged  a log of which some lines could not be read, as it was
-RUN/dropped.json  the steps whose update was dropped for trouble, by their first sample
 RUN/checkpoints/step_N/            the newest `keep_last`, each `keep_every` steps, and the best;
                                    without `keep_state` at the end the selected one's weights alone
 RUN/trajectory/step_N/             the weights alone, at the steps of `keep_at`; not pruned
@@ -26,10 +25,12 @@ from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import BadInput, say
 from xformer.data.files import (
+    ASIDE,
     RUN_MANIFEST,
     file_checksum,
     json_text,
     make_directory,
+    put_back,
     read_json,
     read_run_json,
     write_json,
@@ -78,6 +79,8 @@ class Run:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; a damaged one is set aside by name and the next is tried."""
+        for aside in (self.path / "checkpoints").glob(f".step_*{ASIDE}"):
+            put_back(aside.with_name(aside.name.split(".")[1]))
         for path in sorted(self._checkpoints(), key=_step, reverse=True):
             try:
                 checkpoints.verify(path)
@@ -172,15 +175,6 @@ class Run:
         for path in self.path.glob("*/.step_*.deleted"):
             shutil.rmtree(path)
 
-    def dropped(self) -> dict[str, dict[str, Any]]:
-        """What is noted of each step whose update was dropped, by the step's first sample."""
-        path = self.path / "dropped.json"
-        return read_json(path) if path.exists() else {}
-
-    def drop(self, sample: int, record: dict[str, Any]) -> None:
-        """Note that the step that begins at a sample is dropped, whenever it is made again."""
-        write_json(self.path / "dropped.json", {**self.dropped(), str(sample): record})
-
     def _checkpoints(self) -> list[Path]:
         return [p for p in (self.path / "checkpoints").glob("step_*") if p.is_dir()]
 
@@ -226,7 +220,7 @@ def open_run(path: Path, config: dict[str, Any], overwrite: bool) -> Run:
             RUN_MANIFEST,
             "result.json",
             "log.jsonl",
-            "dropped.json",
+            "dropped.json",  # written by earlier versions
             "code.diff",
             "config.json",
         ):
@@ -238,7 +232,8 @@ def read_config(path: Path) -> Any:
     """The content of a run's config.json in today's words.
 
     Runs of before have the groups `data.store` and `data.fraction`; here alone they become `data`
-    and `fraction`. Raises BadInput where `read_run_json` does.
+    and `fraction`. `system.shard`, which never decided a result, is left out. Raises BadInput where
+    `read_run_json` does.
     """
     content = read_run_json(path)
     if isinstance(content, dict):
@@ -249,6 +244,8 @@ def read_config(path: Path) -> Any:
             if isinstance(part, dict) and isinstance(part.get("data"), dict):
                 old = part["data"]
                 part["data"], part["fraction"] = old.get("store"), old.get("fraction", 1.0)
+            if isinstance(part, dict) and isinstance(part.get("system"), dict):
+                part["system"].pop("shard", None)
     return content
 
 

@@ -1,6 +1,7 @@
 """How every command starts: before torch is imported, and until its exit status is known.
 
-A door or `python -m xformer.X` calls `run(main)`, and `main` imports whatever needs torch.
+A door, the command `xformer` or `python -m xformer.X` calls `run(main)`, and `main` imports
+whatever needs torch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from xformer.data.errors import (
@@ -56,6 +58,16 @@ def run(main: Callable[[], None]) -> None:
     if line and rank_zero:
         say(one_line(f"error: {line}" if status < 128 else line), error=True)
     sys.exit(status)
+
+
+def as_command(name: str) -> None:
+    """Make `python -m xformer.NAME` mean `xformer NAME`; never returns.
+
+    The module calls this before its imports. It is then imported again under its own name, so that
+    no class exists twice. The command stands above all modules, so it is imported by name here.
+    """
+    sys.argv.insert(1, name)
+    import_module("xformer.command").main()
 
 
 def share_cores() -> None:

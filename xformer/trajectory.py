@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.sampler import Stream
 
 FORMS = '"log", "log:500", or a list such as [0, 100, "2000 steps", "5M tokens", "1M words"]'
@@ -152,7 +152,7 @@ def steps_of(keep_at: str | Sequence[int | str], course: Course) -> frozenset[in
         if mark.unit == "word" and course.words is None:
             raise BadInput(
                 f"train.keep_at={mark.text}: {course.store} does not know how many words it has; "
-                "make it again with preprocess.py text, or give tokens"
+                f"make it again with {typed('preprocess.py text')}, or give tokens"
             )
     if all(mark.unit == "step" for mark in wanted):
         return _counted(wanted, course)

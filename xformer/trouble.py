@@ -1,36 +1,34 @@
 """Numerical trouble: noticed on the device without waiting for it, and traced to its layer.
 
-A step is in trouble where its loss or the norm of its gradient is not finite, or lies more than
+A step is in trouble if its loss or the norm of its gradient is not finite, or lies more than
 `train.spike` deviations above the mean of the steps before. Its update is dropped on the device, so
-that no weight takes harm; the host learns of it where it reads the device anyway.
+that no weight takes harm. The host learns of it when it reads the device anyway.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xformer.model.heads import Loss
-from xformer.optim import Judge
+from xformer.parallel import Sums
 
-WINDOW = 100  # steps of which mean and deviation are taken, with weights that fade out behind it
+WINDOW = 100  # steps that mean and deviation are taken of, with weights that fade out behind it
 LEAST = 1e-3  # of the mean: a smaller deviation counts as this one
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)  # how early trouble arises
-LIMIT = 10  # dropped updates in a row, or goings back to one checkpoint, that end a run
+LIMIT = 10  # dropped updates in a row that end a run
 
 
 class Account:
     """What the device knows since the last line of the log, and which of its steps are in trouble.
 
     `sums` (4,) are the loss, what it is a sum over, how many are right, and the norm of the newest
-    gradient, dropped steps left out; `seen` (5,) how many steps the statistics are of, the means of
+    gradient, without dropped steps; `seen` (5,) how many steps the statistics are of, the means of
     loss and norm, and their variances.
     """
 
@@ -41,22 +39,14 @@ class Account:
         self.adds = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
         self.unread: list[tuple[int, int, Tensor, Tensor]] = []
 
-    def judge(self, counts: Tensor, step: int, position: int, forced: bool) -> Judge:
-        """Who takes the step that begins at a sample to account, and drops it for trouble of its
-        own or because it is `forced`. `counts` (4,) are those of FlatOptimizer, summed."""
-        return partial(self._judge, counts, step, position, forced)
-
-    def _judge(
-        self, counts: Tensor, step: int, position: int, forced: bool, norm: Tensor
-    ) -> Tensor:
-        values = torch.cat([counts[:3], norm[None]]).double()
+    def judge(self, sums: Sums, norm: Tensor, step: int, position: int) -> Tensor:
+        """Take to account the step that begins at sample `position`, with the `norm` () of its
+        gradient; (), 1 if its update is to be dropped, else 0."""
+        values = torch.stack([sums.loss, sums.count, sums.correct, norm]).double()
         good = values.isfinite().all()
         if self.spike:
             seen = torch.stack([values[0] / values[1].clamp(min=1.0), values[3]])
             good &= (seen <= self._limits()).all()
-        if forced:
-            good.zero_()
-        if self.spike:
             self.seen = torch.where(good, self._with(seen), self.seen)
         self.sums = torch.where(good, self.sums * self.adds + values, self.sums)
         self.unread.append((step, position, good, values))
@@ -81,24 +71,25 @@ class Account:
         state.since_log |= dict(zip(names, self.sums.tolist(), strict=True))
         state.statistics = self.seen.tolist() if self.spike else []
 
-    def read(self) -> list[tuple[int, int, bool, str]]:
-        """(step, sample, whether it was dropped, what was wrong) of the steps since the last call.
-        Waits for the device."""
+    def read(self) -> list[tuple[int, int, str]]:
+        """(step, sample, what was wrong or "") of the steps since the last call. Waits for the
+        device."""
         steps, self.unread = self.unread, []
         flags = torch.stack([good for *_, good, _ in steps]).tolist() if steps else []
         return [
-            (step, position, not good, "" if good else self._complaint(values.tolist()))
+            (step, position, "" if good else self._complaint(values.tolist()))
             for (step, position, _, values), good in zip(steps, flags, strict=True)
         ]
 
     def _complaint(self, values: list[float]) -> str:
-        loss, norm = values[0] / max(values[1], 1.0), values[3]
-        for name, value in (("loss", loss), ("norm of the gradient", norm)):
+        found = values[0] / max(values[1], 1.0), values[3]
+        names = "loss", "norm of the gradient"
+        for name, value in zip(names, found, strict=True):
             if not math.isfinite(value):
                 return f"the {name} is not finite"
         means, limits = self.seen[1:3].tolist(), self._limits().tolist()
-        both = zip(("loss", "norm of the gradient"), (loss, norm), means, limits, strict=True)
-        name, value, mean, _ = max(both, key=lambda each: each[1] / max(each[3], 1e-30))
+        every = zip(names, found, means, limits, strict=True)
+        name, value, mean, _ = max(every, key=lambda each: each[1] / max(each[3], 1e-30))
         return f"the {name}, {value:.4g}, is far above its mean, {mean:.4g},"
 
 
@@ -114,30 +105,24 @@ def first_layer(
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return WEIGHT, 0, f"the weight {name}"
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
+    model.zero_grad()
     found = (NOWHERE, 0, "")
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for i in range(micro_batches):
         places: list[tuple[int, str]] = []
-        with _watched(model, places), _uncompiled():
+        with _watched(model, places):
             total = loss_of(i).total
             if not _finite(total):
                 places.append((FORWARD, "the loss itself"))
             total.backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not _finite(parameter.grad):
-                places.append((BACKWARD, f"the gradient of the weight {name}"))
-                break
+        bad = (n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad))
+        places += [(BACKWARD, f"the gradient of the weight {name}") for name in bad][:1]
         if places and places[0][0] < found[0]:
             found = (places[0][0], i, places[0][1])
     for buffer, before in buffers:
         buffer.copy_(before)
     if found[0] == NOWHERE:
-        norms = {
-            n: float(_own(p.grad).norm()) for n, p in model.named_parameters() if p.grad is not None
-        }
+        norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
         largest = max(norms, key=lambda name: norms[name], default="")
         found = (NOWHERE, 0, f"nothing is infinite; the largest gradient is that of {largest}")
     return found
@@ -173,19 +158,5 @@ def _watched(model: nn.Module, places: list[tuple[int, str]]) -> Iterator[None]:
             each.remove()
 
 
-def _uncompiled() -> Any:
-    """Layers as they are written, where they are compiled: only those have hooks within."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The numbers that this rank has of a tensor: its rows, or those that are not zero."""
-    if tensor.is_sparse:
-        return tensor.coalesce().values()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _finite(tensor: Tensor) -> bool:
-    return bool(_own(tensor.detach()).isfinite().all())
+    return bool(tensor.detach().isfinite().all())

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from faults.works import Bench, Row
-from preprocess import stats
 from xformer import checkpoint as checkpoints
 from xformer.data.errors import BadInput, Failure
+from xformer.preprocess import stats
 
 SUMMED = ("manifest.json", "sums.json")  # where the checksums themselves are kept
 

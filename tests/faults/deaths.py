@@ -33,18 +33,22 @@ def together(row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
     return row
 
 
-def killed_at_operations(bench: Bench, name: str, fault: str, most: int, jobs: int) -> Row:
-    """Die at every operation on files (or `most` of them), start again."""
+def killed_at_operations(
+    bench: Bench, name: str, fault: str, most: int, jobs: int, only: str = ""
+) -> Row:
+    """Die at every operation on files (or `most` of them, or those that begin with `only`), start
+    again."""
     operations, reference = bench.operations(name), bench.reference(name)
     work = bench.works[name]
     how = {KILL: "SIGKILL", POWER: "power cut, what was not synced is gone,"}[fault]
     row = Row(f"{name}: {how} at every operation on files")
     places = sampled(len(operations), most)
+    places = [place for place in places if operations[place].startswith(only)]
     if len(places) < len(operations):
         row.fault = f"{name}: {how} at {len(places)} of {len(operations)} operations on files"
 
     def trial(number: int) -> str:
-        with bench.place() as place, bench.forks() as forks:
+        with bench.place(work) as place, bench.forks() as forks:
             before = armed(place, fault, number)
             done = forks.run(*work.line(place), ranks=work.ranks, before=before)
             if done.status != -signal.SIGKILL:
@@ -60,7 +64,7 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
     reference, work = bench.reference(name), bench.works[name]
     row = Row(f"{name}: SIGKILL at a random moment")
     draw = random.Random(seed)
-    with bench.forks() as forks, bench.place() as place:
+    with bench.forks() as forks, bench.place(work) as place:
         began = time.monotonic()
         forks.run(*work.line(place), ranks=work.ranks)
         whole = time.monotonic() - began
@@ -69,7 +73,7 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
         """Kill `share` times; the work is begun anew whenever it is done."""
         found: list[str] = []
         while len(found) < share:
-            with bench.place() as place, bench.forks() as forks:
+            with bench.place(work) as place, bench.forks() as forks:
                 for _ in range(8):
                     fork = forks.start(*work.line(place), ranks=work.ranks)
                     time.sleep(chance.uniform(0, whole))
@@ -125,7 +129,7 @@ def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int
     places = sampled(len(operations), most)
 
     def trial(number: int) -> str:
-        with bench.place() as place, bench.forks() as forks:
+        with bench.place(work) as place, bench.forks() as forks:
             before = armed(place, kind, number, once=kind == "error")
             done = forks.run(*work.line(place), ranks=work.ranks, before=before)
             bad = clear_line(done)
@@ -140,7 +144,7 @@ def short_writes(bench: Bench, name: str) -> Row:
     """Every write of the whole work writes half of what it is given."""
     row, work = Row(f"{name}: every write is short"), bench.works[name]
     reference = bench.reference(name)
-    with bench.place() as place:
+    with bench.place(work) as place:
         done = bench.run(name, place, armed(place, SHORT, -1))
         row.count(ending(done, work.check, place, reference))
     return row
@@ -174,7 +178,7 @@ def told_to_stop(bench: Bench, name: str, when: Iterable[str] = TOLD) -> list[Ro
         where = TOLD[what]
         row = Row(f"{name}: SIGTERM during {what}")
         for left in (1, 2) if "start" not in what and "opening" not in what else (1,):
-            with bench.place() as place, bench.forks() as forks:
+            with bench.place(work) as place, bench.forks() as forks:
                 before = HOOK.format(where=where, left=left)
                 done = forks.run(*work.line(place), ranks=work.ranks, before=before)
                 if done.status not in (128 + signal.SIGTERM, -signal.SIGTERM, 0):

@@ -68,8 +68,6 @@ WIDE = {
     "study",
     "command line",
     "run log.jsonl",
-    "capture",
-    "capture part",
 }
 ODD = (
     b"\0",
@@ -189,7 +187,7 @@ class Trial:
 
 def _linked(reader: Any) -> Callable[[str, str], Any]:
     """Files that nobody changes are linked, not copied."""
-    written = ("store.json", "manifest.json", "tokenizer_meta.json", "log.jsonl", "f.h5")
+    written = ("store.json", "manifest.json", "tokenizer_meta.json", "log.jsonl")
 
     def copy(source: str, target: str) -> Any:
         if Path(source).name in written or reader.base == "run":
@@ -246,7 +244,7 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
 
     setattr(os, "fsync", lambda fd: None)  # noqa: B010 - no disk is meant to last
     guided = _atheris()
-    from preprocess import cli
+    from xformer.preprocess import cli
 
     parser = cli.make_parser()
     cli.make_parser = lambda: parser

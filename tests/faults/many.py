@@ -13,6 +13,7 @@ from helpers import SMOKE, Forks, refused, training
 
 from faults.works import STEPS, Bench, Row, check_run, ending, wrong
 from xformer.data.errors import BadInput
+from xformer.data.files import atomic_directory
 from xformer.data.store import open_store
 
 # Python that holds a process at its third step until a file is there
@@ -51,7 +52,7 @@ def same_output(bench: Bench, times: int = 5) -> Row:
     reference = bench.reference("preprocessing")
     for overwrite in (False, True):
         for _ in range(times):
-            with bench.place() as place, bench.forks() as forks:
+            with bench.place(work if overwrite else None) as place, bench.forks() as forks:
                 line = [a for a in work.line(place) if overwrite or a != "--overwrite"]
                 both = [forks.start(*line) for _ in range(2)]
                 ends = [fork.wait() for fork in both]
@@ -116,8 +117,6 @@ def _open(store: Path, known: set[str]) -> str:
 
 def _replace_for_ever(store: Path, kinds: list[Path]) -> None:
     """In a process of its own: put one store after the other into its place."""
-    from xformer.data.files import atomic_directory
-
     number = 0
     while True:
         number += 1
@@ -132,9 +131,7 @@ def _replaced_under_run(bench: Bench, place: Path, forks: Forks) -> str:
     first = forks.start(*line, before=HELD.format(go=str(go)))
     while not (place / "run/log.jsonl").is_file():
         time.sleep(0.01)
-    shutil.copytree(bench.toys.classes, place / "new")
-    from xformer.data.files import exchange
-
-    shutil.rmtree(exchange(place / "new", store))
+    with atomic_directory(store, overwrite=True) as directory:
+        shutil.copytree(bench.toys.classes, directory, dirs_exist_ok=True)
     go.touch()
     return ending(first.wait(), check_run, place, bench.reference("training"))

@@ -22,22 +22,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 import torch
 from helpers import CLASSIFY, ROOT, SMOKE, TINY
 from safetensors.torch import load_file
 
-from preprocess import cli, fetch, unpack
-from preprocess.predict import write_rows
 from xformer import checkpoint as checkpoints
 from xformer import evaluate, monitor, predictions, run, train
-from xformer.analysis import capture, curves, hdf5
+from xformer.analysis import curves
 from xformer.config import load, parse_overrides
 from xformer.convert.hf import from_hf
 from xformer.convert.plus import from_plus
 from xformer.data import files, mapping, store, tokenizers
 from xformer.data.errors import BadInput, Failure
+from xformer.preprocess import cli, fetch, unpack
+from xformer.preprocess.predict import write_rows
 from xformer.study.spec import read_study
 from xformer.surgery.operations import parse
 from xformer.train import Recipe
@@ -192,7 +191,6 @@ def make_ground(ground: Path) -> None:
     mend_checkpoint(mapped, "input/mapping.npy")
     _make_hugging_face(ground)
     _make_raw(ground)
-    _make_captures(ground)
 
 
 def _make_hugging_face(ground: Path) -> None:
@@ -319,24 +317,6 @@ def _make_raw(ground: Path) -> None:
     shutil.copytree(ROOT / "recipes", ground / "recipes")
 
 
-def _make_captures(ground: Path) -> None:
-    from xformer.analysis import __main__ as analysis
-
-    (ground / "h5").mkdir()
-    out = ground / "h5/f.h5"
-    sys.argv = [
-        "analysis",
-        "capture",
-        str(ground / "checkpoint"),
-        f"data={ground / 'store'}",
-        "examples=3",
-        "layers=0,1",
-        f"out={out}",
-    ]
-    with silent():
-        analysis.main()
-
-
 # -------------------------------------------------------------------------------------- mending
 
 
@@ -389,12 +369,6 @@ def mend_meta(path: Path, file: str) -> None:
         }
         meta["fingerprint"] = tokenizers.Tokenizer(rest, model).fingerprint
         (path / tokenizers.META).write_text(json.dumps(meta))
-
-
-def mend_capture(path: Path, file: str) -> None:
-    """Write the size of a part into the file that joins them."""
-    with contextlib.suppress(OSError, KeyError), h5py.File(path / "f.h5", "r+") as h5:
-        h5.attrs["parts"] = json.dumps({Path(file).name: (path / file).stat().st_size})
 
 
 # ------------------------------------------------------------------------------------- the calls
@@ -506,15 +480,6 @@ def read_words(path: Path) -> None:
                 call(line)
         with contextlib.suppress(BadInput):
             load(Recipe, [str(ROOT / SMOKE), "data=x", "run=y", line])
-
-
-def read_capture(path: Path) -> None:
-    hdf5.SECONDS = 5  # of a hang there is one word to say, and many to find
-    found = capture.open_capture(path / "f.h5")
-    for layers in (found.layers[:1], [0]):
-        for _ in capture.CapturedPair([found, found]).stream([layers, layers]):
-            pass
-    capture.CapturedPair([found, found]).describe()
 
 
 def bring(path: Path, file: str) -> Callable[[Path], None]:
@@ -690,7 +655,5 @@ READERS = [
     Reader("predictions", "run", "predictions/valid.npz", read_predictions, mend_finished),
     Reader("curves log.jsonl", "run", "log.jsonl", draw_curves),
     Reader("curves config.json", "run", "config.json", draw_curves, mend_finished),
-    Reader("capture", "h5", "f.h5", read_capture),
-    Reader("capture part", "h5", "f.h5.parts/00000.h5", read_capture, mend_capture),
     Reader("rows to predict", "raw", "c.tsv", predict_rows),
 ]

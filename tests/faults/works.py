@@ -1,6 +1,5 @@
-"""What is killed, and how it is told whether anything was lost: a training run and a preprocess
-run, small and real, and an operation on weights whose file is so large that it goes around the
-system's cache."""
+"""What is killed, and how it is told whether anything was lost: a training run, a preprocess run
+and an operation on weights, small and real. The last two replace an older output."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from toys import Toys
 from faults.inject import COUNT, armed
 from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers
-from xformer.data.files import PIECE
+from xformer.data.errors import BadInput
+from xformer.data.store import open_store
 from xformer.model.encoder import ModelConfig
 
 # it tells of each restart that a curve was begun anew
@@ -60,9 +60,15 @@ class Work:
     line: Callable[[Path], list[str]]
     check: Callable[[Path, Path], None]  # raises AssertionError where `place` is not `reference`
     ranks: int = 1
+    prepare: Callable[[Path], object] = lambda place: None  # make what lies in `place` before
+    opened: Callable[[Path], object] = lambda place: None  # raises BadInput where that is lost
 
     def finish(self, forks: Forks, place: Path, reference: Path) -> str:
         """Run it to its end in a place where it was stopped; what is lost or wrong then."""
+        try:
+            self.opened(place)
+        except BadInput as error:
+            return f"lost: the older output: {error}"
         before = newest(place)
         done = forks.run(*self.line(place), ranks=self.ranks)
         if done.status != 0:
@@ -123,17 +129,11 @@ def files(directory: Path, place: Path) -> dict[str, bytes]:
     return own
 
 
-def large(toys: Toys, directory: Path) -> Path:
-    """A checkpoint whose weights take more than one piece to write."""
-    shape = ModelConfig(vocab_size=PIECE // 200, layers=2, hidden=64, heads=2, intermediate=128)
-    checkpoints.save(checkpoints.fresh(shape, tokenizers.load(toys.tokenizer), 0), directory)
-    assert (directory / "model.safetensors").stat().st_size > PIECE
-    return directory
-
-
 def works(toys: Toys, scratch: Path) -> dict[str, Work]:
     """The works by name."""
-    base = large(toys, scratch / "large")
+    base = scratch / "base"
+    shape = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128)
+    checkpoints.save(checkpoints.fresh(shape, tokenizers.load(toys.tokenizer), 0), base)
     text = [
         "preprocess.py",
         "text",
@@ -160,6 +160,8 @@ def works(toys: Toys, scratch: Path) -> dict[str, Work]:
             "preprocessing",
             lambda place: [*text, "--output", str(place / "store"), "--overwrite"],
             check_store,
+            prepare=lambda place: shutil.copytree(toys.classes, place / "store"),
+            opened=lambda place: open_store(place / "store"),
         ),
         Work(
             "surgery",
@@ -172,6 +174,8 @@ def works(toys: Toys, scratch: Path) -> dict[str, Work]:
                 "--overwrite",
             ],
             partial(check_store, name="out"),
+            prepare=lambda place: shutil.copytree(base, place / "out"),
+            opened=lambda place: checkpoints.load(place / "out"),
         ),
     ]
     return {work.name: work for work in made}
@@ -199,10 +203,12 @@ class Bench:
             self.servers.put(server)
 
     @contextmanager
-    def place(self) -> Iterator[Path]:
-        """An empty directory that goes when all was well."""
+    def place(self, work: Work | None = None) -> Iterator[Path]:
+        """A directory that goes when all was well; empty but for what a work finds in it."""
         path = self.scratch / f"place-{next(self.numbers)}"
         path.mkdir(parents=True)
+        if work is not None:
+            work.prepare(path)
         yield path
         shutil.rmtree(path)
 
@@ -211,6 +217,7 @@ class Bench:
         if name not in self.references:
             path = self.scratch / f"reference-{name.replace(' ', '-')}"
             path.mkdir(parents=True)
+            self.works[name].prepare(path)
             done = self.run(name, path)
             assert done.status == 0, done.err
             self.references[name] = path
@@ -225,7 +232,7 @@ class Bench:
     def operations(self, name: str) -> list[str]:
         """What a work does with files, in order."""
         self.reference(name)
-        with self.place() as place:
+        with self.place(self.works[name]) as place:
             said = self.run(name, place, armed(place, COUNT)).out
         kinds = r"(?:begin|" + "|".join(KINDS) + r") /"
         return [line for line in said.splitlines() if re.match(kinds, line)]

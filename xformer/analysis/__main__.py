@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from xformer.config import nearest
-from xformer.data.errors import BadInput, say
+from xformer.data.errors import BadInput, say, typed
 from xformer.start import run
 
 # by name: the module, and what it shows
@@ -39,7 +39,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = "\n".join(f"    {name:<14}{text}" for name, text in MODULES.items())
-        say(*(__doc__ or "").strip().format(commands=listed).split("\n"))
+        say(*typed((__doc__ or "").strip()).format(commands=listed).split("\n"))
         return
     name, *rest = arguments
     if name == "draw":
@@ -60,7 +60,8 @@ def _draw(paths: list[str]) -> None:
     from xformer.data.files import read_json
 
     if not paths or paths[0] in ("-h", "--help"):
-        say("python -m xformer.analysis draw FILE.json ...", "", "Draw results anew, beside them.")
+        program = typed("python -m xformer.analysis")
+        say(f"{program} draw FILE.json ...", "", "Draw results anew, beside them.")
         return
     for path in map(Path, paths):
         found = read_json(path)

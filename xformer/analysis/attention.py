@@ -176,7 +176,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         ],
         height_ratios=[2.6, 1, 1],
     )
-    _draw_curve(axes["curve"], found, names, theme)
+    _draw_curve(axes["curve"], found, theme)
     _draw_matching(axes["matching"], found, names, theme, drawn)
     _draw_heads(axes, found, names, theme, min(count, with_maps))
     store = figure.of_stores(found["data"]["store"])
@@ -193,7 +193,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
     return drawn
 
 
-def _draw_curve(axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme) -> None:
+def _draw_curve(axes: Any, found: dict[str, Any], theme: figure.Theme) -> None:
     layers = found["layers"]
     numbers = [layer["layer"] for layer in layers]
     mean = np.array([layer["distance"]["mean"] for layer in layers])

@@ -6,6 +6,7 @@
 
 F.h5 joins the files of F.h5.parts/, which are written one after the other and renamed when they
 are whole: the same command again goes on after a kill. Memory does not grow with the examples.
+F.h5.parts/capture.json holds the settings and, once F.h5 is whole, the SHA-256 of every file.
 
 T tokens of all examples, N examples, C hidden size, H heads, L length of an example.
 """
@@ -37,15 +38,18 @@ from xformer.analysis.examples import (
     parse_layers,
 )
 from xformer.analysis.figure import many
-from xformer.analysis.hdf5 import HDF5, Dataset
 from xformer.data.errors import BadInput, say
-from xformer.data.files import read_json, sync, write_json
+from xformer.data.files import file_checksum, read_json, read_own_json, sync, write_json
 from xformer.model.attention import Backend
 
 FORMAT = 1
 PART = 16384  # tokens of one file of F.h5.parts
 READ = 4096  # tokens read at once
 ROWS = 256  # of a compressed chunk
+NOTE = "capture.json"  # in the directory of parts
+JOINED = "joined"  # what NOTE calls F.h5, beside the parts' own names
+# what h5py raises on a file that is cut off, damaged, or not a capture
+DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 class CaptureConfig(ExamplesConfig):
@@ -148,7 +152,7 @@ class _locked:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"out={self.out}: another process is writing it") from None
-        note = self.parts / "capture.json"
+        note = self.parts / NOTE
         if self.overwrite:
             self.out.unlink(missing_ok=True)
             for old in [note, *self.parts.glob("*.h5")]:
@@ -175,34 +179,34 @@ def _write_parts(
     size = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
     pieces = list(examples.parts(PART))
     shown = progress(pieces, examples.tokens, "tokens", lambda rows: sum(size[r] for r in rows))
-    with HDF5() as reader:
-        for number, rows in enumerate(shown):
-            file = parts / f"{number:05}.h5"
-            files.append(file)
-            if file.exists() and _is_whole(file, reader):
-                continue
-            temporary = parts / f".{file.name}.{os.getpid()}"
-            with h5py.File(temporary, "w") as h5:
-                some = Examples(
-                    examples.store,
-                    examples.split,
-                    rows,
-                    np.array([size[r] for r in rows]),
-                    examples.readers,
-                    examples.max_tokens,
-                )
-                for part in some.parts():
-                    _append(h5, some, part, kinds, layers, dtype)
-            sync(temporary)
-            temporary.replace(file)
-            sync(parts)
+    for number, rows in enumerate(shown):
+        file = parts / f"{number:05}.h5"
+        files.append(file)
+        if file.exists() and _is_whole(file):
+            continue
+        temporary = parts / f".{file.name}.{os.getpid()}"
+        with h5py.File(temporary, "w") as h5:
+            some = Examples(
+                examples.store,
+                examples.split,
+                rows,
+                np.array([size[r] for r in rows]),
+                examples.readers,
+                examples.max_tokens,
+            )
+            for part in some.parts():
+                _append(h5, some, part, kinds, layers, dtype)
+        sync(temporary)
+        temporary.replace(file)
+        sync(parts)
     return files
 
 
-def _is_whole(file: Path, reader: HDF5) -> bool:
+def _is_whole(file: Path) -> bool:
     try:
-        return "tokens" in reader.datasets(file)
-    except OSError:
+        with h5py.File(file) as h5:
+            return "tokens" in h5
+    except DAMAGE:
         return False
 
 
@@ -251,18 +255,19 @@ def _extend(h5: Any, name: str, values: np.ndarray) -> None:
 
 
 def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, Any]) -> None:
-    """One file in which each dataset is those of the parts end to end."""
+    """One file in which each dataset is those of the parts end to end, and the checksums of all."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with h5py.File(temporary, "w", libver="latest") as h5:
             for name, pieces in _datasets(files).items():
-                (_, *shape), dtype = pieces[0][1].shape, pieces[0][1].dtype
-                joined = h5py.VirtualLayout((sum(p.shape[0] for _, p in pieces), *shape), dtype)
+                _, (_, *shape), dtype = pieces[0]
+                length = sum(size for _, (size, *_), _ in pieces)
+                joined = h5py.VirtualLayout((length, *shape), dtype)
                 start = 0
-                for file, piece in pieces:
+                for file, its_shape, _ in pieces:
                     place = f"{out.name}.parts/{file.name}"  # relative: both may be moved
-                    end = start + piece.shape[0]
-                    joined[start:end] = h5py.VirtualSource(place, name, piece.shape)
+                    end = start + its_shape[0]
+                    joined[start:end] = h5py.VirtualSource(place, name, its_shape)
                     start = end
                 h5.create_virtual_dataset(name, joined, fillvalue=_missing(dtype))
             lengths = examples.sizes.astype(np.int64)
@@ -273,10 +278,18 @@ def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, 
             )
             h5.attrs["parts"] = json.dumps({file.name: file.stat().st_size for file in files})
         sync(temporary)
+        sums = {JOINED: file_checksum(temporary)}
+        sums |= {file.name: file_checksum(file) for file in files}
+        write_json(_parts_of(out) / NOTE, {**identity, "sha256": sums})
         temporary.replace(out)
         sync(out.absolute().parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _parts_of(path: Path) -> Path:
+    """The directory that holds the parts of a capture."""
+    return path.with_name(f"{path.name}.parts")
 
 
 def _missing(dtype: np.dtype) -> Any:
@@ -284,13 +297,18 @@ def _missing(dtype: np.dtype) -> Any:
     return np.nan if dtype.kind == "f" else -1
 
 
-def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, Dataset]]]:
-    """By name, the pieces that the files have of each."""
-    found: dict[str, list[tuple[Path, Dataset]]] = {}
-    with HDF5() as reader:
-        for file in files:
-            for name, dataset in reader.datasets(file).items():
-                found.setdefault(name, []).append((file, dataset))
+def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]]:
+    """For each dataset by name, the files that hold a piece of it, and the pieces' shapes and
+    types."""
+    found: dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]] = {}
+    for file in files:
+
+        def note(name: str, node: Any, file: Path = file) -> None:
+            if isinstance(node, h5py.Dataset):
+                found.setdefault(name, []).append((file, node.shape, node.dtype))
+
+        with h5py.File(file) as h5:
+            h5.visititems(note)
     return found
 
 
@@ -312,46 +330,79 @@ class Capture:
 
     def hidden(self, layers: list[int]) -> Iterator[list[Tensor]]:
         """These layers' states, some tokens at a time: lists of (tokens, C)."""
-        with HDF5() as reader:
-            for start in range(0, int(self.offsets[-1]), READ):
-                part = start, start + READ
-                try:
-                    found = [reader.read(self.path, f"hidden/{i}", *part) for i in layers]
-                except OSError as error:
-                    raise BadInput(f"{self.path} or a part of it is damaged: {error}") from None
-                yield [torch.from_numpy(values) for values in found]
+        try:
+            with h5py.File(self.path) as h5:
+                for start in range(0, int(self.offsets[-1]), READ):
+                    parts = [h5[f"hidden/{layer}"][start : start + READ] for layer in layers]
+                    yield [torch.from_numpy(values) for values in parts]
+        except DAMAGE as error:
+            raise BadInput(f"{self.path} or a part of it is damaged: {error}") from None
 
 
-def open_capture(path: str | Path) -> Capture:
-    """Open F.h5. Raises BadInput if it is absent, cut off, no capture, or a part is not whole."""
+def open_capture(path: str | Path, trust: bool = False) -> Capture:
+    """Open F.h5 after its checksums and those of its parts were compared.
+
+    `trust`: a capture without checksums, or with others, is opened too. Raises BadInput if it is
+    absent, cut off, not a capture, renamed, or a part is not whole.
+    """
     path = Path(path)
     if not path.is_file():
         raise BadInput(f"{path} does not exist")
+    sums = {} if trust else _sums(path)
+    if not trust:
+        _check(path, sums[JOINED])
     try:
-        with HDF5() as reader:
-            attributes = reader.attributes(path)
+        with h5py.File(path) as h5:
+            attributes = {
+                k: v.item() if isinstance(v, np.generic) else v for k, v in h5.attrs.items()
+            }
             if attributes.get("format") != FORMAT:
                 raise BadInput(f"{path} was not written by `capture` of this version")
             attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
-            made = Path(reader.datasets(path)["tokens"].source).parent.name
-            if made != f"{path.name}.parts":
+            made = Path(h5["tokens"].virtual_sources()[0].file_name).parent.name
+            if made != _parts_of(path).name:
                 raise BadInput(
                     f"{path} was renamed, and finds its parts as {made} alone: rename "
                     f"it {made.removesuffix('.parts')} again"
                 )
             for name, size in attributes["parts"].items():  # before they are read
-                part = path.with_name(f"{path.name}.parts") / name
+                part = _parts_of(path) / name
                 if not part.is_file() or part.stat().st_size != size:
                     raise BadInput(
                         f"{part} is missing or cut off: {path} is not whole; capture it "
                         "anew with overwrite=true"
                     )
-            rows, offsets = reader.read(path, "rows"), reader.read(path, "offsets")
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+                if not trust:
+                    _check(part, sums.get(name))
+            rows, offsets = h5["rows"][:], h5["offsets"][:]
+    except DAMAGE as error:
         raise BadInput(
             f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
         ) from None
     return Capture(path, attributes, rows, offsets)
+
+
+def _sums(path: Path) -> dict[str, Any]:
+    """The checksums of a capture's files. Raises BadInput where it has none."""
+    note = _parts_of(path) / NOTE
+    content = read_own_json(note) if note.is_file() else {}
+    sums = content.get("sha256") if isinstance(content, dict) else None
+    if not isinstance(sums, dict) or JOINED not in sums:
+        raise BadInput(
+            f"{path} has no checksums in {note}: another program or an earlier version wrote it. "
+            "Capture it anew with overwrite=true, or, if you trust its author, let pwcca read it "
+            "with trust=true"
+        )
+    return sums
+
+
+def _check(file: Path, expected: Any) -> None:
+    if file_checksum(file) != expected:
+        raise BadInput(
+            f"{file} is not what `capture` wrote: its checksum is not the one in {NOTE}. Capture "
+            "it anew with overwrite=true, or, if you trust its author, let pwcca read it with "
+            "trust=true"
+        )
 
 
 @dataclass(frozen=True)
@@ -403,9 +454,10 @@ class CapturedPair:
         yield from zip(first.hidden(chosen[0]), second.hidden(chosen[1]), strict=True)
 
 
-def open_pair(paths: list[str]) -> CapturedPair:
-    """Two captures. Raises BadInput unless they are of the same tokens of the same rows."""
-    first, second = (open_capture(path) for path in paths)
+def open_pair(paths: list[str], trust: bool = False) -> CapturedPair:
+    """Two captures, opened as `open_capture` does. Raises BadInput unless they are of the same
+    tokens of the same rows."""
+    first, second = (open_capture(path, trust) for path in paths)
     same = all(first.attributes[k] == second.attributes[k] for k in ("store_key", "split"))
     if not (
         same

@@ -39,7 +39,7 @@ class Output(Settings):
     overwrite: bool = False
     """Replace an earlier result of the same name in `out`."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads; 0 takes every core."""
+    """CPU threads; 0: OMP_NUM_THREADS, else every core."""
 
 
 Item = TypeVar("Item")

@@ -31,7 +31,7 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import cost, distributed
+from xformer import cost, distributed, optim
 from xformer.analysis import figure
 from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
@@ -43,7 +43,7 @@ from xformer.distributed import Ranks, SystemConfig, slow_precision
 from xformer.model.attention import layout
 from xformer.model.encoder import Packed
 from xformer.model.heads import Model
-from xformer.optim import FlatOptimizer, OptimConfig
+from xformer.optim import OptimConfig
 from xformer.surgery.operations import CLASSES, apply
 
 MASKING = 0.15  # share of the tokens that the head mlm is asked for
@@ -198,7 +198,7 @@ def measure(
     that what else the machine does falls on all; a first round of them does not count."""
     models = [checkpoint.model().to(ranks.device) for checkpoint in heads]
     batches = [random_batch(checkpoint, config, ranks.device) for checkpoint in heads]
-    optimizers = [FlatOptimizer(model, OptimConfig(lr=1e-5)) for model in models]
+    optimizers = [optim.build(model, OptimConfig(lr=1e-5)) for model in models]
     taken: list[dict[str, list[float]]] = [{"forward": [], "training": []} for _ in models]
     rounds = range(config.repeats + 1)
     work = [(n, i, what) for n in rounds for what in taken[0] for i in range(len(models))]
@@ -253,15 +253,17 @@ def forward(model: Model, batch: Packed, config: CostConfig, ranks: Ranks) -> No
 
 
 def step(
-    model: Model, batch: Packed, config: CostConfig, ranks: Ranks, optimizer: FlatOptimizer
+    model: Model, batch: Packed, config: CostConfig, ranks: Ranks, optimizer: torch.optim.Optimizer
 ) -> None:
     """A training step: forward with dropout, backward, clip, AdamW."""
     model.train()
-    optimizer.zero()
+    optimizer.zero_grad()
     with ranks.autocast(config.precision):
-        loss, _ = model.loss(batch)
+        loss = model(batch)
     loss.total.backward()
-    optimizer.step(torch.tensor(float(loss.count), device=ranks.device), 1e-5)
+    count = torch.tensor(float(loss.count), device=ranks.device)
+    norm = optim.gradient_norm(optimizer) / count
+    optim.clip_and_step(optimizer, 1e-5, count, norm, OptimConfig().clip)
 
 
 # ----------------------------------------------------------------------------- seconds to make

@@ -33,7 +33,7 @@ from xformer.model.encoder import Inside, to_device
 from xformer.model.heads import Model
 
 TOKENS = 4096  # of one forward pass
-LONGEST = 128  # tokens of a row, where nothing else is said
+LONGEST = 128  # most tokens of a row by default
 
 
 class ExamplesConfig(Output):
@@ -121,7 +121,7 @@ class Examples:
         }
 
 
-def names_of(paths: list[str], given: tuple[str, ...] = ()) -> list[str]:
+def names_of(paths: list[str], given: tuple[str, ...]) -> list[str]:
     """The names given, or the shortest endings of the paths that tell them apart. Raises BadInput
     unless there is one for each, no two the same."""
     if given:
@@ -143,10 +143,10 @@ def names_of(paths: list[str], given: tuple[str, ...] = ()) -> list[str]:
 
 
 def open_examples(config: ExamplesConfig, paths: list[str], most: int = LONGEST) -> Examples:
-    """Load the checkpoints and choose the rows, of `most` tokens where the config says nothing.
+    """Load the checkpoints and draw the rows. By default a row has at most `most` tokens.
 
-    Raises BadInput where a checkpoint has no layers to look into, cannot read the store, or where
-    the tokens of two checkpoints do not correspond one to one.
+    Raises BadInput if a checkpoint has no layers to look into or cannot read the store, or if the
+    tokens of two checkpoints do not correspond one to one.
     """
     names = names_of(paths, config.names)
     store = open_stores(config.data)
@@ -240,7 +240,7 @@ def look_inside(
 
 
 def check_finite(x: Tensor, batch: Batch, reader: Reader, what: str) -> None:
-    """Raise BadInput naming the first row of the store where `x` (T, C) is not finite."""
+    """Raise BadInput that names the first row of the store for which `x` (T, C) is not finite."""
     bad = (~torch.isfinite(x)).any(1)
     if bad.any():
         token = int(bad.nonzero()[0])
@@ -251,16 +251,18 @@ def check_finite(x: Tensor, batch: Batch, reader: Reader, what: str) -> None:
         )
 
 
-def parse_layers(text: str, most: int, first: int = 0) -> list[int]:
-    """ "all", "last" or "0,6,12" as layer numbers from `first` (0: the embeddings) to `most`."""
+def parse_layers(text: str, most: int) -> list[int]:
+    """ "all", "last" or "0,6,12" as layer numbers from 0 (the embeddings) to `most`.
+
+    Raises BadInput for any other text.
+    """
     if text == "all":
-        return list(range(first, most + 1))
+        return list(range(most + 1))
     if text == "last":
         return [most]
     numbers = text.strip("[] ").split(",")
-    if not all(n.strip().isdigit() and first <= int(n) <= most for n in numbers):
+    if not all(n.strip().isdigit() and int(n) <= most for n in numbers):
         raise BadInput(
-            f"layers={text}: give all, last, or numbers from {first} to {most} such as "
-            f"{first},{most}"
+            f"layers={text}: give all, last, or numbers from 0 to {most} such as 0,{most}"
         )
     return sorted({int(n) for n in numbers})

@@ -116,8 +116,8 @@ def save(found: dict[str, Any], draw: Draw, directory: Path, name: str) -> list[
 
 
 def plain_ticks(axis: Any) -> None:
-    """Numbers as they are on a logarithmic axis (`axes.xaxis`): names may hold any sign, so that
-    the mathematical notation that such an axis takes is off."""
+    """Plain numbers on a logarithmic axis (`axes.xaxis`). Such an axis would write powers in
+    mathematical notation, which `style` turns off because names may hold any character."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -135,7 +135,7 @@ def of_stores(name: str) -> str:
 
 
 def spread(mean: float, deviation: float, runs: int) -> str:
-    """6.474 ± 0.012, of one run 6.474."""
+    """6.474 ± 0.012; 6.474 for one run."""
     return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 1 else "")
 
 
@@ -144,16 +144,17 @@ def short(name: str) -> str:
     return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
 
 
-def heat_map(
-    axes: Any, values: Any, theme: Theme, title: str, least: float = 0.0, most: float = 1.0
-) -> Any:
-    """A matrix (rows, columns) as colours, with its numbers where they can be read."""
+def heat_map(axes: Any, values: Any, theme: Theme, title: str) -> Any:
+    """Draw a matrix (rows, columns) of numbers from 0 to 1 as colours.
+
+    A matrix of at most 8 by 8 shows its numbers too.
+    """
     rows, columns = len(values), len(values[0])
     image = axes.imshow(
         values,
         cmap=theme.scale,
-        vmin=least,
-        vmax=most,
+        vmin=0.0,
+        vmax=1.0,
         origin="lower",
         aspect="auto" if rows != columns else "equal",
     )
@@ -162,7 +163,7 @@ def heat_map(
     if max(rows, columns) <= 8:
         for i, row in enumerate(values):
             for j, value in enumerate(row):
-                bright = (value - least) / (most - least or 1) > 0.55
+                bright = value > 0.55
                 axes.text(
                     j,
                     i,

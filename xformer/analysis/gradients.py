@@ -7,7 +7,7 @@
 Cosines between the gradients of the loss of every two examples, over all parameters: their
 distribution, mean, median and minimum (Sankararaman et al. 2020; Kao & Lee 2021, F.2 and figure
 11). A store of texts gives the loss of masked language modelling, one of classes, scores or answers
-that of the task; a checkpoint without the head that takes gets a fresh one, seeded by `seed`.
+that of the task. If a checkpoint lacks the head for it, it gets a fresh one, drawn by `seed`.
 
 All gradients come from one packed backward pass, and no example's gradient is ever kept: the inner
 product of two examples' gradients of a weight matrix is the sum over their tokens s and t of

@@ -208,7 +208,7 @@ def run(paths: list[str], config: JacobianConfig) -> None:
     spectra: dict[str, list[dict[str, Any]]] = {}
     for reader, row in progress(work, len(work), "Jacobians"):
         spectra.setdefault(reader.path, []).append(_of_example(reader, row, config))
-    found = [{"name": r.name, **_summary(spectra[r.path], config)} for r in examples.readers]
+    found = [{"name": r.name, **_summary(spectra[r.path])} for r in examples.readers]
     result = {
         "analysis": "jacobian",
         "token": config.token,
@@ -245,7 +245,7 @@ def _of_example(reader: Reader, row: int, config: JacobianConfig) -> dict[str, A
     return found
 
 
-def _summary(rows: list[dict[str, Any]], config: JacobianConfig) -> dict[str, Any]:
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means and deviations over examples, beside every singular value."""
 
     def over(values: list[float]) -> dict[str, float]:

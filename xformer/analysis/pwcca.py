@@ -294,6 +294,9 @@ class PwccaConfig(ExamplesConfig):
     """PWCCA as Morcos et al. 2018 define it, or as the programs svcca or anatome compute it."""
     examples: int = Field(512, ge=1)
     """How many rows, drawn by `seed`; all of them if the split has no more."""
+    trust: bool = False
+    """Read captures whose checksums are missing or differ. A damaged or malicious HDF5 file can
+    crash the library or keep it busy for ever."""
 
 
 COMMAND = Command("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
@@ -302,7 +305,7 @@ COMMAND = Command("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
 def run(paths: list[str], config: PwccaConfig) -> None:
     """`python -m xformer.analysis pwcca A B key=value ...`"""
     if all(path.endswith(".h5") for path in paths):
-        source = capture.open_pair(paths)
+        source = capture.open_pair(paths, config.trust)
         chosen_rows = {"data", "split", "examples", "max_tokens", "mapping", "mapping_b", "seed"}
         if given := sorted(config.model_fields_set & chosen_rows):
             raise BadInput(f"{given[0]}= was chosen when the captures were made: leave it away")
@@ -311,6 +314,8 @@ def run(paths: list[str], config: PwccaConfig) -> None:
     elif any(path.endswith(".h5") for path in paths):
         raise BadInput("give two checkpoints, or two captures (.h5): the examples must be the same")
     else:
+        if config.trust:
+            raise BadInput("trust= is for captures (.h5): leave it away")
         if not config.data:
             raise BadInput("data must be given: data=STORE")
         examples = open_examples(config, paths)

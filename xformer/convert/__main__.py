@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from xformer.data.errors import BadInput, lacks, say
+from xformer.data.errors import BadInput, lacks, say, typed
 from xformer.data.files import refuse_existing
 from xformer.start import run
 
+PROGRAM = "python -m xformer.convert"
 # what an output must hold to be one that may be overwritten
 CHECKPOINT = ("manifest.json", "model.safetensors")
 EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
@@ -27,13 +28,13 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; see python -m xformer.convert --help")
+        raise BadInput(f"{message}; see {typed(PROGRAM)} --help")
 
 
 def main() -> None:
     """`python -m xformer.convert COMMAND ...`"""
     parser = Parser(
-        prog="python -m xformer.convert",
+        prog=typed(PROGRAM),
         description="Import checkpoints of Hugging Face and PLUS, export them, and look inside.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)

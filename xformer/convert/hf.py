@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors, parts_of
+from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors, parts_of, save_tensors
 from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
-from xformer.data.files import atomic_directory, file_checksum, read_json, write_json
+from xformer.data.files import atomic_directory, file_checksum, put_back, read_json, write_json
 from xformer.data.tokenizers import XLM_ROBERTA
 from xformer.model.encoder import ModelConfig
 from xformer.model.heads import HeadKind, Model
@@ -63,6 +62,7 @@ def from_hf(directory: Path) -> Imported:
     for an unknown architecture, a missing tensor, one of another shape or type, NaN, or a
     vocabulary that does not fit the embeddings.
     """
+    put_back(directory)
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one with config.json and weights")
     family, config, meta = _config(directory)
@@ -424,7 +424,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     dtype, tensors = _in_their_types(checkpoint, family, tensors)
     config = checkpoint.config
     with atomic_directory(out, overwrite) as directory:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
         published.write(
             checkpoint.tokenizer, directory, config.max_positions, segments=config.token_types > 1

@@ -20,6 +20,7 @@ from xformer.data.tokenizers import Tokenizer
 
 CHUNK = 8192  # tokens of one forward pass without gradient
 WINDOW = 2**17  # rows that are put in order of length together
+LOOKED_AT = 100_000  # rows whose length is looked at before training or scoring
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Batch:
     positions: np.ndarray  # (T,) int32, from 0 in each row
     segments: np.ndarray  # (T,) int32, 1 from the second text of a pair on
     cu_seqlens: np.ndarray  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
-    rows: np.ndarray  # (N,) int64, where each came from in the store
+    rows: np.ndarray  # (N,) int64, the row number of each in the store's split
     labels: np.ndarray | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
     places: np.ndarray | None = None  # (M,) int64
     targets: np.ndarray | None = None  # (M,) int64
@@ -39,7 +40,8 @@ class Batch:
     def part(
         self, row: int, token: int, place: int, last_row: int, last_token: int, last_place: int
     ) -> Batch:
-        """The batch from a row, its first token and place on, up to others."""
+        """The rows `row` to `last_row` as a batch; the other numbers are their first and last
+        token and place."""
         return Batch(
             self.tokens[token:last_token],
             self.positions[token:last_token],
@@ -54,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Masks:
-    """BERT's masking of some rows: whose choice varies with the seed and `epochs` (N,)."""
+    """BERT's masking of some rows. The seed and `epochs` (N,) decide which tokens are chosen."""
 
     seed: int
     probability: float
@@ -67,7 +69,7 @@ def _ramp(bits: int, dtype: type) -> np.ndarray:
 
 
 def upto(n: int, dtype: type) -> np.ndarray:
-    """0 to n - 1, not to be changed: most batches share one array."""
+    """0 to n - 1. Do not change it: most batches share one array."""
     return _ramp(max(16, n.bit_length()), dtype)[:n]
 
 
@@ -78,7 +80,7 @@ def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def truncate(a: np.ndarray, b: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of the two texts of each pair when the longer loses tokens until both fit."""
+    """New lengths of the two texts of each pair: the longer text loses tokens until both fit."""
     over = a + b > budget
     short = np.minimum(a, b)
     first = np.where(a >= b, budget - short, a)
@@ -128,9 +130,9 @@ class Assembler:
             return np.minimum(a, budget), np.zeros_like(a)
         return truncate(a, columns["tokens_b"].lengths(rows), budget)
 
-    def whole_sizes(self, most: int = 100_000) -> np.ndarray:
-        """Tokens of each of the first `most` rows with its special ones, before truncation."""
-        rows = np.arange(min(self.split.rows, most))
+    def _whole_sizes(self) -> np.ndarray:
+        """Tokens of each of the first LOOKED_AT rows before truncation, special ones included."""
+        rows = np.arange(min(self.split.rows, LOOKED_AT))
         columns = [self.split.columns.get(name) for name in ("tokens", "tokens_b")]
         texts = [column.lengths(rows) for column in columns if column is not None]
         return np.sum(texts, 0) + self.extra
@@ -141,7 +143,7 @@ class Assembler:
         If more than a tenth are, it is a warning with the length that would fit. `limit` is the
         user's name for max_tokens, `longest` the longest row in tokens that the model takes.
         """
-        sizes = self.whole_sizes()
+        sizes = self._whole_sizes()
         cut = int((sizes > self.max_tokens).sum())
         if not cut:
             return ""
@@ -179,9 +181,9 @@ class Assembler:
         counts: list[int],
         masks: Masks | None = None,
     ) -> list[Batch]:
-        """Batches of the first counts[0] of the rows, the next counts[1], and so on; masked where
-        there are `masks`. All in one go: every step of the work costs a small batch as much as a
-        large one."""
+        """Batches of the first counts[0] rows, of the next counts[1] rows, and so on. With `masks`
+        they are masked. They are built together, because each step of the work costs nearly the
+        same for a small batch as for a large one."""
         a, b = self.lengths(rows)
         which = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)
         small = np.min_scalar_type(len(counts) * (self.max_tokens + 1))  # sorts in linear time
@@ -198,7 +200,8 @@ class Assembler:
         return [whole.part(*begin, *end) for begin, end in pairwise([[0, 0, 0], *cuts])]
 
     def _packed(self, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> Batch:
-        """Rows in this order, of whose two texts `a` and `b` tokens are taken."""
+        """The packed batch of the rows in this order, with `a` tokens of each first text and `b` of
+        each second one."""
         sizes = a + b + self.extra
         bounds = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(sizes, out=bounds[1:])
@@ -207,7 +210,7 @@ class Assembler:
         positions = np.repeat(cu_seqlens[:-1], sizes)
         np.subtract(upto(int(bounds[-1]), np.int32), positions, out=positions)
         columns, special = self.split.columns, self.tokenizer.special
-        # the first text as if it filled its row to the end; the rest is then written over it
+        # write the first text as if it filled its row to the end, then write the rest over it
         first = columns["tokens"]
         source = np.repeat(first.offsets[rows] - 1 - starts, sizes)
         source += upto(len(source), np.int64)
@@ -241,15 +244,16 @@ class Assembler:
         return replace(batch, places=places, targets=targets)
 
     def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:
-        """The model's ids of tokens of a column, int32; places beyond it give any."""
+        """The model's ids of the tokens at these places of a column, int32. A place outside the
+        column gives any id."""
         if not len(column.values):
             return np.zeros(len(places), np.int32)
         ids = column.values.take(places, mode="clip")
         return ids.astype(np.int32) if self.mapping is None else self.mapping[ids]
 
     def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Labels as the loss takes them: a span in positions of its row, 0 (the first special
-        token) where there is no answer, or it was truncated away."""
+        """Labels as the loss takes them. A span becomes positions in its row; without an answer, or
+        if truncation has cut the answer, it is 0, the first special token."""
         labels = self.split.columns["label"][rows]
         if labels.ndim == 1:
             return labels
@@ -259,7 +263,8 @@ class Assembler:
     def _tags(
         self, rows: np.ndarray, starts: np.ndarray, a: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Where tokens have a class, and which: (M,) each. What truncation cut has none."""
+        """The places of tokens with a class, and their classes, (M,) each. Tokens that truncation
+        has cut are not among them."""
         column = self.split.columns["labels"]
         labels = column.values[ragged_arange(column.offsets[rows], a)]
         known = labels >= 0
@@ -267,8 +272,8 @@ class Assembler:
 
 
 def chunks(assembler: Assembler, rows: int) -> Iterator[np.ndarray]:
-    """Row numbers 0 to `rows`, those of every WINDOW in order of length, cut where CHUNK tokens are
-    full."""
+    """The row numbers 0 to `rows` - 1 in parts of about CHUNK tokens; within every WINDOW rows they
+    are in order of length."""
     for start in range(0, rows, WINDOW):
         order = np.arange(start, min(start + WINDOW, rows))
         sizes = assembler.sizes(order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 
 # what a disk, a path or the rights to it may be at fault for, and no bug
@@ -19,8 +20,29 @@ OF_THE_DISK = (
     errno.ELOOP,
     errno.ENOTDIR,
 )
+# how a checkout writes our commands, and how the command `xformer` does
+SPELLINGS = (
+    (r"\b(torchrun [^\n]*?)(?<![\w/.])(train|evaluate)\.py\b", r"\1-m xformer.\2"),
+    (r"(?<![\w/.])(?:python )?(preprocess|train|evaluate)\.py\b", r"xformer \1"),
+    (r"\bpython -m xformer\.analysis(?![\w.])", "xformer analyze"),
+    (r"\bpython -m xformer\.(convert|surgery|study)(?![\w.])", r"xformer \1"),
+    (r"\brecipes/([\w-]+/[\w-]+)\.toml\b", r"\1"),
+)
 # what `pip` calls this project; the name `xformer` on the package index is another project's
 DISTRIBUTION = "xformer-transfer"
+
+
+def typed(text: str) -> str:
+    """A help text or a hint, with our commands as this user types them.
+
+    Such texts are written for a checkout: `python train.py`, `python -m xformer.convert`. Whoever
+    started the command `xformer` reads `xformer train`, `xformer convert`. The command has put
+    "xformer NAME" into sys.argv[0].
+    """
+    if sys.argv[0].startswith("xformer "):
+        for checkout, command in SPELLINGS:
+            text = re.sub(checkout, command, text)
+    return text
 
 
 class BadInput(Exception):

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import hashlib
 import json
-import mmap
 import os
+import re
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from xformer.data.errors import OF_THE_DISK, BadInput, Failure
+from xformer.data.errors import OF_THE_DISK, BadInput, Failure, say, typed
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 PACKAGE = Path(__file__).parents[1]  # whose micro/ holds encoders that come with it
 PIECE = 8 * 2**20  # bytes of it in memory at once
+DELETED = ".deleted.partial"  # ends the name of a directory that was replaced and is being deleted
+ASIDE = ".old.partial"  # ends the name of a directory that another one is about to replace
+PATIENCE = 1.0  # seconds to wait for the two renames of a replacement
 RUN_MANIFEST = "run_manifest.json"  # the checksums of what a finished run came to
 
 
@@ -65,7 +65,7 @@ def read_run_json(path: Path) -> Any:
     cure = "give overwrite=true to train.py, which makes the run anew"
     if path.name == "result.json":
         cure = "delete it: train.py makes it again, unless train.keep_state=false"
-    check_finished(path.parent, path.name, path, cure)
+    check_finished(path.parent, path.name, path, typed(cure))
     return found
 
 
@@ -172,6 +172,7 @@ def plain_name(name: str) -> bool:
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
     """Raise BadInput when an output exists that may not be replaced, or has no parent to lie in."""
+    put_back(path)
     if path.exists() and not overwrite:
         raise BadInput(f"{path} exists; give another output, or --overwrite to replace it")
     parent = path.absolute().parent
@@ -185,13 +186,16 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty temporary sibling of `path`; on success fsync it and rename it into place.
 
-    On any error the sibling is removed and `path` is as it was. Leftovers of killed processes
-    are removed on the way in.
+    With `overwrite` the old directory is not touched before the new one is whole and on the disk.
+    On any error the sibling is removed and `path` is as it was. Leftovers of killed processes are
+    removed on the way in; `put_back` says what a kill during the replacement leaves.
     """
+    if path.is_symlink():  # the link stays, and leads to the new directory
+        path = Path(os.path.realpath(path))
     refuse_existing(path, overwrite)
     make_directory(path.absolute().parent)
-    for stale in path.parent.glob(f".{path.name}.*.partial"):
-        if not _alive(stale.name.split(".")[-2]):
+    for stale, process in _leftovers(path):
+        if not _alive(process):
             shutil.rmtree(stale, ignore_errors=True)
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -200,8 +204,7 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         yield temporary
         for file in [*temporary.rglob("*"), temporary]:
             sync(file)
-        _put(temporary, path, overwrite)
-        sync(path.absolute().parent)
+        _replace(temporary, path, overwrite)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
@@ -212,110 +215,101 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
-def _put(new: Path, path: Path, overwrite: bool) -> None:
-    """Rename a directory to `path`, in place of what is there if that may be overwritten."""
-    if not path.exists():
-        try:
-            new.rename(path)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    refuse_existing(path, overwrite)  # it may be another process that was faster
-    old = exchange(new, path)
+def _replace(new: Path, path: Path, overwrite: bool) -> None:
+    """Rename a directory to `path`. An old one is renamed aside first and deleted last."""
+    aside = path.parent / f".{path.name}.{os.getpid()}{ASIDE}"
+    try:
+        while True:
+            try:
+                new.rename(path)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            refuse_existing(path, overwrite)  # another process may have been faster
+            shutil.rmtree(aside, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process is replacing it too
+                path.rename(aside)
+    except BaseException:
+        with suppress(OSError):  # nothing lies aside, or the disk refuses all: see `put_back`
+            aside.rename(path)
+        raise
     sync(path.absolute().parent)
-    shutil.rmtree(old)
+    if aside.exists():
+        # A half-deleted directory must not be put back, so it first gets a name of another kind.
+        deleted = path.parent / f".{path.name}.{os.getpid()}{DELETED}"
+        shutil.rmtree(deleted, ignore_errors=True)
+        shutil.rmtree(aside.rename(deleted))
 
 
-def exchange(new: Path, path: Path) -> Path:
-    """Put `new` where `path` is, and say where that is now: at one go where the system can (Linux),
-    so that `path` is there at every moment."""
+def half_replaced(path: Path) -> bool:
+    """Whether there is nothing at `path` and the directory that was there lies aside."""
+    return not path.exists() and _lies_aside(path) is not None
+
+
+def _leftovers(path: Path) -> Iterator[tuple[Path, int]]:
+    """The temporary siblings of a directory, each with the number of the process that made it.
+    Those of a directory whose name begins alike, such as x.2 beside x, are not among them."""
+    name = re.compile(
+        rf"\.{re.escape(path.name)}\.(\d+)(?:{re.escape(ASIDE)}|{re.escape(DELETED)}|\.partial)"
+    )
+    for sibling in path.parent.glob(".*.partial"):
+        if match := name.fullmatch(sibling.name):
+            yield sibling, int(match[1])
+
+
+def _lies_aside(path: Path) -> Path | None:
+    """The old directory that was renamed aside, the newest of several."""
+    found = []
+    for sibling, _ in _leftovers(path):
+        if sibling.name.endswith(ASIDE):
+            with suppress(FileNotFoundError):  # another process has put it back
+                found.append((sibling.stat().st_ctime, sibling))
+    return max(found)[1] if found else None
+
+
+def put_back(path: Path) -> None:
+    """Undo a replacement that a killed process left half done.
+
+    `atomic_directory` replaces a directory by two renames: the old one aside, the new one into its
+    place. Between them nothing is at `path`. All who open or write such a directory call this
+    first. It waits until a replacement that is going on is over. After PATIENCE the process that
+    began it is dead: the old directory is renamed back, and a line says so. Raises BadInput that
+    names the old directory if it cannot be renamed.
+    """
+    end = time.monotonic() + PATIENCE
+    while half_replaced(path):
+        aside = _lies_aside(path)
+        if time.monotonic() < end or aside is None:
+            time.sleep(0.01)
+            continue
+        try:
+            aside.rename(path)
+        except FileNotFoundError:  # another process has put it back
+            continue
+        except OSError as error:
+            if path.exists():
+                return
+            raise BadInput(
+                f"{path} is missing: a process was killed while it replaced it, and left the old "
+                f"one as {aside}, which cannot be renamed ({os.strerror(error.errno or 0)}); "
+                f"rename it to {path.name}"
+            ) from None
+        say(
+            f"{path}: a process was killed while it replaced this directory; the old one, which "
+            f"lay aside as {aside.name}, is put back",
+            error=True,
+        )
+
+
+def _alive(process: int) -> bool:
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        renameat2 = None
-    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 and not renameat2(here, os.fsencode(new), here, os.fsencode(path), both):
-        return new
-    old = path.parent / f".{path.name}.{os.getpid()}.old.partial"
-    path.rename(old)
-    new.rename(path)
-    return old
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
         return False
-    except (ValueError, PermissionError):
+    except PermissionError:
         return True
     return True
-
-
-def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> str:
-    """Write the parts one behind another and fsync; their SHA-256, which is taken from memory by
-    another thread meanwhile.
-
-    A large file goes around the system's cache where that is possible: there it would take as much
-    memory again, and the place of what is read over and over, such as a store.
-    """
-    digest = hashlib.sha256()
-
-    def take() -> None:
-        for part in parts:
-            digest.update(part)
-
-    with ThreadPoolExecutor(1) as pool, path.open("wb", 0) as file:
-        taken = pool.submit(take)
-        if sum(map(len, parts)) >= PIECE:
-            _around_cache(file, True)
-        for piece in _pieces(parts):
-            write_all(file, piece)
-        os.fsync(file.fileno())
-        taken.result()
-    return digest.hexdigest()
-
-
-def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-    """The parts in pieces of one size, but for the last, in memory that begins at a page."""
-    piece, filled = memoryview(mmap.mmap(-1, PIECE)), 0
-    for whole in parts:
-        part = memoryview(whole)
-        while len(part):
-            count = min(len(part), PIECE - filled)
-            piece[filled : filled + count] = part[:count]
-            part, filled = part[count:], filled + count
-            if filled == PIECE:
-                yield piece
-                filled = 0
-    yield piece[:filled]
-
-
-def write_all(file: RawIOBase, piece: memoryview) -> None:
-    """Write all of a piece; through the cache from where its size or the system wants that."""
-    while len(piece):
-        if len(piece) % mmap.PAGESIZE:
-            _around_cache(file, False)
-        try:
-            count = file.write(piece)
-        except OSError as error:
-            refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
-            if not refused or not _around_cache(file, False):
-                raise
-            continue
-        piece = piece[count:]
-
-
-def _around_cache(file: RawIOBase, wanted: bool) -> bool:
-    """Have the writes of a file go around the system's cache or through it; whether that is new."""
-    around = getattr(os, "O_DIRECT", 0)  # of Linux
-    before = fcntl.fcntl(file, fcntl.F_GETFL)
-    after = before | around if wanted else before & ~around
-    with suppress(OSError):  # not every file system can
-        fcntl.fcntl(file, fcntl.F_SETFL, after)
-        return before != after
-    return False
 
 
 def block_checksums(path: Path) -> Iterator[str]:
@@ -332,9 +326,6 @@ def block_checksums(path: Path) -> Iterator[str]:
 
 
 def file_checksum(path: Path) -> str:
-    """SHA-256 of a whole file, taken at one go, so that other threads can work meanwhile."""
+    """SHA-256 of a whole file."""
     with path.open("rb") as file:
-        if path.stat().st_size == 0:  # an empty file cannot be mapped
-            return hashlib.sha256().hexdigest()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return hashlib.sha256(content).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,13 +26,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import (
     BLOCK,
     atomic_directory,
     block_checksums,
     file_checksum,
+    half_replaced,
     load_array,
+    put_back,
     read_json,
     read_own_json,
     write_json,
@@ -47,7 +49,7 @@ SUMS = "sums.json"
 NARROWED = 2**20  # offsets rewritten at once
 CHECKED = 2**22  # bytes of a column looked at at once
 TRIES = 100  # to open a store that is being replaced
-HEADER = 128  # bytes kept for a .npy header, so that it can be rewritten when the length is known
+HEADER = 128  # bytes of a column's .npy header, in which numpy leaves room for any number of rows
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -190,7 +192,7 @@ class Store:
         def check() -> None:
             if begin is not None:
                 begin.wait()
-            with suppress(OSError, AttributeError):  # other systems have no priority of a thread
+            with suppress(OSError):  # it then runs with the priority of all other threads
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             if line := self.damage():
                 report(line)
@@ -266,11 +268,13 @@ def open_store(path: str | Path) -> Store:
     """
     path = Path(path)
     for _ in range(TRIES):
+        put_back(path)
         before = _which(path / "store.json")
         try:
             store = _open_store(path)
         except (BadInput, FileNotFoundError):
-            if _which(path / "store.json") == before:
+            going_on = half_replaced(path)
+            if _which(path / "store.json") == before and not going_on:
                 raise
         else:
             if _which(path / "store.json") == before:
@@ -280,11 +284,13 @@ def open_store(path: str | Path) -> Store:
 
 def _open_store(path: Path) -> Store:
     if not (path / "store.json").is_file():
-        raise BadInput(f"{path} is not a store (no store.json); make one with preprocess.py")
+        door = typed("preprocess.py")
+        raise BadInput(f"{path} is not a store (no store.json); make one with {door}")
     _check_sums(path)
     meta = read_json(path / "store.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise BadInput(f"{path} is not a store of format {FORMAT}; make it anew with preprocess.py")
+        door = typed("preprocess.py")
+        raise BadInput(f"{path} is not a store of format {FORMAT}; make it anew with {door}")
     try:
         return Store(path, meta)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -329,25 +335,27 @@ def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
 
 class NpyWriter:
     """A .npy file written piece by piece; memory does not grow with it. A dtype such as "(2,)i4"
-    gives rows of two."""
+    gives rows of two. Values are written, not mapped: a full disk kills who writes to a map."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype, self.shape, self.length = path, dtype.base, dtype.shape, 0
         self.file: BinaryIO = path.open("wb")
-        self.file.write(b"\0" * HEADER)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        descr, shape = np.lib.format.dtype_to_descr(self.dtype), (self.length, *self.shape)
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
+        assert self.file.tell() == HEADER
 
     def append(self, values: np.ndarray) -> None:
         self.file.write(np.ascontiguousarray(values, self.dtype).data)
         self.length += len(values)
 
     def close(self) -> None:
-        """Write the header that the final length calls for."""
-        descr = np.lib.format.dtype_to_descr(self.dtype)
-        shape = (self.length, *self.shape)
-        head = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
-        magic = np.lib.format.magic(1, 0) + (HEADER - 10).to_bytes(2, "little")
+        """Write the header anew, now that the length is known."""
         self.file.seek(0)
-        self.file.write(magic + head.ljust(HEADER - 11).encode() + b"\n")
+        self._write_header()
         self.file.close()
 
 

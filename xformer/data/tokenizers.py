@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.files import installed, read_json, read_run_json
+from xformer.data.files import installed, put_back, read_json, read_run_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -211,6 +211,7 @@ def load(directory: str | Path) -> Tokenizer:
     Raises BadInput if there is none, or its files do not agree with the recorded fingerprint.
     """
     path = installed(directory)
+    put_back(path)
     if (path / "result.json").is_file():
         path = path / str(read_run_json(path / "result.json")["selected"])
     if not (path / META).is_file():

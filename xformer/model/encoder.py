@@ -188,42 +188,6 @@ def _table(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
-class Words(nn.Embedding):
-    """The word vectors. Where their gradient is `sparse`, `owed` is that of the vocabulary that
-    predicts with the same table: to be put there in its backward pass, which comes before that of
-    the words, whose rows are then added to it in place. (autograd would copy the table.)"""
-
-    owed: list[Tensor] | None = None  # of the last forward pass
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(T,) -> (T, E)"""
-        self.owed = [] if self.sparse and torch.is_grad_enabled() else None
-        if self.owed is None:
-            return super().forward(tokens)
-        out = _Rows.apply(self.weight, tokens, self.owed)
-        assert isinstance(out, Tensor)
-        return out
-
-
-class _Rows(torch.autograd.Function):
-    """Rows of a table; its gradient is sparse, or what is owed and they."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, rows: Tensor, owed: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.size, ctx.owed = table.size(), owed
-        return table.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        (rows,) = ctx.saved_tensors
-        found = torch.sparse_coo_tensor(rows[None], d, ctx.size, check_invariants=False)
-        if ctx.owed:  # a row's own sum first: bit for bit as a dense gradient
-            found = found.coalesce()
-            found = ctx.owed.pop().index_add_(0, found.indices()[0], found.values())
-        return found, None, None
-
-
 def fuses(x: Tensor) -> bool:
     """Whether the Triton kernel for residual, dropout and LayerNorm serves (T, C) of this kind."""
     return x.is_cuda and x.size(1) <= WIDEST and not native.watched()
@@ -339,7 +303,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         E = config.width
-        self.word = Words(config.vocab_size, E, _weight=torch.empty(config.vocab_size, E))
+        self.word = _table(config.vocab_size, E)
         learned = config.positions == "learned"
         rows = config.first_position + config.max_positions
         self.position = _table(rows, E) if learned else None

@@ -33,10 +33,6 @@ class Loss:
     # (M, 2) of masked tokens or (N, 2) of spans, in evaluation: the loss, and 1 where it is right
     each: Tensor | None = None
 
-    def nothing(self) -> Loss:
-        """The same pass, counting nothing and with a gradient of zero."""
-        return Loss(0.0 * self.total, 0, 0.0 * self.correct)
-
 
 class MLMHead(nn.Module):
     """Dense, activation, LayerNorm, then the word embeddings as decoder with a bias of its own."""
@@ -56,17 +52,11 @@ class MLMHead(nn.Module):
         """x (M, C) -> what meets the word embeddings, (M, E)."""
         return self.norm(activate(self.dense(x), self.activation))
 
-    def loss(
-        self,
-        x: Tensor,
-        word: Tensor,
-        targets: Tensor,
-        owed: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right,
-        without the logits of all places at once; the gradient of `word` goes to `owed` if it is
-        there (see Words). Rows of x behind those of the targets do not count."""
-        total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets, owed)
+        without the logits of all places at once. Rows of x behind those of the targets do not
+        count."""
+        total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets)
         return total, correct
 
 
@@ -75,7 +65,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor, owed: list[Tensor] | None
+        ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         device = h.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
@@ -107,7 +97,7 @@ class _VocabularyLoss(torch.autograd.Function):
                 torch.mm(d, w, out=d_x)
                 d_word.addmm_(d.T, x, beta=min(i, 1))  # the first block writes
         # not saved: so that they are nobody else's, and need not be copied
-        ctx.gradients, ctx.owed = (d_h, d_word, d_bias), owed
+        ctx.gradients = (d_h, d_word, d_bias)
         ctx.mark_non_differentiable(correct)
         return total, correct
 
@@ -121,10 +111,7 @@ class _VocabularyLoss(torch.autograd.Function):
             ctx.gradients = None
         else:
             d_h, d_word, d_bias = d_h * d_total, d_word * d_total, d_bias * d_total
-        if ctx.owed is not None:
-            ctx.owed.append(d_word)
-            d_word = None
-        return d_h, d_word, d_bias, None, None
+        return d_h, d_word, d_bias, None
 
 
 def _native_rows(
@@ -220,12 +207,20 @@ class Model(nn.Module):
             self.dropout = config.dropout
         self.pair_dropout = rate if form == "albert" else 0.0
 
-    def pooled(self, x: Tensor, batch: Packed) -> Tensor:
-        """Hidden states (T, C) -> the pooled first token of each sequence, (N, C)."""
-        return self._pool(x.index_select(0, batch.first))
+    def forward(self, batch: Packed | None) -> Loss:
+        """The loss of a batch; of None a loss of 0 over nothing, with a gradient of zero for every
+        weight. That is what a rank without rows adds to a step (DistributedDataParallel waits for
+        the gradient of every weight on every rank)."""
+        if batch is not None:
+            return self.loss(batch)[0]
+        total = torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
+        return Loss(total, 0, torch.zeros_like(total.detach()))
 
-    def _pool(self, x: Tensor) -> Tensor:
-        """First tokens (N, C) -> pooled ones."""
+    def pooled(self, x: Tensor) -> Tensor:
+        """The hidden states of each sequence's first token, (N, C), -> the pooled ones, (N, C).
+
+        Raises ValueError if the model has no pooler and its config asks for one.
+        """
         if self.config.pooler == "none":
             return x
         if self.pooler is None:
@@ -247,7 +242,7 @@ class Model(nn.Module):
         elif self.kind in ("span", "tag"):
             x = self.encoder(batch, places=batch.places if self.kind == "tag" else None)
         else:
-            x = self._pool(self.encoder(batch, places=batch.first))  # (N, C)
+            x = self.pooled(self.encoder(batch, places=batch.first))  # (N, C)
         return self.task_head(drop(x, self.dropout, self.training))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
@@ -284,10 +279,9 @@ class Model(nn.Module):
         first = batch.first if self.pair_scale else places[:0]
         x = self.encoder(batch, places=torch.cat([places, first]) if self.pair_scale else places)
         masked, first = x.split([len(places), len(first)])
-        words = self.encoder.embeddings.word
-        word, owed = words.weight, words.owed
+        word = self.encoder.embeddings.word.weight
         if self.training:
-            total, correct = self.mlm_head.loss(masked, word, batch.targets, owed)
+            total, correct = self.mlm_head.loss(masked, word, batch.targets)
             loss, logits = Loss(total, M, correct), total.new_empty(0)
         else:
             logits = self.mlm_head(masked, word)[:M].float()
@@ -296,7 +290,7 @@ class Model(nn.Module):
         if self.pair_scale:
             assert self.pair_head is not None
             assert batch.labels is not None
-            pooled = drop(self._pool(first), self.pair_dropout, self.training)
+            pooled = drop(self.pooled(first), self.pair_dropout, self.training)
             pairs = self.pair_head(pooled).float()
             pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
             loss = replace(loss, total=loss.total + self.pair_scale * pair_loss, pairs=pairs)

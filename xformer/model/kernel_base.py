@@ -1,9 +1,9 @@
 """What the Triton kernels share: where they run, and dropout masks that are computed, not drawn.
 
-A hash of where an element stands says if it is kept. A kernel that recomputes its mask stores none,
-and needs no generator: the same seed, row and column give the same answer forward, backward and in
-plain PyTorch. FlashAttention recomputes its mask from a counter in the same way (Dao 2023, section
-3). The hash is here twice: for tensors, to test against and to read, and as Triton functions.
+A hash of an element's row and column decides whether the element is kept. A kernel recomputes the
+mask in its backward pass: it stores none, and needs no generator. FlashAttention recomputes its
+mask from a counter in the same way (Dao 2023, section 3). tests/masks.py writes the masks out in
+plain PyTorch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,17 +22,17 @@ MASK_32 = 0xFFFFFFFF
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, thus on the CPU."""
+    """Whether Triton's interpreter runs the kernels. It runs them on the CPU."""
     return not isinstance(mix_kernel, triton.runtime.JITFunction)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:
-    """Makes the tensor's device the current one, on which Triton launches."""
+    """Make the tensor's device the current one: Triton launches kernels there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check_device(function: str, tensor: Tensor) -> None:
-    """Raises ValueError where a tensor lies where no kernel can run."""
+    """Raise ValueError if no kernel can run on the tensor's device."""
     if not tensor.is_cuda and not interpreted():
         raise ValueError(
             f"{function} needs CUDA tensors, or TRITON_INTERPRET=1 set before Triton's import"
@@ -40,7 +40,7 @@ def check_device(function: str, tensor: Tensor) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Raises ValueError unless 0 <= dropout_p < 1."""
+    """Raise ValueError unless 0 <= dropout_p < 1."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
 
@@ -54,7 +54,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 def mix(x: Any) -> Any:
     """MurmurHash3's 32-bit finaliser, on Python integers or int64 tensors in [0, 2^32)."""
-    # int64 stands for the kernels' uint32: where a product wraps, its low 32 bits are still right
+    # int64 stands for the kernels' uint32: if a product wraps, its low 32 bits are still right
     x = x ^ (x >> 16)
     x = (x * MULTIPLIER_1.value) & MASK_32
     x = x ^ (x >> 13)
@@ -62,38 +62,18 @@ def mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def keep(words: tuple[Any, Any], row: Tensor, column: Tensor, dropout_p: float) -> Tensor:
-    """Which elements are kept: bool, in the shape that `row` and `column` (int64) broadcast to.
-
-    An element is kept when its 32-bit hash is at least dropout_p * 2^32. `words` are those of the
-    seed, or two tensors that broadcast too. A row has two words as well: with one, a few pairs
-    among 10^5 rows would share a mask.
-    """
-    row_a, row_b = (mix(word ^ row) for word in words)
-    bits = row_a ^ column
-    bits = bits ^ (bits >> 16)
-    bits = (bits * MULTIPLIER_1.value) & MASK_32
-    bits = bits ^ (bits >> 13) ^ row_b
-    bits = (bits * MULTIPLIER_2.value) & MASK_32
-    bits = bits ^ (bits >> 16)
-    return bits >= _drop_below(dropout_p)
-
-
 def kernel_arguments(dropout_p: float, seed: int) -> dict[str, Any]:
-    """What a kernel is launched with: the seed's words, the bound, the factor of what is kept."""
+    """A kernel's arguments for dropout: the two words of the seed, the bound below which elements
+    are dropped, and the factor of kept elements."""
     word_a, word_b = seed_words(seed)
     return {
         # signed, so that the argument has one type whatever its value; the kernel casts it back
         "word_a": _as_int32(word_a),
         "word_b": _as_int32(word_b),
-        "drop_below": _as_int32(_drop_below(dropout_p)),
+        "drop_below": _as_int32(min(round(dropout_p * 2**32), MASK_32)),
         "keep_scale": 1.0 / (1.0 - dropout_p),
         "DROPOUT": dropout_p > 0.0,
     }
-
-
-def _drop_below(dropout_p: float) -> int:
-    return min(round(dropout_p * 2**32), MASK_32)
 
 
 def _as_int32(word: int) -> int:
@@ -103,7 +83,7 @@ def _as_int32(word: int) -> int:
 @triton.jit
 def mix_kernel(x):
     """`mix` in uint32."""
-    # wrapping round is meant, so Triton's debug mode is told not to check for it
+    # the product is meant to wrap around, so Triton's debug mode must not check for overflow
     x ^= x >> 16
     x = tl.mul(x, MULTIPLIER_1, sanitize_overflow=False)
     x ^= x >> 13
@@ -113,7 +93,11 @@ def mix_kernel(x):
 
 @triton.jit
 def keep_kernel(word_a, word_b, drop_below, row, column):
-    """`keep` for one tile: row is (R, 1) and column (1, C), or transposed."""
+    """Which elements of one tile are kept; row is (R, 1) and column (1, C), or transposed.
+
+    An element is kept if its 32-bit hash is at least `drop_below`. A row is hashed with both words
+    of the seed: with one word, a few pairs among 10^5 rows would share a mask.
+    """
     row_a = mix_kernel(word_a.to(tl.uint32) ^ row.to(tl.uint32))
     row_b = mix_kernel(word_b.to(tl.uint32) ^ row.to(tl.uint32))
     bits = row_a ^ column.to(tl.uint32)

@@ -4,8 +4,7 @@ A batch is packed: the tokens of all its sequences lie one after another, no pad
 and `cu_seqlens` says where each sequence starts. Every token attends to every token of its own
 sequence. The kernels never write an (L, L) matrix to memory: the forward pass keeps a running
 softmax, the backward pass recomputes the probabilities from one number a row (the log of its sum
-of exponentials), and dropout's mask is a hash of where an element stands, so it is recomputed too.
-`dropout_mask` is the same hash in plain PyTorch, to test against and to read.
+of exponentials). Dropout's mask is a hash of the element's position, so it is recomputed too.
 
 Import this module only where it is used: it needs Triton, thus a CUDA device or, slow but exact,
 Triton's interpreter (TRITON_INTERPRET=1 in the environment before Triton is first imported).
@@ -31,13 +30,10 @@ from xformer.model.kernel_base import (
     check_device,
     check_dropout,
     interpreted,
-    keep,
     keep_kernel,
     kernel_arguments,
-    mix,
     mix_kernel,
     on_device,
-    seed_words,
 )
 
 LARGEST_HEAD = 128  # a wider tile would not leave the registers that the backward pass needs
@@ -79,37 +75,6 @@ def packed_attention(
     check_device("packed_attention", qkv)
     output: Tensor = _PackedAttention.apply(qkv, cu_seqlens, max_length, dropout_p, seed)
     return output
-
-
-def dropout_mask(
-    cu_seqlens: Tensor, max_length: int, heads: int, dropout_p: float, seed: int
-) -> Tensor:
-    """The mask that `packed_attention` applies after the softmax, written out.
-
-    An element is kept by a hash of the seed, its head, its query's row in the packed batch and its
-    key's position in the sequence (`kernel_base.keep`).
-
-    Args:
-        cu_seqlens: (N + 1,) int32.
-        max_length: the L of the result.
-        heads: H.
-        dropout_p, seed: as for `packed_attention`.
-
-    Returns:
-        (N, H, L, L) bool, true where the weight is kept. The entries past a sequence's end hold
-        values too, which nothing uses.
-
-    Raises:
-        ValueError: cu_seqlens is not a 1-d int32 tensor, or max_length or dropout_p out of range.
-    """
-    _check_lengths(cu_seqlens, max_length)
-    check_dropout(dropout_p)
-    device = cu_seqlens.device
-    head = torch.arange(heads, device=device).view(-1, 1, 1)
-    word_a, word_b = (mix(word ^ head) for word in seed_words(seed))
-    position = torch.arange(max_length, device=device)
-    row = cu_seqlens[:-1].long().view(-1, 1, 1, 1) + position.view(-1, 1)  # (N, 1, L, 1)
-    return keep((word_a, word_b), row, position, dropout_p)  # (N, H, L, L)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -164,15 +129,13 @@ def _check_qkv(qkv: Tensor) -> None:
         raise ValueError(f"qkv must be float32 or bfloat16, got {qkv.dtype}")
 
 
-def _check_lengths(cu_seqlens: Tensor, max_length: int, qkv: Tensor | None = None) -> None:
+def _check_lengths(cu_seqlens: Tensor, max_length: int, qkv: Tensor) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"cu_seqlens must be (N + 1,) int32, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
         )
     if max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}")
-    if qkv is None:
-        return
     if cu_seqlens.device != qkv.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device} but qkv is on {qkv.device}")
     if not qkv.is_cuda:  # where looking at the values costs nothing

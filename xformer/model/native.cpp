@@ -1,5 +1,5 @@
 // What lies between the large matrix products of a training step on the CPU: attention, LayerNorm with
-// what comes before it, the loss over a vocabulary; and behind them Adam.
+// what comes before it, and the loss over a vocabulary.
 //
 // native.py compiles this file and calls what is extern "C". A matrix is (rows, columns), row by row
 // without gaps. Its numbers are float, or bf16 which every kernel reads into float and rounds when it
@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 namespace {
@@ -24,7 +23,6 @@ using std::uint32_t;
 using std::uint64_t;
 
 constexpr int64_t FEW = 1 << 14;  // numbers for which one thread is faster than two
-constexpr int64_t CHUNK = 1 << 14;  // of the optimizer's floats, that a thread takes at a time
 
 template <class To, class From>
 inline To bits(From x) {
@@ -520,64 +518,6 @@ void cross_entropy(T* logits, const float* bias, const int64_t* targets, float* 
     }
 }
 
-// --------------------------------------------------------------------------------- the optimizer
-
-// Pieces of memory come as rows of addresses, `width` numbers the last of which is how many floats each of
-// the row's arrays has. They are cut into chunks, of which every thread takes as many.
-struct Chunk {
-    const int64_t* piece;
-    int64_t start, end;
-
-    float* array(int i) const { return reinterpret_cast<float*>(piece[i]); }
-};
-
-std::vector<Chunk> chunks_of(const int64_t* pieces, int64_t count, int64_t width) {
-    std::vector<Chunk> chunks;
-    for (const int64_t* piece = pieces; piece < pieces + count * width; piece += width)
-        for (int64_t start = 0, size = piece[width - 1]; start < size; start += CHUNK)
-            chunks.push_back({piece, start, std::min(size, start + CHUNK)});
-    return chunks;
-}
-
-// The sum of the squares of all pieces.
-void squares(const int64_t* pieces, double* out, int64_t count) {
-    std::vector<Chunk> chunks = chunks_of(pieces, count, 2);
-    std::vector<float> sums(chunks.size());
-#pragma omp parallel for schedule(static)
-    for (std::size_t i = 0; i < chunks.size(); i++) {
-        const float* g = chunks[i].array(0);
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = chunks[i].start; j < chunks[i].end; j++) sum += g[j] * g[j];
-        sums[i] = sum;
-    }
-    *out = std::accumulate(sums.begin(), sums.end(), 0.0);
-}
-
-// A step of Adam (Kingma & Ba 2015, algorithm 1) for pieces of weights, their gradients and both moments.
-// The gradient is divided first; `decay` shrinks the weights (Loshchilov & Hutter 2019), `penalty` times
-// the weights is added to the gradient.
-void adam(const int64_t* pieces, int64_t count, double divisor, double rate, double beta1, double beta2,
-          double eps, double decay, double penalty, int64_t step) {
-    std::vector<Chunk> chunks = chunks_of(pieces, count, 5);
-    float scale = float(1.0 / divisor), left = float(1.0 - rate * decay), l2 = float(penalty);
-    float b1 = float(beta1), b2 = float(beta2), new1 = float(1.0 - beta1), new2 = float(1.0 - beta2);
-    float size = float(rate / (1.0 - std::pow(beta1, step))), e = float(eps);
-    float root = float(1.0 / std::sqrt(1.0 - std::pow(beta2, step)));
-#pragma omp parallel for schedule(static)
-    for (std::size_t i = 0; i < chunks.size(); i++) {
-        float *w = chunks[i].array(0), *m = chunks[i].array(2), *v = chunks[i].array(3);
-        const float* g = chunks[i].array(1);
-#pragma omp simd
-        for (int64_t j = chunks[i].start; j < chunks[i].end; j++) {
-            float x = g[j] * scale + l2 * w[j];
-            m[j] = b1 * m[j] + new1 * x;
-            v[j] = b2 * v[j] + new2 * x * x;
-            w[j] = left * w[j] - size * m[j] / (std::sqrt(v[j]) * root + e);
-        }
-    }
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------------- what native.py calls
@@ -594,6 +534,4 @@ EXPORT(attention_mask)
 EXPORT(add_norm)
 EXPORT(add_norm_backward)
 EXPORT(cross_entropy)
-void* squares_float = reinterpret_cast<void*>(squares);
-void* adam_float = reinterpret_cast<void*>(adam);
 }

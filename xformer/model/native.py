@@ -1,8 +1,8 @@
 """Our C++ kernels for the CPU (native.cpp): how they are compiled, at their first use, and called.
 
 They do what lies between a step's large matrix products: attention on packed sequences, a residual
-sum with dropout and LayerNorm, the loss over a vocabulary; and Adam. Each has an equal form in
-plain PyTorch beside its call, which serves where there is no GCC, no Linux, or XFORMER_NATIVE=0:
+sum with dropout and LayerNorm, and the loss over a vocabulary. Each has an equal form in plain
+PyTorch beside its call, which serves where there is no GCC, no Linux, or XFORMER_NATIVE=0:
 the dropout masks differ, the rounding (in here all is fp32) and the time.
 
 The compiled library lies beside fetched data ($XFORMER_CACHE, or ~/.cache/xformer), under a name
@@ -59,10 +59,7 @@ KERNELS = {  # by name: pointers, numbers, seeds and doubles as native.cpp takes
     "add_norm": "pppppppnndsd",
     "add_norm_backward": "pppppppppnnsd",
     "cross_entropy": "ppppppnnnn",
-    "squares": "ppn",
-    "adam": "pndddddddn",
 }
-ONLY_FLOAT = ("squares", "adam")
 Kernels = dict[tuple[str, torch.dtype], Callable[..., None]]
 
 
@@ -81,7 +78,6 @@ def _kernels() -> Kernels | str:
             )
             for name, passed in KERNELS.items()
             for dtype, kind in TYPES.items()
-            if dtype == torch.float32 or name not in ONLY_FLOAT
         }
     # of Path.home(), where nobody has a home, RuntimeError
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
@@ -164,7 +160,7 @@ def note(device: torch.device) -> str:
     why = missing() if device.type == "cpu" else ""
     if why in ("", OFF, ELSEWHERE):
         return ""
-    return f"no native kernels ({why}): steps take up to two fifths longer"
+    return f"no native kernels ({why}): steps take up to three fifths longer"
 
 
 def identity() -> str:

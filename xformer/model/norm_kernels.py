@@ -23,11 +23,9 @@ from torch.autograd.function import once_differentiable
 from xformer.model.kernel_base import (
     check_device,
     check_dropout,
-    keep,
     keep_kernel,
     kernel_arguments,
     on_device,
-    seed_words,
 )
 
 LARGEST_WIDTH = 8192  # a row lies in the registers of one program
@@ -76,17 +74,6 @@ def add_norm(
     check_device("add_norm", x)
     y, z = _AddNorm.apply(x, residual, weight, bias, eps, dropout_p, seed)
     return y, z
-
-
-def dropout_mask(tokens: int, width: int, dropout_p: float, seed: int) -> Tensor:
-    """The mask that `add_norm` applies to x, written out: (T, C) bool, true where x is kept.
-
-    An element is kept by a hash of the seed, its row in the batch and its column. Raises ValueError
-    where dropout_p is not in [0, 1).
-    """
-    check_dropout(dropout_p)
-    row, column = torch.arange(tokens)[:, None], torch.arange(width)
-    return keep(seed_words(seed), row, column, dropout_p)
 
 
 class _AddNorm(torch.autograd.Function):

@@ -24,8 +24,8 @@ from typing import Any, Literal
 from pydantic import Field
 from tqdm import tqdm
 
-from xformer.config import Settings, load, toml_text
-from xformer.data.errors import BadInput, Failure, Interrupted, escaped, say
+from xformer.config import Settings, find_recipe, load, toml_text
+from xformer.data.errors import BadInput, Failure, Interrupted, escaped, say, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
 from xformer.study import pool, registered, verify
@@ -81,11 +81,12 @@ def main() -> None:
         verify.main(sys.argv[2:])
         return
     arguments = ["dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
-    files = [a for a in arguments if a.endswith(".toml") and "=" not in a]
+    files = [a for a in arguments if "=" not in a and not a.startswith("-")]
     settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
     if len(files) != 1:
-        raise BadInput("give one study, such as recipes/studies/kao2021-figure2.toml")
-    study = read_study(Path(files[0]), settings.scale)
+        such = typed("recipes/studies/kao2021-figure2.toml")
+        raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
+    study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
     root = Path(settings.output)
     check_version(root)
     plan = Plan(study, root, settings.needs)
@@ -264,7 +265,7 @@ def _lacking(plan: Plan) -> str:
     lines = []
     for name, need in plan.missing().items():
         absent = f"{plan.absent[name]} does not exist; " if plan.paths[name] else ""
-        lines.append(f"{name}: {absent}{need.about}; {need.get}; then needs.{name}=PATH")
+        lines.append(f"{name}: {absent}{need.about}; {typed(need.get)}; then needs.{name}=PATH")
     return "\n".join(lines)
 
 

@@ -24,8 +24,7 @@ from xformer.data.files import (
     json_text,
     make_directory,
     plain_name,
-    sync,
-    write_file,
+    write_bytes,
 )
 from xformer.study.plan import UNPACKED, Plan, Work
 
@@ -179,13 +178,7 @@ def _write(path: Path, members: dict[str, bytes]) -> None:
             info.create_system, info.external_attr = 3, 0o644 << 16
             info.compress_type = zipfile.ZIP_DEFLATED
             file.writestr(info, members[name])
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        write_file(temporary, [memory.getvalue()])
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    write_bytes(path, memory.getvalue())
 
 
 def _read(path: Path) -> dict[str, bytes]:

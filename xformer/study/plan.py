@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from xformer.config import flat, merge, nearest, read_recipe, validate
+from xformer.config import find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
 from xformer.run import read_config
@@ -235,7 +235,9 @@ class Plan:
             parts = with_settings(stage.command, settings)
             return self._command(label, stage, parts, name, levels, put, waits, missing)
         if stage.recipe not in self._recipes:
-            self._recipes[stage.recipe] = read_recipe(self.study.path.parent / stage.recipe)
+            self._recipes[stage.recipe] = read_recipe(
+                find_recipe(stage.recipe, self.study.path.parent)
+            )
         raw = merge(self._recipes[stage.recipe], settings)
         values = {**_each_string(raw, lambda t: put(t, True)), "run": "-"}
         try:

@@ -1,4 +1,4 @@
-"""Works to processes: a queue that starts what waits for nothing, on this machine or on Slurm."""
+"""The queue that runs works: it starts each work whose inputs are there, here or on Slurm."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from xformer.study.job import Command, become
 from xformer.study.plan import Work, to_do
 
 TAIL = 15  # lines shown of a failed work's log
+DOORS = ("preprocess.py", "train.py", "evaluate.py")
 PRELOAD = "xformer.study.preload"  # what the process that forks the works imports first
 
 
@@ -46,10 +47,16 @@ class Executor(Protocol):
 
 
 def line_of(work: Work) -> tuple[str, ...]:
-    """The command line of a work, whatever directory the study was started in."""
-    door = provenance.ROOT / work.command[0]  # train.py and its like lie beside the package
-    first = str(door) if door.is_file() else work.command[0]
-    return (sys.executable, first, *work.command[1:])
+    """The command line of a work, whatever directory the study was started in.
+
+    train.py and its like lie beside the package in a checkout. Without one they are sub-commands.
+    """
+    first, *rest = work.command
+    door = provenance.ROOT / first
+    if first in DOORS:
+        program = [str(door)] if door.is_file() else ["-m", "xformer", door.stem]
+        return (sys.executable, *program, *rest)
+    return (sys.executable, *work.command)
 
 
 def log_of(work: Work) -> Path:
@@ -75,9 +82,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Local:
-    """Processes here: each slot has its share of the cores, or one of the GPUs, by turns.
+    """Processes of this machine. Each slot has its share of the cores; with GPUs, slot i has GPU i
+    modulo their number.
 
-    They are forks of one process that has imported what they need, so that imports are paid once.
+    They are forks of one process that has imported what they need, so imports are paid once.
     """
 
     slots: int
@@ -127,8 +135,7 @@ def local(jobs: int, per_device: int) -> Local:
     `jobs` above 0 says how many runs at once."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
+    cores = len(os.sched_getaffinity(0))
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
@@ -346,9 +353,9 @@ class _Queue:
 
 
 def _order(works: Sequence[Work]) -> dict[str, tuple[int, int]]:
-    """The rank of each work by key: that with the most runs before it first, then the plan's order.
-    So the fine-tunings of a pre-training come before the next pre-training, and results come as
-    early as they can."""
+    """The rank of each work by key. The work with the most runs before it comes first; equal works
+    keep the order of the plan. So the fine-tunings of a pre-training come before the next
+    pre-training, and results come as early as possible."""
     runs: dict[str, int] = {}  # of each work, itself and what it waits for, in a row
     rank = {}
     for number, work in enumerate(works):  # what a work waits for comes before it

@@ -17,13 +17,14 @@ WANTED = (
     "xformer.evaluate",
     "xformer.analysis.command",
     "xformer.convert.hf",
-    "preprocess.cli",
-    "preprocess.predict",
+    "xformer.preprocess.cli",
+    "xformer.preprocess.predict",
     # what these import late
     "scipy.stats",
     "sklearn.metrics",
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.summary.writer.record_writer",
+    "torch._dynamo",  # by the first optimizer, 1.5 s
 )
 
 # a signal to all processes of a study is not for this one: it ends with the last of its works

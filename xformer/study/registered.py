@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from xformer.config import merge, read_recipe
+from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
@@ -147,14 +147,14 @@ def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, An
         for claim in values.get("claims", [])
     ]
     names = {stage["recipe"] for stage in values["stages"].values() if "recipe" in stage}
-    recipes = {name: read_recipe(path.parent / name) for name in sorted(names)}
+    recipes = {name: read_recipe(find_recipe(name, path.parent)) for name in sorted(names)}
     return claims, {**{k: values.get(k) for k in ("stages", "made", "levels")}, "recipes": recipes}
 
 
 def _folders(path: Path, runs: dict[str, Any], root: Path) -> list[str]:
     """The folders of the repository that hold the study and the recipes of its stages."""
     folder = path.resolve().parent
-    every = {folder, *((folder / name).resolve().parent for name in runs["recipes"])}
+    every = {folder, *(find_recipe(name, folder).resolve().parent for name in runs["recipes"])}
     return sorted(str(one.relative_to(root)) for one in every if one.is_relative_to(root))
 
 

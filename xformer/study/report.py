@@ -37,8 +37,9 @@ class FineTuned:
     name: str
     runs: list[Path]
 
-    def scores(self, metric: str, split: str = "test") -> list[float]:
-        return [read_run_json(r / "result.json")["metrics"][split][metric] for r in self.runs]
+    def scores(self, metric: str) -> list[float]:
+        """The metric on the test split, one number a run."""
+        return [read_run_json(r / "result.json")["metrics"]["test"][metric] for r in self.runs]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -46,14 +47,15 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records(run) if record["event"] == kind]
 
 
-def unigram_cross_entropy(store: Store, probability_of: str = "train", of: str = "valid") -> float:
-    """Nats a token of one split under another's unigram frequencies (add-one smoothed).
+def unigram_cross_entropy(store: Store) -> float:
+    """Nats a token of the validation split under the unigram frequencies of the training split
+    (add-one smoothed).
 
-    What a model reaches that knows how often each token occurs and nothing else.
+    A model that knows how often each token occurs, and nothing else, reaches this loss.
     """
     counts = [
         np.bincount(store.split(s).columns["tokens"].values, minlength=store.vocab_size)
-        for s in (probability_of, of)
+        for s in ("train", "valid")
     ]
     known = (counts[0] + 1) / (counts[0] + 1).sum()
     return float(-(counts[1] * np.log(known)).sum() / counts[1].sum())
@@ -75,10 +77,10 @@ def score_table(fine_tuned: list[FineTuned], metrics: list[str]) -> list[str]:
     return lines
 
 
-def majority_share(store: Store, split: str = "test") -> float:
-    """Accuracy of always answering the class that is most frequent in training."""
+def majority_share(store: Store) -> float:
+    """Test accuracy of always answering the class that is most frequent in training."""
     answer = np.bincount(np.asarray(store.split("train").columns["label"])).argmax()
-    return float((np.asarray(store.split(split).columns["label"]) == answer).mean())
+    return float((np.asarray(store.split("test").columns["label"]) == answer).mean())
 
 
 def write_report(

@@ -70,7 +70,7 @@ class Stage(Settings):
     """Runs that differ by the levels of their factors."""
 
     recipe: str = ""
-    """The recipe that train.py runs, relative to the study file."""
+    """The recipe that train.py runs: a path relative to the study file, or a name."""
     command: tuple[str, ...] = ()
     """Instead of a recipe: the arguments of `python`; `{out}` is its directory."""
     result: str = "result.json"

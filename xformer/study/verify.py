@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
+from xformer import checkpoint as checkpoints
 from xformer import distributed, provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.errors import BadInput, Failure, say
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> None:
     if not steps:
         raise BadInput(f"{run / 'log.jsonl'} has no line of a step to compare")
     with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
-        _make(config, before, Path(scratch), steps)
+        _make({**config, "model": _model(run, config)}, before, Path(scratch), steps)
         again = Path(scratch) / "run"
         now = read_json(again / "config.json")
         found = _records(again, steps)
@@ -70,6 +71,23 @@ def main(arguments: list[str]) -> None:
     if difference:
         raise Failure(f"{run} comes out otherwise: {difference}{changed}")
     say(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
+
+
+def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The model settings that make a run again.
+
+    A run that starts from a checkpoint has its shape from there. config.json lists a shape all the
+    same, the default one, so only the dropout is kept: that of the model which the run trained.
+    """
+    if config["init"] is None:
+        model: dict[str, Any] = config["model"]
+        return model
+    trained = next(run.glob("checkpoints/step_*"), None)
+    if trained is None:
+        raise BadInput(f"{run} has no checkpoint to read its dropout from")
+    return checkpoints.load(trained).config.model_dump(
+        mode="json", include=set(train.DROPOUT_SETTINGS)
+    )
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, steps: int) -> None:

@@ -15,27 +15,29 @@ from typing import NoReturn
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.config import show, type_name, wrapped
-from xformer.data.errors import BadInput, say
+from xformer.data.errors import BadInput, say, typed
 from xformer.start import run
 from xformer.surgery.operations import CLASSES, Transplant, apply, parse
+
+PROGRAM = "python -m xformer.surgery"
+ABOUT = """Operate on the weights of a checkpoint and write another. The operations are done in the
+order given and kept in the new checkpoint's history, which `python -m xformer.convert inspect`
+shows. An operation is its name, or name(argument=value, ...) in quotes."""
 
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; see python -m xformer.surgery --help")
+        raise BadInput(f"{message}; see {typed(PROGRAM)} --help")
 
 
 def main() -> None:
     """`python -m xformer.surgery CHECKPOINT OUT OPERATION ...`"""
     began = time.perf_counter()
     parser = Parser(
-        prog="python -m xformer.surgery",
-        description="Operate on the weights of a checkpoint and write another. The operations are "
-        "done in the order given and kept in the new checkpoint's history, which python -m "
-        "xformer.convert inspect shows. An operation is its name, or name(argument=value, ...) in "
-        "quotes.",
+        prog=typed(PROGRAM),
+        description=typed(ABOUT),
         epilog="\n".join(["operations:", *(line for name in CLASSES for line in explain(name))]),
         formatter_class=_Help,
     )
