@@ -12,7 +12,9 @@ import errno
 import io
 import os
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Armed:
     def __init__(self, place: str, fault: str, number: int, once: bool):
         self.place, self.fault, self.number, self.once = place, fault, number, once
         self.seen = 0
+        self.lock = threading.RLock()  # several threads of a run work on files
         self.safe: dict[int, int] = {}  # inode -> bytes that the disk has for sure
         for directory, _, names in os.walk(place):
             for name in names:
@@ -66,6 +69,10 @@ class Armed:
 
     def point(self, what: str, half: Callable[[], Any] | None = None) -> None:
         """An operation is about to be done; `half` does half of it."""
+        with self.lock:  # while the process dies, no other thread does anything on files
+            self._point(what, half)
+
+    def _point(self, what: str, half: Callable[[], Any] | None) -> None:
         number, self.seen = self.seen, self.seen + 1
         if self.fault == COUNT:
             _real_write(f"{what}\n")
@@ -85,10 +92,11 @@ class Armed:
             for directory, _, names in os.walk(self.place):
                 for name in names:
                     path = os.path.join(directory, name)
-                    found = os.stat(path)
-                    kept = self.safe.get(found.st_ino, 0)
-                    if found.st_size > kept:
-                        _real["truncate"](path, kept)
+                    with suppress(FileNotFoundError):  # a thread was already in its operation
+                        found = os.stat(path)
+                        kept = self.safe.get(found.st_ino, 0)
+                        if found.st_size > kept:
+                            _real["truncate"](path, kept)
         os.kill(os.getpid(), signal.SIGKILL)
 
     # ------------------------------------------------------------------------------ the wrappers
