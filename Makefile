@@ -11,7 +11,7 @@ BIN := .venv/bin
 .PHONY: demo test test-slow faults check format bench data-given clean
 
 # one environment for everything; made anew when what it should hold changes
-.venv/ready: pyproject.toml setup.py constraints.txt
+.venv/ready: pyproject.toml setup.py constraints.txt xformer/ops/native.cpp
 	$(PYTHON) -c 'import sys; sys.exit("xformer needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'

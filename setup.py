@@ -1,7 +1,70 @@
-"""pyproject.toml declares everything but the packages. Two folders of the checkout are installed
-inside of the package xformer: preprocess/ as xformer.preprocess, and recipes/ as data."""
+"""pyproject.toml declares everything but the packages and the C++ operations.
 
-from setuptools import find_packages, setup
+Two folders of the checkout are installed inside of the package xformer: preprocess/ as
+xformer.preprocess, and recipes/ as data. xformer/ops/native.cpp is compiled for the processor of
+this machine; $CXX names another compiler than c++. Where it cannot be compiled the installation
+goes on without it.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+SOURCE = "xformer/ops/native.cpp"
+FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fopenmp", "-fPIC"),
+]
+
+
+class BuildNative(build_ext):
+    """Compiles native.cpp, and writes into the library what it was made from and for."""
+
+    def build_extension(self, extension: Extension) -> None:
+        out = Path(self.get_ext_fullpath(extension.name))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+        features = processor_features()
+        # vectors of half the width are GCC's choice for some of these processors
+        wide = ["-mprefer-vector-width=512"] if "avx512f" in features.split() else []
+        version = run([*compiler, "--version"])
+        source = hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()
+        build = hashlib.sha256("\0".join([source, version, *FLAGS, *wide, features]).encode())
+        facts = {"SOURCE": source, "PROCESSOR": features, "BUILD": build.hexdigest()[:16]}
+        defined = [f"-DXFORMER_{name}={json.dumps(value)}" for name, value in facts.items()]
+        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+            made, library = Path(folder) / "native.o", Path(folder) / "native.so"
+            run([*compiler, *FLAGS, *wide, *defined, "-c", SOURCE, "-o", str(made)])
+            # Linked without -fopenmp: the library must use the OpenMP that torch has loaded.
+            run([*compiler, "-shared", str(made), "-o", str(library)])
+            library.replace(out)
+
+
+def processor_features() -> str:
+    """The features of this processor, as Linux names them."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((x.partition(":")[2].strip() for x in lines if x[:5] in ("flags", "Featu")), "")
+
+
+def run(command: list[str]) -> str:
+    """What a command prints. Raises CompileError, upon which setuptools leaves the library out."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{command[0]}: {error}") from None
+    if ended.returncode:
+        raise CompileError(f"{command[0]} failed: {ended.stderr[-2000:]}")
+    return ended.stdout
+
 
 setup(
     packages=[
@@ -10,4 +73,8 @@ setup(
         "xformer.recipes",
     ],
     package_dir={"xformer.preprocess": "preprocess", "xformer.recipes": "recipes"},
+    ext_modules=[Extension("xformer.ops._native", [SOURCE], optional=True)]
+    if sys.platform == "linux"
+    else [],
+    cmdclass={"build_ext": BuildNative},
 )

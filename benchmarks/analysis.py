@@ -45,12 +45,12 @@ from torch import Tensor
 from benchmarks import machine
 from xformer import checkpoint as checkpoints
 from xformer.analysis import attention, capture, gradients, jacobian, perturbation, pwcca
-from xformer.analysis.examples import open_examples
+from xformer.analysis.examples import inside, open_examples
 from xformer.data.store import open_store
 from xformer.distributed import SystemConfig, start
-from xformer.model.attention import layout
-from xformer.model.encoder import ModelConfig, Packed, to_device
+from xformer.model.config import ModelConfig
 from xformer.model.heads import Model
+from xformer.packed import Packed, layout, to_device
 
 SHAPE = {"vocab_size": 30_522, "layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536}
 CONDITION = 5e3  # of the networks' representations
@@ -187,7 +187,7 @@ def jacobian_case(length: int = 64) -> Case:
         each, none = torch.arange(L).repeat(B), torch.zeros(B * L, dtype=torch.int64)
         batch = Packed(torch.arange(B * L), each, none, layout(np.arange(B + 1) * L))
         table = {"embeddings.word.weight": x.flatten(0, 1)}
-        return torch.func.functional_call(encoder, table, (batch, "explicit")).unflatten(0, (B, L))
+        return torch.func.functional_call(encoder, table, (batch,)).unflatten(0, (B, L))
 
     def row_by_row() -> Tensor:
         x = words.clone()[None].requires_grad_()
@@ -229,10 +229,10 @@ def perturbation_case(count: int = 16, length: int = 32) -> Case:
 
     @torch.no_grad()
     def ours() -> list[float]:
-        before, found = encoder(batch, "explicit"), []
+        before, found = encoder(batch), []
         for size in sizes:
             moved = perturbation.perturbed(encoder, size, 0, 0)
-            found.append(float((moved(batch, "explicit") - before).norm(dim=1).mean()))
+            found.append(float((moved(batch) - before).norm(dim=1).mean()))
         return found
 
     @torch.no_grad()
@@ -241,7 +241,7 @@ def perturbation_case(count: int = 16, length: int = 32) -> Case:
         for size in sizes:
             moved = perturbation.perturbed(encoder, size, 0, 0)
             rows = [alone(batch, i) for i in range(count)]
-            each = [moved(row, "explicit") - encoder(row, "explicit") for row in rows]
+            each = [moved(row) - encoder(row) for row in rows]
             found.append(float(torch.cat(each).norm(dim=1).mean()))
         return found
 
@@ -290,8 +290,8 @@ def capture_case(examples: int = 256) -> Case:
         with torch.no_grad():
             for row in chosen.rows:
                 one = to_device(reader.assembler.batch(np.array([row])), reader.device)
-                inside = reader.model.encoder.inside(one)
-                for layer, hidden in zip(states, inside.hidden, strict=True):
+                found = inside(reader.model.encoder, one)
+                for layer, hidden in zip(states, found.hidden, strict=True):
                     layer.append(hidden)
         with h5py.File(plain, "w") as h5:
             for i, layer in enumerate(states):

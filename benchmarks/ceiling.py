@@ -33,8 +33,9 @@ from xformer import checkpoint as checkpoints
 from xformer.data.batch import Assembler
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
-from xformer.model.attention import attention, layout, roomy
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
+from xformer.ops.attention import attention
+from xformer.packed import layout, roomy
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@
 
 The data is made up, and OLD's preprocess.py makes the stores that both sides train on. Each side
 runs in processes of its own, with its checkout as working directory and as PYTHONPATH, on the CPU.
+Its C++ is compiled first.
 
 Exact: each of seven tiny recipes (every head, and the convolutional network) trains 20 steps in
 each checkout, without dropout and with it, on one thread. Compared are the weights of the selected
@@ -147,6 +148,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         sides = Sides(arguments.old.resolve(), arguments.new.resolve(), Path(folder))
         print(f"old: {_version(sides.old)}\nnew: {_version(sides.new)}", flush=True)
+        for side in (sides.old, sides.new):
+            wait(start(side, ["setup.py", "-q", "build_ext", "--inplace"]), f"compiling {side}")
         make_raw(sides.folder / "raw")
         if arguments.only != "time":
             compare_exactly(sides, [name for name in EXACT if name in chosen])

@@ -12,7 +12,7 @@ from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
 from benchmarks.parts import OURS, ours_on, theirs
 from xformer import cost
 from xformer.data.errors import BadInput
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 
 COMPILED = "`transformers`, SDPA, compiled, length-grouped"
 PAPER_STEPS, PAPER_ROWS = 200_000, 150  # Chiang & Lee 2020, section 3, in rows of 128

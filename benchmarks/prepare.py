@@ -17,7 +17,7 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import SplitWriter, Store, create_store, open_store
 from xformer.data.tokenizers import Tokenizer
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 
 TEXT = "english_wikipedia/train.txt"
 VOCABULARY = "vocabs/bert-base-uncased.vocab.txt"

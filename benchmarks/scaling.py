@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from xformer import cost
 from xformer.cost import Work
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind
 
 BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"

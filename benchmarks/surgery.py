@@ -33,7 +33,7 @@ from torch import Tensor
 from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers
 from xformer.data.store import create_store
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 WORD = "encoder.embeddings.word.weight"

@@ -1,4 +1,4 @@
-"""What all tests share: the interpreter for Triton without CUDA, and where real data lies."""
+"""What all tests share: quick processes, toy data, and where real data lies."""
 
 import os
 import signal
@@ -10,15 +10,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes of the suite share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
 import toys
 from helpers import Forks
 
-from xformer.model import native
-
-# before anything imports triton (transformers does)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from xformer.ops import native
 
 # a shell starts background jobs with Ctrl-C ignored, which every command of a test would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,11 +45,11 @@ def minilm() -> Path:
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With native kernels, and without."""
+    """With the C++ operations, and without."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "missing", lambda: native.OFF)
-    elif why := native.missing():
-        pytest.skip(f"no native kernels: {why}")
+        monkeypatch.setattr(native, "absent", native.OFF)
+    elif native.absent:
+        pytest.skip(f"no C++ operations: {native.absent}")
     return str(request.param)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers
 from xformer.data.store import create_store
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 
 ROWS, PIECES, LAYERS, HEADS, HIDDEN, LONGEST = 13, 29, 2, 3, 21, 17
 

@@ -21,6 +21,7 @@ from tiny import (
     distance,
     family_of,
     in_our_names,
+    lengths_of,
     packed,
     padded,
     random_batch,
@@ -31,14 +32,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from xformer import optim
+from xformer.analysis.examples import inside
 from xformer.convert import hf
 from xformer.convert.names import Family, Table
 from xformer.data.batch import Assembler
 from xformer.data.store import Ragged, Split
 from xformer.model import heads
-from xformer.model.encoder import Packed, to_device
 from xformer.model.heads import Model
+from xformer.ops.native import only_plain
 from xformer.optim import OptimConfig, learning_rate
+from xformer.packed import Packed, to_device
 
 FAMILIES = ["Bert", "Roberta", "Albert", "DistilBert"]
 HEADS = {
@@ -62,7 +65,7 @@ def class_of(name: str, kind: str) -> str:
 def labels_of(batch: Packed, kind: str) -> Tensor:
     """Labels that fit the kind of head; a span begins before it ends, or is 0, 0."""
     assert batch.places is not None
-    sizes = torch.tensor(batch.layout.lengths)
+    sizes = batch.layout.cu_seqlens.diff()
     if kind == "span":
         places = torch.rand(len(sizes), 2, generator=seeded(6)).sort(1).values * sizes[:, None]
         places[::3] = 0  # no answer
@@ -79,7 +82,7 @@ def masked_labels(batch: Packed) -> Tensor:
     assert batch.places is not None
     assert batch.targets is not None
     labels = torch.full(batch.tokens.shape, -100).index_put((batch.places,), batch.targets)
-    return pad_sequence(labels.split(list(batch.layout.lengths)), True, -100)
+    return pad_sequence(labels.split(lengths_of(batch)), True, -100)
 
 
 def their_labels(batch: Packed, kind: str, family: Family) -> dict[str, Tensor]:
@@ -117,7 +120,7 @@ def our_loss(model: Model, batch: Packed, kind: str) -> tuple[Tensor, Tensor, Te
 def one_by_one(batch: Packed) -> list[Packed]:
     """The batch as batches of one sequence."""
     assert batch.labels is not None
-    lengths = list(batch.layout.lengths)
+    lengths = lengths_of(batch)
     parts = zip(
         batch.tokens.split(lengths), batch.segments.split(lengths), batch.labels, strict=True
     )
@@ -165,15 +168,16 @@ def parity(
     if pair is not None:
         found = expected.get("seq_relationship_logits", expected.get("sop_logits"))
         errors["logits"] = max(errors["logits"], distance(pair, found))
-    inside = ours.encoder.inside(batch, "explicit")
-    states = zip(inside.hidden, expected.hidden_states, strict=True)
+    with only_plain():
+        written = inside(ours.encoder, batch, maps=True)
+    states = zip(written.hidden, expected.hidden_states, strict=True)
     hidden = [distance(h, packed(t, batch)) for h, t in states]
     errors["embeddings"], errors["hidden states"] = hidden[0], max(hidden)
-    fused = ours.encoder.inside(batch, "auto").hidden
-    errors["fused"] = max(distance(h, x) for h, x in zip(fused, inside.hidden, strict=True))
+    fused = inside(ours.encoder, batch).hidden
+    errors["fused"] = max(distance(h, x) for h, x in zip(fused, written.hidden, strict=True))
     errors["maps"] = max(
         distance(m, t[:, :n, :n])
-        for of_layer, theirs_of_layer in zip(inside.maps, expected.attentions, strict=True)
+        for of_layer, theirs_of_layer in zip(written.maps, expected.attentions, strict=True)
         for n, m, t in zip(lengths, of_layer, theirs_of_layer, strict=True)
     )
     loss.backward()
@@ -209,14 +213,15 @@ def real_parity(directory: Path, dtype: torch.dtype) -> dict[str, float]:
     plain = Assembler(Split("x", len(ids), 0, columns), checkpoint.tokenizer, 512)
     batch = to_device(plain.batch(np.arange(len(ids))), torch.device("cpu"))
     order = [int(i) for i in plain.batch(np.arange(len(ids))).rows]
-    inside = ours.encoder.inside(batch, "explicit")
-    states = zip(inside.hidden, expected.hidden_states, strict=True)
+    with only_plain():
+        written = inside(ours.encoder, batch, maps=True)
+    states = zip(written.hidden, expected.hidden_states, strict=True)
     hidden = [distance(h, packed(t[order], batch)) for h, t in states]
     errors = {"embeddings": hidden[0], "hidden states": max(hidden)}
     errors["maps"] = max(
         distance(m, t[i, :, :n, :n])
-        for of_layer, theirs_of_layer in zip(inside.maps, expected.attentions, strict=True)
-        for i, n, m, t in zip(order, batch.layout.lengths, of_layer, repeat(theirs_of_layer))
+        for of_layer, theirs_of_layer in zip(written.maps, expected.attentions, strict=True)
+        for i, n, m, t in zip(order, lengths_of(batch), of_layer, repeat(theirs_of_layer))
     )
     pooled = ours.pooled(ours.encoder(batch, places=batch.first))
     errors["logits"] = distance(pooled, expected.pooler_output[order])

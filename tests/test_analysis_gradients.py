@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from xformer.analysis import gradients
 from xformer.analysis.gradients import Use, cosines, gram, inner_products
 from xformer.data.errors import Failure
-from xformer.model.attention import layout
-from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.config import ModelConfig
 from xformer.model.heads import Model
+from xformer.packed import Packed, layout
 
 LENGTHS = [9, 5, 5, 2, LONGEST, 3]
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -93,7 +93,7 @@ def alone(batch: Packed, i: int) -> Packed:
 def one_by_one(model: Model, batch: Packed) -> Tensor:
     """Each example's gradient from a backward pass of its own, (N, all parameters)."""
     rows = []
-    for i in range(len(batch.layout.lengths)):
+    for i in range(len(batch.first)):
         model.zero_grad()
         model.loss(alone(batch, i))[0].total.backward()
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

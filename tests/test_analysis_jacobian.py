@@ -56,9 +56,7 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
     reader.model.double().requires_grad_(False)
     batch = reader.assembler.batch(examples.rows[:1])
     function, x = from_words(reader, batch)
-    assert torch.allclose(
-        function(x[None])[0, 0], reader.model.encoder(_packed(batch, reader), "explicit")[0]
-    )
+    assert torch.allclose(function(x[None])[0, 0], reader.model.encoder(_packed(batch, reader))[0])
     found = of_token(function, x, 2)
     step = 1e-5
     for place in (0, 40, x.numel() - 1):
@@ -69,7 +67,7 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
 
 
 def _packed(batch, reader):
-    from xformer.model.encoder import to_device
+    from xformer.packed import to_device
 
     assert isinstance(batch.tokens, np.ndarray)
     return to_device(batch, reader.device)

@@ -66,7 +66,7 @@ def test_a_capture_holds_what_the_encoder_computes(
         assert f.attrs["checkpoint"] == str(small / "a")
         assert sorted(f["rows"][:]) == list(range(looking.ROWS))
         for i, row in enumerate(f["rows"][:]):
-            batch, inside = look_inside(reader, np.array([row]), "explicit")
+            batch, inside = look_inside(reader, np.array([row]), maps=True)
             a, b = f["offsets"][i], f["offsets"][i + 1]
             assert (f["tokens"][a:b] == batch.tokens).all()
             for layer, hidden in enumerate(inside.hidden):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Forks, command, good
-from tiny import IN_PLACE, padded
+from tiny import padded
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import ceiling, gpu, ours, prepare, report, run
@@ -23,9 +23,10 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
-from xformer.model.attention import layout, roomy
-from xformer.model.encoder import ModelConfig, Packed, to_device
+from xformer.model.config import ModelConfig
 from xformer.model.heads import Model
+from xformer.ops.native import only_plain
+from xformer.packed import Packed, layout, roomy, to_device
 
 CPU = torch.device("cpu")
 transformers = pytest.importorskip("transformers")
@@ -68,7 +69,9 @@ def test_both_mlm_models_have_one_loss(quick: Bench) -> None:
     labels = torch.full((len(batch.tokens),), -100)
     labels[batch.places] = batch.targets
     given = padded(batch)
-    grid = torch.nn.utils.rnn.pad_sequence(labels.split(list(batch.layout.lengths)), True, -100)
+    grid = torch.nn.utils.rnn.pad_sequence(
+        labels.split(batch.layout.cu_seqlens.diff().tolist()), True, -100
+    )
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(their_model).eval()
     with torch.no_grad():
         out = theirs(**given, labels=grid)
@@ -171,7 +174,7 @@ def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
     assert sum(n * length for n, length in found[1].runs) == len(batch.tokens)
     config = checkpoints.load(init).config
     products = ceiling.Products(config, torch.float32, found)
-    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    with FlopCounterMode(display=False) as counter:
         products.run(found[1])
         ceiling.attend(config, torch.float32, found[1], form="written out")
     for form in ("ours", "fused"):
@@ -203,7 +206,7 @@ def test_the_operations_of_a_step_are_those_torch_counts() -> None:
         places=torch.arange(masked),
         targets=torch.arange(masked),
     )
-    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    with only_plain(), FlopCounterMode(display=False) as counter:
         model.train().loss(batch)[0].total.backward()
     expected = gpu.training_flops(config, length, masked / T) * T
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-5)

@@ -20,7 +20,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("copy")
     for name in ("preprocess", "recipes", "xformer"):
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("micro"))
-    shutil.copy(ROOT / "train.py", path)
+    for name in ("train.py", "setup.py"):
+        shutil.copy(ROOT / name, path)
     note = "from pathlib import Path\n\nPath(__file__).with_name('imported').touch()\n"
     (path / "xformer/__init__.py").write_text(note)
     return path

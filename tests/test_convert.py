@@ -20,6 +20,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import predict, start
+from xformer.analysis.examples import inside
 from xformer.checkpoint import Head
 from xformer.convert import __main__ as convert
 from xformer.convert import hf
@@ -28,7 +29,7 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.store import Ragged, Split
-from xformer.model.encoder import to_device
+from xformer.packed import to_device
 
 Weights = dict[str, Tensor]
 
@@ -798,7 +799,7 @@ def test_real_weights_give_the_hidden_states_of_transformers(
     batch = Assembler(split, checkpoint.tokenizer, 512).batch(np.arange(100))
     with torch.inference_mode():
         packed = to_device(batch, torch.device("cpu"))
-        ours = checkpoint.model().encoder.inside(packed).hidden
+        ours = inside(checkpoint.model().encoder, packed).hidden
         bert = transformers.BertModel.from_pretrained(minilm).eval()
         expected = bert(**ids, output_hidden_states=True).hidden_states
     assert len(ours) == len(expected) == 7

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import IN_PLACE, LENGTHS, random_batch
+from tiny import random_batch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.scaling import reduction_seconds
 from xformer import cost
 from xformer.cost import Work
-from xformer.model import attention
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Model
+from xformer.ops.native import only_plain
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -39,25 +39,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 BASE = ModelConfig(vocab_size=30522)
 
 
-@pytest.fixture(autouse=True)
-def no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding is no operation of the model's, and torch counts it where attention pads."""
-    monkeypatch.setattr(attention, "WASTE", 0)
+LENGTHS = [7] * 6  # plain attention pads sequences to the longest, and torch counts padding too
 
 
 def counted(model: Model, labels: torch.Tensor | None = None) -> int:
     """Operations that torch counts in a forward and backward pass of random_batch."""
-    batch = random_batch()
+    batch = random_batch(LENGTHS)
     if labels is not None:
         batch = type(batch)(**{**batch.__dict__, "labels": labels})
-    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    with only_plain(), FlopCounterMode(display=False) as counter:
         model.loss(batch)[0].total.backward()
     return int(counter.get_total_flops())
 
 
 def work(masked: bool) -> Work:
     """random_batch as numbers."""
-    places = random_batch().places
+    places = random_batch(LENGTHS).places
     assert places is not None
     return Work(
         sum(LENGTHS), sum(n * n for n in LENGTHS), len(LENGTHS), len(places) if masked else 0
@@ -65,7 +62,7 @@ def work(masked: bool) -> Work:
 
 
 def initialised(config: ModelConfig, kind: HeadKind, outputs: int, **more: Any) -> Model:
-    """A model of finite weights, in training mode: its attention is the written-out one."""
+    """A model of finite weights, in training mode."""
     model = Model(config, kind, outputs, **more).train()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)

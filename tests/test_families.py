@@ -25,8 +25,8 @@ from oracle import (
 from tiny import HIDDEN, LENGTHS, LONGEST, distance, family_of, padded, random_batch, tiny
 
 from xformer.convert import hf
-from xformer.model import native
 from xformer.model.encoder import Encoder
+from xformer.ops import native
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=["fp32", "fp64"])
@@ -122,12 +122,16 @@ def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
 def test_dropout_falls_where_transformers_drops(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "missing", lambda: native.OFF)
+    monkeypatch.setattr(native, "absent", native.OFF)
+
     # one sequence: torch's random numbers, put for ours, are drawn in the same order
-    monkeypatch.setattr(
-        "xformer.model.attention.kept",
-        lambda size, rate, dtype: torch.empty(size, dtype=dtype).bernoulli_(1 - rate),
-    )
+    def drawn(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rate = next(value for value in rest if isinstance(value, float))
+        return x * torch.empty_like(x).bernoulli_(1 - rate) / (1 - rate)
+
+    monkeypatch.setattr("xformer.ops.dropout.new_seed", lambda: torch.tensor(0))
+    monkeypatch.setattr("xformer.ops.dropout.plain", drawn)
+    monkeypatch.setattr("xformer.ops.attention._dropped", drawn)
     # and for every token, though the head asks for the first one's hidden states alone
     every = Encoder.forward
 

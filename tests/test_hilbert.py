@@ -23,9 +23,10 @@ from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.tokenizers import symbols
-from xformer.model.encoder import ModelConfig, Packed, to_device
+from xformer.model.config import ModelConfig
 from xformer.model.heads import Model
 from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, spread
+from xformer.packed import Packed, to_device
 
 LETTERS = "ACGTDNRS"
 TOKENIZER = symbols(LETTERS)

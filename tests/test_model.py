@@ -21,15 +21,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from xformer import checkpoint as checkpoints
 from xformer import optim, surgery
+from xformer.analysis.examples import inside
 from xformer.checkpoint import Checkpoint, Head
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
-from xformer.model import native
-from xformer.model.attention import Backend, attention, explicit_attention, layout
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import Model
+from xformer.ops.attention import attention, probabilities
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
+from xformer.packed import layout
 from xformer.surgery.operations import Clean
 
 # ---------------------------------------------------------------------------------- attention
@@ -51,73 +52,29 @@ def padded_attention(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, list[Tens
     return (weights @ v).transpose(1, 2)[real], maps
 
 
-@pytest.mark.parametrize("backend", ["native", "sdpa", "explicit", "triton"])
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
-def test_back_ends_equal_padded_attention(lengths: list[int], backend: Backend) -> None:
-    device, tolerance = "cpu", 1e-6
-    if backend == "native" and native.missing():
-        pytest.skip(f"no native kernels: {native.missing()}")
-    if backend == "triton":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():  # else by Triton's interpreter
-            device, tolerance = "cuda", 1e-5
+def test_attention_equals_the_padded_one(lengths: list[int]) -> None:
     given, same = projections(lengths, 8), projections(lengths, 8)
-    where = layout(np.cumsum([0, *lengths]), device)
-    found = attention(given.to(device), where, backend=backend).cpu()
+    found = attention(given, layout(np.cumsum([0, *lengths])))
     expected, _ = padded_attention(same, lengths)
-    assert distance(found, expected) <= tolerance
+    assert distance(found, expected) <= 1e-6
     direction = torch.randn(expected.shape, generator=seeded(2))
     (gradient,) = torch.autograd.grad(found, given, direction)
     (wanted,) = torch.autograd.grad(expected, same, direction)
     for i, name in enumerate("qkv"):
-        # of sequences of one token, q and k have the gradient 0
+        # q and k of a sequence of one token have a gradient of 0
         error = float((gradient - wanted)[:, i].norm())
-        assert error <= tolerance * float(direction.norm()), name
+        assert error <= 1e-6 * float(direction.norm()), name
 
 
-def test_explicit_attention_returns_the_maps() -> None:
+def test_the_maps_are_those_of_padded_attention() -> None:
     qkv = projections(LENGTHS, 5)
-    _, maps = explicit_attention(qkv, layout(np.cumsum([0, *LENGTHS])), dropout=0.5)
+    found = probabilities(qkv, layout(np.cumsum([0, *LENGTHS])))
     _, expected = padded_attention(qkv, LENGTHS)
-    assert [tuple(m.shape) for m in maps] == [(HEADS, n, n) for n in LENGTHS]
-    for found, wanted in zip(maps, expected, strict=True):
-        assert torch.allclose(found.sum(2), torch.ones(()), atol=1e-6)
-        assert torch.allclose(found, wanted, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
-def test_a_back_end_without_dropout_says_so(backend: Backend) -> None:
-    with pytest.raises(ValueError, match=f"{backend!r} has no dropout"):
-        attention(projections([3], 5), layout([0, 3]), 0.1, backend)
-
-
-@pytest.mark.parametrize("backend", ["native", "explicit"])
-def test_dropout_falls_on_the_probabilities(backend: Backend) -> None:
-    if backend == "native" and native.missing():
-        pytest.skip(f"no native kernels: {native.missing()}")
-    # with the identity for v, an output row is its row of weights
-    length, rate = 60, 0.3
-    qkv = projections([length], length).detach()
-    qkv[:, 2] = torch.eye(length)[:, None]
-    weights, _ = padded_attention(qkv, [length])
-    torch.manual_seed(0)
-    kept = attention(qkv, layout([0, length]), rate, backend)
-    dropped = kept == 0
-    assert torch.allclose(kept[~dropped], weights[~dropped] / (1 - rate), rtol=1e-4)
-    sigma = math.sqrt(kept.numel() * rate * (1 - rate))
-    assert abs(int(dropped.sum()) - kept.numel() * rate) < 5 * sigma
-
-
-def test_explicit_attention_has_second_derivatives() -> None:
-    lengths = [2, 2, 1, 3]
-    inputs = projections(lengths, 2, torch.double)[:, :, :2].detach().requires_grad_()
-    packed = layout(np.cumsum([0, *lengths]))
-
-    def attend(qkv: Tensor) -> Tensor:
-        return explicit_attention(qkv, packed)[0]
-
-    assert torch.autograd.gradcheck(attend, inputs)
-    assert torch.autograd.gradgradcheck(attend, inputs)
+    assert found.shape == (len(LENGTHS), HEADS, LONGEST, LONGEST)
+    for one, n, wanted in zip(found, LENGTHS, expected, strict=True):
+        torch.testing.assert_close(one[:, :n, :n], wanted)
 
 
 # ------------------------------------------------------------------------------------ pre-LN
@@ -170,10 +127,10 @@ def test_pre_ln_equals_the_block_written_out() -> None:
             states.append(x)
         states[-1] = norm(x, "encoder.final_norm")
         parts.append(states)
-    inside = model.encoder.inside(batch)
-    for found, *expected in zip(inside.hidden, *parts, strict=True):
+    states = inside(model.encoder, batch).hidden
+    for found, *expected in zip(states, *parts, strict=True):
         assert distance(found, torch.cat(expected)) <= 1e-5
-    assert torch.equal(inside.hidden[-1], model.encoder(batch))
+    assert torch.equal(states[-1], model.encoder(batch))
 
 
 # -------------------------------------------------------------------------------- checkpoints

@@ -15,7 +15,7 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import create_store, open_store
-from xformer.model.encoder import to_device
+from xformer.packed import to_device
 from xformer.preprocess import cli, pairs
 
 LETTERS = "ABCDEFGH"

@@ -19,9 +19,9 @@ from xformer.checkpoint import Head
 from xformer.config import each, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
-from xformer.model.attention import layout
-from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Model
+from xformer.packed import Packed, layout
 from xformer.preprocess import cli, dna, glue, protein, tags
 from xformer.study import page
 from xformer.study.cost import Costs

@@ -22,8 +22,8 @@ from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import Failure
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
-from xformer.model import native
 from xformer.monitor import cut_log, records
+from xformer.ops import native
 from xformer.writer import Writer
 
 STEPS = [
@@ -346,7 +346,7 @@ def test_two_runs_on_cuda_are_bit_identical_where_that_is_asked_for(
 ELSEWHERE = """
 import os
 from xformer import provenance
-from xformer.model import native
+from xformer.ops import native
 if os.environ.get("RANK", "0") in {ranks!r}:
     versions = provenance.versions()
     provenance.versions = lambda: {{**versions, **{versions!r}}}

@@ -35,7 +35,7 @@ from toys import Toys
 
 from xformer import cost, distributed
 from xformer.data.files import read_json
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import Model
 from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
 
@@ -110,9 +110,9 @@ def test_every_weight_has_a_gradient(kind: str) -> None:
         weight.data.normal_(0, 0.1, generator=seeded(len(weight)))
     batch = random_batch(classes=2)
     if kind == "regress":
-        batch = replace(batch, labels=torch.rand(len(batch.layout.lengths)))
+        batch = replace(batch, labels=torch.rand(len(batch.first)))
     if kind == "span":
-        batch = replace(batch, labels=torch.zeros(len(batch.layout.lengths), 2, dtype=torch.long))
+        batch = replace(batch, labels=torch.zeros(len(batch.first), 2, dtype=torch.long))
     assert batch.places is not None
     assert batch.targets is not None
     nothing = replace(batch, places=batch.places[:0], targets=batch.targets[:0])

@@ -28,7 +28,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.freeze import chosen
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.surgery import draws
 from xformer.surgery.operations import (
     CLASSES,

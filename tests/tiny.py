@@ -17,11 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published, tokenizers
 from xformer.data.files import write_json
-from xformer.model.attention import layout
-from xformer.model.encoder import Packed
+from xformer.packed import Packed, layout
 
-# torch's FlopCounterMode does not count a product that is added in place
-IN_PLACE = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
 LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17, 11
 VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
 LETTERS = [chr(i) for i in range(33, 33 + PIECES - 5)]  # bytes that stand for themselves
@@ -135,9 +132,14 @@ def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) 
     )
 
 
+def lengths_of(batch: Packed) -> list[int]:
+    """The length of every sequence."""
+    return batch.layout.cu_seqlens.diff().tolist()
+
+
 def padded(batch: Packed, family: str = "bert") -> dict[str, Tensor]:
     """The batch as transformers takes it."""
-    lengths = list(batch.layout.lengths)
+    lengths = lengths_of(batch)
     given = {
         "input_ids": pad_sequence(batch.tokens.split(lengths), True, 7),
         "attention_mask": pad_sequence([torch.ones(n) for n in lengths], True),
@@ -149,7 +151,7 @@ def padded(batch: Packed, family: str = "bert") -> dict[str, Tensor]:
 
 def packed(x: Tensor, batch: Packed) -> Tensor:
     """(N, L, ...) of transformers -> (T, ...), padding left out."""
-    return torch.cat([row[:n] for row, n in zip(x, batch.layout.lengths, strict=True)])
+    return torch.cat([row[:n] for row, n in zip(x, lengths_of(batch), strict=True)])
 
 
 def in_our_names(

@@ -41,7 +41,7 @@ from xformer.data.files import (
 )
 from xformer.data.tokenizers import Tokenizer
 from xformer.model import hilbert
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 FORMAT = 1

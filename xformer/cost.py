@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 BACKWARD = 2  # a product's backward pass is two products of its size

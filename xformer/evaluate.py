@@ -31,9 +31,9 @@ from xformer.data.joined import open_stores
 from xformer.data.store import UNSEEN, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.distributed import Ranks, SystemConfig
-from xformer.model import native
-from xformer.model.encoder import to_device
 from xformer.model.heads import HeadKind, Loss, Model, padded
+from xformer.ops import native
+from xformer.packed import to_device
 from xformer.predictions import FOLDER, Predictions, small, write
 from xformer.run import is_run
 

@@ -15,7 +15,7 @@ from xformer.cost import Work
 from xformer.data.batch import Assembler, Batch, Masks
 from xformer.data.sampler import Stream
 from xformer.distributed import Ranks
-from xformer.model.encoder import Packed, to_device
+from xformer.packed import Packed, to_device
 
 MADE = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
 MOST = 512  # steps made at once: tiny ones hold 3 KiB each beside their tokens

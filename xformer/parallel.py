@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from xformer.distributed import Ranks
-from xformer.model.encoder import Packed
 from xformer.model.heads import Loss, Model
+from xformer.packed import Packed
 
 
 class Sums:

@@ -11,8 +11,8 @@ from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
 from xformer.distributed import ALONE, Ranks
-from xformer.model.encoder import to_device
 from xformer.model.heads import padded
+from xformer.packed import to_device
 
 TEXTS = ("input", "input_b", "id")  # columns of texts that stand beside predictions
 Table = dict[str, list[str]]  # columns of a table by name

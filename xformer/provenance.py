@@ -17,7 +17,7 @@ import torch
 from xformer.config import flat
 from xformer.data.errors import DISTRIBUTION, BadInput
 from xformer.distributed import Ranks
-from xformer.model import native
+from xformer.ops import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 20  # seconds for git

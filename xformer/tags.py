@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from xformer.data.batch import Assembler, Batch, ragged_arange
 from xformer.data.store import UNLABELLED, Split
 from xformer.data.tags import IGNORED, NO_LABEL
-from xformer.model.encoder import Packed
 from xformer.model.heads import Model
+from xformer.packed import Packed
 from xformer.predictions import Predictions, small
 
 WIDTH = 2  # numbers kept of every token: 1 + its likeliest class (0: it was cut), its loss

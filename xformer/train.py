@@ -46,11 +46,12 @@ from xformer.distributed import Ranks, TrainingSystem
 from xformer.evaluate import Scores, check_kind, check_task, score
 from xformer.feed import Feed, Step
 from xformer.freeze import account, chosen, freeze
-from xformer.model import native
-from xformer.model.encoder import ModelConfig, Packed, to_device
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Loss, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
+from xformer.ops import native
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
+from xformer.packed import Packed, to_device
 from xformer.parallel import Replicas, Sums
 from xformer.predictions import write
 from xformer.profile import Profiler

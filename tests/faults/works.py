@@ -24,7 +24,7 @@ from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import open_store
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 
 # it tells of each restart that a curve was begun anew
 logging.getLogger("tensorboard").setLevel(logging.ERROR)

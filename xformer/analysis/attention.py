@@ -104,7 +104,7 @@ def compare(examples: Examples, layers: int) -> list[dict[str, Any]]:
     costs: list[list[np.ndarray]] = [[] for _ in range(layers)]
     parts = list(examples.parts())
     for part in progress(parts, len(examples.rows), "examples", len):
-        ours, theirs = (look_inside(r, part, "explicit")[1].maps for r in examples.readers)
+        ours, theirs = (look_inside(r, part, maps=True)[1].maps for r in examples.readers)
         for layer in range(layers):
             costs[layer] += [
                 distances(a, b).cpu().double().numpy()
@@ -144,7 +144,7 @@ def _picture(
     rows, matching = np.array([row]), found[layer - 1]["matching"]
     maps, pieces = [], []
     for reader, heads in zip(examples.readers, ("first", "second"), strict=True):
-        batch, inside = look_inside(reader, rows, "explicit")
+        batch, inside = look_inside(reader, rows, maps=True)
         maps.append(inside.maps[layer - 1][0].cpu()[matching[heads]].double())
         pieces.append([reader.checkpoint.tokenizer.pieces[i] for i in batch.tokens])
     apart = [float(distances(a[None], b[None])) for a, b in zip(*maps, strict=True)]

@@ -40,7 +40,6 @@ from xformer.analysis.examples import (
 from xformer.analysis.figure import many
 from xformer.data.errors import BadInput, say
 from xformer.data.files import file_checksum, read_json, read_own_json, sync, write_json
-from xformer.model.attention import Backend
 
 FORMAT = 1
 PART = 16384  # tokens of one file of F.h5.parts
@@ -215,8 +214,7 @@ def _append(
 ) -> None:
     """Look into one batch and add it to a part."""
     reader = examples.readers[0]
-    backend: Backend = "explicit" if "attention" in kinds else "auto"
-    batch, inside = look_inside(reader, part, backend)
+    batch, inside = look_inside(reader, part, maps="attention" in kinds)
     _extend(h5, "tokens", batch.tokens.astype(np.int32))
     _extend(h5, "positions", batch.positions.astype(np.int32))
     _extend(h5, "rows", batch.rows)

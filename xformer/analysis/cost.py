@@ -40,10 +40,9 @@ from xformer.config import validate
 from xformer.data.errors import BadInput, say
 from xformer.data.files import make_directory, read_run_json
 from xformer.distributed import Ranks, SystemConfig, slow_precision
-from xformer.model.attention import layout
-from xformer.model.encoder import Packed
 from xformer.model.heads import Model
 from xformer.optim import OptimConfig
+from xformer.packed import Packed, layout
 from xformer.surgery.operations import CLASSES, apply
 
 MASKING = 0.15  # share of the tokens that the head mlm is asked for

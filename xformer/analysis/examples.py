@@ -6,6 +6,7 @@ T tokens in a batch, N rows, C hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from xformer import checkpoint as checkpoints
 from xformer import distributed
@@ -28,9 +29,10 @@ from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
 from xformer.distributed import SystemConfig
-from xformer.model.attention import Backend
-from xformer.model.encoder import Inside, to_device
+from xformer.model.encoder import Encoder
 from xformer.model.heads import Model
+from xformer.ops.attention import probabilities
+from xformer.packed import Packed, to_device
 
 TOKENS = 4096  # of one forward pass
 LONGEST = 128  # most tokens of a row by default
@@ -222,21 +224,51 @@ def _check_aligned(readers: list[Reader]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Inside:
+    """What an encoder computed on the way: `hidden[0]` the embeddings, then one a layer, (T, C);
+    `maps[layer][sequence]` is (H, L, L)."""
+
+    hidden: list[Tensor]
+    maps: list[list[Tensor]]
+
+
 @torch.no_grad()
-def look_inside(
-    reader: Reader,
-    rows: np.ndarray,
-    backend: Backend = "auto",
-) -> tuple[Batch, Inside]:
+def inside(encoder: Encoder, batch: Packed, maps: bool = False) -> Inside:
+    """Every hidden state of a batch, and with `maps` every attention map. Hooks take them from the
+    embeddings, the layers, and the queries, keys and values."""
+    hidden: list[Tensor] = []
+    found: list[list[Tensor]] = []
+    sizes = batch.layout.cu_seqlens.diff().tolist()
+
+    def keep_hidden(module: nn.Module, given: object, x: Tensor) -> None:
+        hidden.append(x[: len(batch.tokens)])
+
+    def keep_maps(module: nn.Module, given: object, qkv: Tensor) -> None:
+        each = probabilities(qkv.view(len(qkv), 3, encoder.config.heads, -1), batch.layout)
+        found.append([x[:, :n, :n] for x, n in zip(each, sizes, strict=True)])
+
+    with ExitStack() as hooks:
+        for module in (encoder.embeddings, *encoder.layers):
+            hooks.callback(module.register_forward_hook(keep_hidden).remove)
+        for layer in encoder.layers if maps else ():
+            hooks.callback(
+                layer.get_submodule("attention.qkv").register_forward_hook(keep_maps).remove
+            )
+        last = encoder(batch)
+    return Inside([*hidden[:-1], last], found)
+
+
+def look_inside(reader: Reader, rows: np.ndarray, maps: bool = False) -> tuple[Batch, Inside]:
     """The packed batch of these rows, and what the encoder computed on the way.
 
     Raises BadInput naming the layer and the row where a number is not finite.
     """
     batch = reader.assembler.batch(rows)
-    inside = reader.model.encoder.inside(to_device(batch, reader.device), backend)
-    for layer, hidden in enumerate(inside.hidden):
+    found = inside(reader.model.encoder, to_device(batch, reader.device), maps)
+    for layer, hidden in enumerate(found.hidden):
         check_finite(hidden, batch, reader, f"layer {layer}")
-    return batch, inside
+    return batch, found
 
 
 def check_finite(x: Tensor, batch: Batch, reader: Reader, what: str) -> None:

@@ -42,9 +42,10 @@ from xformer.analysis.examples import (
 from xformer.checkpoint import Head
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput, Failure, say
-from xformer.model.attention import Backend
-from xformer.model.encoder import Encoder, Packed, to_device
+from xformer.model.encoder import Encoder
 from xformer.model.heads import HeadKind, Model
+from xformer.ops.native import only_plain
+from xformer.packed import Packed, to_device
 
 STRIP = 1024  # rows of a matrix of token by token products that exist at once
 FORMED = 2**22  # numbers of formed gradients that exist at once: more leave the cache
@@ -336,7 +337,7 @@ def inner_products(model: Model, batch: Packed) -> Tensor:
         parameter.requires_grad_(True)
         parameter.grad = None
     watch = PerExample(model, batch)
-    with _every_token(model.encoder), watch:
+    with _every_token(model.encoder), only_plain(), watch:
         loss, _ = model.loss(batch)
     if loss.total.requires_grad:
         loss.total.backward()
@@ -350,8 +351,8 @@ def _every_token(encoder: Encoder) -> Iterator[None]:
     on those alone whose hidden states are asked for."""
     every = encoder.forward
 
-    def forward(batch: Packed, backend: Backend = "auto", places: Tensor | None = None) -> Tensor:
-        x = every(batch, backend)
+    def forward(batch: Packed, places: Tensor | None = None) -> Tensor:
+        x = every(batch)
         return x if places is None else x.index_select(0, places)
 
     encoder.forward = forward  # type: ignore[method-assign]

@@ -29,8 +29,8 @@ from xformer.analysis.command import Command, progress, publish
 from xformer.analysis.examples import ExamplesConfig, Reader, look_inside, open_examples
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
-from xformer.model.attention import layout
-from xformer.model.encoder import Packed
+from xformer.ops.native import only_plain
+from xformer.packed import Packed, layout
 
 Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B by itself
 TOKENS = 2048  # of all copies of an example whose products are taken at once
@@ -66,7 +66,8 @@ def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
 
     Each position of each copy gets a row of its own in place of the embedding table. Copies are
     packed as a batch: so many products are taken at once by the operations' own derivatives, while
-    those of `vmap` fall back to loops. Attention is written out, which has a forward derivative.
+    those of `vmap` fall back to loops. Operations take their plain way, which has a forward
+    derivative.
     """
     encoder, device = reader.model.encoder, reader.device
     L = len(batch.tokens)
@@ -84,7 +85,8 @@ def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
             layout(ends, device),
         )
         table = {"embeddings.word.weight": words.flatten(0, 1)}
-        hidden: Tensor = functional_call(encoder, table, (packed, "explicit"))
+        with only_plain():
+            hidden: Tensor = functional_call(encoder, table, (packed,))
         return hidden.unflatten(0, (B, L))
 
     return last_hidden, encoder.embeddings.word.weight.detach()[tokens]

@@ -35,7 +35,7 @@ from xformer.analysis.examples import (
     open_examples,
 )
 from xformer.data.errors import BadInput
-from xformer.model.encoder import to_device
+from xformer.packed import to_device
 
 
 class PerturbationConfig(ExamplesConfig):
@@ -77,11 +77,11 @@ def outputs(encoder: nn.Module, reader: Reader, examples: Examples) -> list[Tens
     for part in examples.parts():
         batch = reader.assembler.batch(part)
         packed = to_device(batch, reader.device)
-        hidden = encoder(packed, "explicit")
+        hidden = encoder(packed)
         if not torch.isfinite(hidden).all():
             look_inside(reader, part)  # which says in which layer, unless it is for the noise
         check_finite(hidden, batch, reader, "the last layer")
-        found += hidden.split(list(packed.layout.lengths))
+        found += hidden.split(np.diff(batch.cu_seqlens).tolist())
     return found
 
 

@@ -22,7 +22,7 @@ from xformer.data import published
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, file_checksum, put_back, read_json, write_json
 from xformer.data.tokenizers import XLM_ROBERTA
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Model
 
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")

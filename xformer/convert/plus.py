@@ -20,7 +20,8 @@ from xformer.convert.names import PLUS, expand
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
-from xformer.model.encoder import ModelConfig, sinusoids
+from xformer.model.config import ModelConfig
+from xformer.model.encoder import sinusoids
 from xformer.model.heads import Model
 
 HEAD_SIZE = 64  # of the published model: 12 heads of 768

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.model import native
-from xformer.model.attention import drop, refuse_second_derivative, with_room
-from xformer.model.encoder import Encoder, ModelConfig, Packed, activate, layer_norm
+from xformer.model.config import ModelConfig
+from xformer.model.encoder import Encoder, Norm, activate
 from xformer.model.hilbert import FEATURES, HilbertCNN
+from xformer.ops.dropout import dropout
+from xformer.ops.vocabulary_loss import vocabulary_loss
+from xformer.packed import Packed, with_room
 
 HeadKind = Literal["mlm", "classify", "regress", "span", "tag"]
-LOGITS = 2**24  # at a time on the CPU: enough rows for fast products, few enough for the cache
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class MLMHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.width)
-        self.norm = layer_norm(config, config.width)
+        self.norm = Norm(config, config.width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.activation = config.activation
 
@@ -53,117 +54,9 @@ class MLMHead(nn.Module):
         return self.norm(activate(self.dense(x), self.activation))
 
     def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right,
-        without the logits of all places at once. Rows of x behind those of the targets do not
-        count."""
-        total, correct = _VocabularyLoss.apply(self.states(x), word, self.bias, targets)
-        return total, correct
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    """Cross-entropy of h W^T + b by blocks of rows, each with its gradient: softmax less target."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        device = h.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-        half, count = dtype != word.dtype, len(targets)
-        V, wide = len(word), -(-len(word) // 16) * 16  # products are faster into aligned rows
-        rows = max(1, (2**26 if h.is_cuda else LOGITS) // wide)
-        rows = -(-len(h) // max(1, -(-len(h) // rows)))  # as many in every block
-        total, correct = bias.new_zeros(()), bias.new_zeros(())
-        d_h, d_word, d_bias = torch.empty_like(h), torch.empty_like(word), torch.zeros_like(bias)
-        w, b = word.to(dtype), bias.to(dtype)
-        if len(targets) < len(h):
-            targets = F.pad(targets, (0, len(h) - len(targets)))
-        blocks = zip(*(t.split(rows) for t in (h.to(dtype), d_h, targets[:, None])), strict=True)
-        for i, (x, d_x, y) in enumerate(blocks):
-            n = max(0, min(len(x), count - i * rows))  # rows that count
-            logits = x.new_empty(len(x), wide)
-            if bias.dtype == torch.float32 and native.serves(logits, bias):
-                torch.mm(x, w.T, out=logits[:, :V])
-                loss, hits, d = _native_rows(logits, bias, y, n, d_bias)
-            else:
-                torch.addmm(b, x, w.T, out=logits[:, :V])
-                loss, hits, d = _plain_rows(logits, y, n, d_bias)
-            total += loss
-            correct += hits
-            if half:
-                d_x.copy_(d @ w)
-                d_word.copy_(d.T @ x) if i == 0 else d_word.add_(d.T @ x)
-            else:
-                torch.mm(d, w, out=d_x)
-                d_word.addmm_(d.T, x, beta=min(i, 1))  # the first block writes
-        # not saved: so that they are nobody else's, and need not be copied
-        ctx.gradients = (d_h, d_word, d_bias)
-        ctx.mark_non_differentiable(correct)
-        return total, correct
-
-    @staticmethod
-    def backward(ctx: Any, d_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("the loss of training has none: use that of Model.logits")
-        if ctx.gradients is None:
-            raise RuntimeError("the loss of training goes backward once")
-        d_h, d_word, d_bias = ctx.gradients
-        if d_total.device.type == "cpu" and d_total == 1:  # CUDA would wait for the comparison
-            ctx.gradients = None
-        else:
-            d_h, d_word, d_bias = d_h * d_total, d_word * d_total, d_bias * d_total
-        return d_h, d_word, d_bias, None
-
-
-def _native_rows(
-    logits: Tensor,
-    bias: Tensor,
-    y: Tensor,
-    n: int,
-    d_bias: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a block's logits (rows, at least V), still without their bias (V,), and targets y (rows,
-    1): the loss of the first n, how many are right, and the gradient (rows, V), which is added to
-    that of the bias. Raises IndexError where a target is none of the V."""
-    losses, hits = d_bias.new_zeros(2, len(y))
-    y = y.long().contiguous()
-    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(d_bias):
-        raise IndexError(f"a target is not in 0 to {len(d_bias) - 1}")
-    native.call(
-        "cross_entropy",
-        logits.dtype,
-        logits,
-        bias,
-        y,
-        losses,
-        hits,
-        d_bias,
-        len(y),
-        n,
-        len(bias),
-        logits.size(1),
-    )
-    return losses.sum(), hits.sum(), logits[:, : len(d_bias)]
-
-
-def _plain_rows(
-    logits: Tensor,
-    y: Tensor,
-    n: int,
-    d_bias: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_native_rows` by operations of torch, of logits with their bias."""
-    logits[:, len(d_bias) :] = -torch.inf
-    dtype, logits = logits.dtype, logits.to(d_bias.dtype)
-    top, right = logits.amax(1, keepdim=True), logits.gather(1, y)
-    hits = (right == top)[:n]  # of which the first of equal logits is; argmax is slow on the CPU
-    some = slice(n) if logits.is_cuda else hits.nonzero()[:, 0]
-    hits = logits[some].argmax(1, keepdim=True) == y[some]
-    torch.softmax(logits, 1, out=logits)
-    loss = (top - logits.amax(1, keepdim=True).log() - right)[:n].sum()
-    d = logits.scatter_add_(1, y, torch.full_like(right, -1.0))[:, : len(d_bias)]
-    d[n:] = 0
-    d_bias += d.sum(0)
-    return loss, hits.sum(), d.to(dtype)
+        """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right.
+        Rows of x after those of the targets do not count."""
+        return vocabulary_loss(self.states(x), word, self.bias, targets)
 
 
 class Model(nn.Module):
@@ -216,6 +109,9 @@ class Model(nn.Module):
         total = torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
         return Loss(total, 0, torch.zeros_like(total.detach()))
 
+    def _drop(self, x: Tensor, rate: float) -> Tensor:
+        return dropout(x, rate if self.training else 0.0)
+
     def pooled(self, x: Tensor) -> Tensor:
         """The hidden states of each sequence's first token, (N, C), -> the pooled ones, (N, C).
 
@@ -225,7 +121,7 @@ class Model(nn.Module):
             return x
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
-        y = self.pooler(drop(x, self.first_dropout, self.training))
+        y = self.pooler(self._drop(x, self.first_dropout))
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
     def logits(self, batch: Packed) -> Tensor:
@@ -243,7 +139,7 @@ class Model(nn.Module):
             x = self.encoder(batch, places=batch.places if self.kind == "tag" else None)
         else:
             x = self.pooled(self.encoder(batch, places=batch.first))  # (N, C)
-        return self.task_head(drop(x, self.dropout, self.training))
+        return self.task_head(self._drop(x, self.dropout))
 
     def loss(self, batch: Packed) -> tuple[Loss, Tensor]:
         """The summed loss and the logits: cross-entropy (of a span the mean of start and end), or
@@ -290,7 +186,7 @@ class Model(nn.Module):
         if self.pair_scale:
             assert self.pair_head is not None
             assert batch.labels is not None
-            pooled = drop(self.pooled(first), self.pair_dropout, self.training)
+            pooled = self._drop(self.pooled(first), self.pair_dropout)
             pairs = self.pair_head(pooled).float()
             pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
             loss = replace(loss, total=loss.total + self.pair_scale * pair_loss, pairs=pairs)
@@ -303,10 +199,10 @@ def _of_each(losses: Tensor, right: Tensor) -> Loss:
 
 
 def padded(values: Tensor, batch: Packed) -> Tensor:
-    """Packed values (T, K) -> (N, L, K), with -inf behind the end of a sequence."""
+    """Packed values (T, K) -> (N, L, K), with -inf after the end of a sequence."""
     ends = batch.layout.cu_seqlens
     sizes = ends.diff()  # (N,)
     row = torch.arange(len(sizes), device=values.device)
     row = row.repeat_interleave(sizes, output_size=len(values))  # given, no device is waited for
-    out = values.new_full((len(sizes), batch.layout.max_length, values.size(1)), -torch.inf)
+    out = values.new_full((len(sizes), batch.layout.longest, values.size(1)), -torch.inf)
     return out.index_put((row, batch.positions), values)

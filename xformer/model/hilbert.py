@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
-from xformer.model.encoder import ModelConfig, Packed
+from xformer.model.config import ModelConfig
+from xformer.packed import Packed
 
 FEATURES = 50  # width of what the task head reads
 INNER = 4  # channels between the two convolutions of a residual branch

@@ -13,7 +13,7 @@ from xformer.config import parse_overrides, validate
 from xformer.data import mapping
 from xformer.data.errors import BadInput
 from xformer.evaluate import EvaluateConfig, check_kind
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
 from xformer.study.stores import Stored, Stores, Words

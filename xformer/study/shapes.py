@@ -9,7 +9,7 @@ from xformer.config import validate
 from xformer.convert import hf
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.study.plan import Plan, Work
 from xformer.surgery.operations import Operation, Transplant, parse, shape_after
 from xformer.train import Recipe, with_settings

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise, number
 from xformer.data.errors import BadInput
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 
 BUCKET = 2**15  # elements that the cache of one core holds
 CHUNK = 8 * BUCKET  # elements that are dealt out to buckets at once

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise
 from xformer.data.errors import BadInput
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.surgery.draws import changed, redrawn, refuse_cnn
 
 LAYERS = "encoder.layers."

@@ -18,7 +18,7 @@ from xformer.checkpoint import Checkpoint, Distribution
 from xformer.config import Settings, nearest, validate
 from xformer.data.errors import BadInput
 from xformer.data.store import open_store
-from xformer.model.encoder import ModelConfig
+from xformer.model.config import ModelConfig
 from xformer.surgery import everything, layers, words
 
 

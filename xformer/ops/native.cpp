@@ -1,10 +1,10 @@
-// What lies between the large matrix products of a training step on the CPU: attention, LayerNorm with
-// what comes before it, and the loss over a vocabulary.
+// The C++ ways of the operations in this folder: attention, LayerNorm of a residual sum, dropout, and
+// the loss over a vocabulary. They do the work between the large matrix products of a step on the CPU.
 //
-// native.py compiles this file and calls what is extern "C". A matrix is (rows, columns), row by row
-// without gaps. Its numbers are float, or bf16 which every kernel reads into float and rounds when it
-// writes. A row, or a head of a sequence, is the work of one thread; only sums over rows depend on how
-// many there are, so that the same number gives the same bits.
+// setup.py compiles this file when the package is installed, and native.py calls what is extern "C".
+// A matrix is (rows, columns), row by row without gaps. Its numbers are float or bf16; bf16 is read
+// into float and rounded when it is written. One thread does a whole row, or a whole head of a
+// sequence. Only sums over rows depend on the number of threads, so the same number gives the same bits.
 
 #include <omp.h>
 
@@ -75,12 +75,14 @@ inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// The mask of kernel_base.keep: an element is kept by a hash of the seed, its row and its column.
+// Whether an element is kept depends on a hash of the seed, its row and its column, as in dropout.py.
+// `seed` may be null if the rate is 0.
 struct Mask {
     uint32_t a, b, below;
     float scale;
 
-    Mask(uint64_t seed, double rate) {
+    Mask(const int64_t* given, double rate) {
+        uint64_t seed = given ? uint64_t(*given) : 0;
         uint32_t low = uint32_t(seed), high = uint32_t(seed >> 32);
         a = mix(mix(low ^ 0x243F6A88) ^ high);
         b = mix(mix(high ^ 0x85A308D3) ^ low);
@@ -119,16 +121,19 @@ struct Row {  // of a mask
     float dropout(float value, int64_t column) const { return kept(value * scale, column); }
 };
 
+// out = dropout(x); the gradient of x is dropout(that of out) with the same seed.
 template <class T>
-void fill_mask(T* out, int64_t rows, int64_t columns, uint64_t seed, double rate) {
+int dropout(const T* x, T* out, int64_t rows, int64_t columns, double rate, const int64_t* seed) {
     Mask mask(seed, rate);
 #pragma omp parallel for schedule(static) if (rows * columns > FEW)
     for (int64_t r = 0; r < rows; r++) {
         Row row(mask, r);
+        const T* i = x + r * columns;
         T* o = out + r * columns;
 #pragma omp simd
-        for (int64_t c = 0; c < columns; c++) write(o[c], row.kept(1.0f, c));
+        for (int64_t c = 0; c < columns; c++) write(o[c], row.dropout(read(i[c]), c));
     }
+    return 0;
 }
 
 // ------------------------------------------------------------------------------------- attention
@@ -243,12 +248,19 @@ void transpose(const float* from, int64_t rows, int64_t D, int64_t wide, float* 
     }
 }
 
-// out = dropout(softmax(q k^T / sqrt(D))) v of N packed sequences, sequence i of rows ends[i] to
-// ends[i + 1]; qkv is (T, 3, H, D), out (T, H, D). `sums` (T, H, 2): of every row the largest
-// score, and 1 / the sum of exponentials.
+// out = dropout(softmax(q k^T / sqrt(D))) v of N packed sequences. Sequence i is rows ends[i] to
+// ends[i + 1]. qkv is (T, 3, H, D) and out (T, H, D); rows after the last sequence become 0.
+// `sums` (T, H, 2) holds each row's largest score, and 1 / the sum of its exponentials.
+// Returns 1, and does nothing, if a sequence is longer than `longest` or `ends` do not rise from 0
+// to T at most.
 template <class T>
-void attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t N, int64_t H, int64_t D,
-               int64_t longest, uint64_t seed, double rate) {
+int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t tokens, int64_t N,
+              int64_t H, int64_t D, int64_t longest, double rate, const int64_t* seed) {
+    bool good = ends[0] == 0 && ends[N] <= tokens;
+    for (int64_t i = 0; i < N; i++)
+        good = good && ends[i] <= ends[i + 1] && ends[i + 1] - ends[i] <= longest;
+    if (!good) return 1;
+    std::fill(out + ends[N] * H * D, out + tokens * H * D, T{});
     Mask mask(seed, rate);
     float scale = 1.0f / std::sqrt(float(D));
 #pragma omp parallel
@@ -291,12 +303,15 @@ void attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t N
                 }
             }
     }
+    return 0;
 }
 
 // The gradient of qkv from that of out; the probabilities are computed anew (Dao 2023, section 3).
 template <class T>
-void attention_backward(const T* qkv, const int32_t* ends, const float* sums, const T* d_out, T* d_qkv,
-                        int64_t N, int64_t H, int64_t D, int64_t longest, uint64_t seed, double rate) {
+int attention_backward(const T* qkv, const int32_t* ends, const float* sums, const T* d_out, T* d_qkv,
+                       int64_t tokens, int64_t N, int64_t H, int64_t D, int64_t longest, double rate,
+                       const int64_t* seed) {
+    std::fill(d_qkv + ends[N] * 3 * H * D, d_qkv + tokens * 3 * H * D, T{});
     Mask mask(seed, rate);
     float scale = 1.0f / std::sqrt(float(D));
 #pragma omp parallel
@@ -359,32 +374,16 @@ void attention_backward(const T* qkv, const int32_t* ends, const float* sums, co
                 scatter(room.dv, W, L, D, 1, to + 2 * H * D, 3 * H * D);
             }
     }
-}
-
-// The mask of `attention` for n sequences from ends[0] on, as (n, H, L, L): 0 or 1.
-template <class T>
-void attention_mask(T* out, const int32_t* ends, int64_t n, int64_t H, int64_t L, uint64_t seed,
-                    double rate) {
-    Mask mask(seed, rate);
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t h = 0; h < H; h++) {
-            Mask head = mask.of(h);
-            for (int64_t r = 0; r < L; r++) {
-                Row row(head, ends[i] + r);
-                T* o = out + ((i * H + h) * L + r) * L;
-#pragma omp simd
-                for (int64_t c = 0; c < L; c++) write(o[c], row.kept(1.0f, c));
-            }
-        }
+    return 0;
 }
 
 // ------------------------------------------------------------------------------------- LayerNorm
 
-// z = x + dropout(y), out = LayerNorm(z); of every row its mean and 1 / sqrt(variance + eps).
+// z = x + dropout(y) and out = LayerNorm(z). `moments` (rows, 2) holds each row's mean and
+// 1 / sqrt(variance + eps).
 template <class T>
-void add_norm(const float* x, const T* y, const float* weight, const float* bias, float* z, float* out,
-              float* moments, int64_t rows, int64_t columns, double eps, uint64_t seed, double rate) {
+int add_norm(const float* x, const T* y, const float* weight, const float* bias, float* z, float* out,
+              float* moments, int64_t rows, int64_t columns, double eps, double rate, const int64_t* seed) {
     Mask mask(seed, rate);
 #pragma omp parallel for schedule(static) if (rows * columns > FEW)
     for (int64_t r = 0; r < rows; r++) {
@@ -408,13 +407,14 @@ void add_norm(const float* x, const T* y, const float* weight, const float* bias
         moments[2 * r] = mean;
         moments[2 * r + 1] = factor;
     }
+    return 0;
 }
 
-// d_x and d_y from d_out and, where it is not null, d_z; d_weight and d_bias are written.
+// d_x and d_y from d_out and d_z, which may be null; d_y may be d_x. Writes d_weight and d_bias too.
 template <class T>
-void add_norm_backward(const float* d_out, const float* d_z, const float* z, const float* moments,
+int add_norm_backward(const float* d_out, const float* d_z, const float* z, const float* moments,
                        const float* weight, float* d_x, T* d_y, float* d_weight, float* d_bias,
-                       int64_t rows, int64_t columns, uint64_t seed, double rate) {
+                       int64_t rows, int64_t columns, double rate, const int64_t* seed) {
     Mask mask(seed, rate);
     bool many = rows * columns > FEW;
     int threads = many ? omp_get_max_threads() : 1;
@@ -464,17 +464,21 @@ void add_norm_backward(const float* d_out, const float* d_z, const float* z, con
         d_weight[c] = w;
         d_bias[c] = b;
     }
+    return 0;
 }
 
 // -------------------------------------------------------------------------------- the vocabulary
 
-// Of each row of logits (`stride` apart, and still without their bias) the cross-entropy with its target,
-// whether the target is the first of the largest, and in place the gradient: softmax less target, and 0
-// behind the columns, where a product may read. Rows from `valid` on count for nothing. The gradient's
-// sums over rows are added to d_bias.
+// The cross-entropy of each row of logits with its target. The logits, whose rows are `stride` apart,
+// come without their bias; they are replaced by the gradient: softmax less target, and 0 after the last
+// column. `hits` says whether the target is the first of the largest logits. Rows from `valid` on do
+// not count: their gradient is 0. The gradient's sums over rows are added to d_bias.
+// Returns 1, and does nothing, if a target is not one of the columns.
 template <class T>
-void cross_entropy(T* logits, const float* bias, const int64_t* targets, float* losses, float* hits,
-                   float* d_bias, int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
+int cross_entropy(T* logits, const float* bias, const int64_t* targets, float* losses, float* hits,
+                  float* d_bias, int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
+    for (int64_t r = 0; r < valid; r++)
+        if (targets[r] < 0 || targets[r] >= columns) return 1;
     int threads = omp_get_max_threads();
     std::vector<float> sums(columns * threads, 0.0f);
 #pragma omp parallel num_threads(threads)
@@ -516,6 +520,7 @@ void cross_entropy(T* logits, const float* bias, const int64_t* targets, float* 
         for (int64_t c = 0; c < columns; c++)
             for (int t = 0; t < threads; t++) d_bias[c] += sums[columns * t + c];
     }
+    return 0;
 }
 
 }  // namespace
@@ -527,10 +532,14 @@ void cross_entropy(T* logits, const float* bias, const int64_t* targets, float* 
     void* NAME##_bfloat16 = reinterpret_cast<void*>(NAME<bf16>);
 
 extern "C" {
-EXPORT(fill_mask)
+// From setup.py: the checksum of this file, the processor's features, and the name of the build.
+const char* xformer_source = XFORMER_SOURCE;
+const char* xformer_processor = XFORMER_PROCESSOR;
+const char* xformer_build = XFORMER_BUILD;
+
+EXPORT(dropout)
 EXPORT(attention)
 EXPORT(attention_backward)
-EXPORT(attention_mask)
 EXPORT(add_norm)
 EXPORT(add_norm_backward)
 EXPORT(cross_entropy)

@@ -1,0 +1,462 @@
+"""Every way of every operation against its plain way in fp64: values, gradients and types.
+
+T tokens, N sequences, H heads, D size of a head, C width, M masked tokens, E embedding size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import seeded
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from xformer.ops import native
+from xformer.ops.add_norm import add_norm
+from xformer.ops.attention import Layout, attention, probabilities
+from xformer.ops.dropout import dropout, kept, new_seed, plain
+from xformer.ops.vocabulary_loss import vocabulary_loss
+from xformer.packed import layout
+
+HALF, FP16, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# the largest error of a type, relative to the reference's norm
+ERRORS = {DOUBLE: 1e-12, SINGLE: 1e-5, HALF: 2e-2, FP16: 3e-3}
+RATE = 0.3
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation on inputs of certain shapes. `run` takes the inputs, which have a gradient, then
+    `whole`, a tensor of integers, and the rate of dropout."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    run: Run
+    whole: Tensor = field(default_factory=lambda: torch.empty(0))
+    fp32: tuple[int, ...] = ()  # inputs that stay in fp32 where others are in 16 bit
+
+    def inputs(self, dtype: torch.dtype) -> list[Tensor]:
+        made = [
+            torch.randn(shape, generator=seeded(i), dtype=DOUBLE)
+            for i, shape in enumerate(self.shapes)
+        ]
+        types = [SINGLE if i in self.fp32 and dtype.itemsize == 2 else dtype for i in range(9)]
+        return [x.to(t).requires_grad_() for x, t in zip(made, types, strict=False)]
+
+
+def of_attention(lengths: list[int], heads: int, size: int, more: int = 0) -> Case:
+    where = layout(np.cumsum([0, *lengths]))
+    name = f"attention {lengths[:5]} {heads} x {size}"
+    shape = sum(lengths) + more, 3, heads, size
+
+    def run(qkv: Tensor, cu_seqlens: Tensor, rate: float) -> Any:
+        return (attention(qkv, Layout(cu_seqlens, where.longest), rate),)
+
+    return Case(name, (shape,), run, where.cu_seqlens)
+
+
+def of_norm(rows: int, width: int) -> Case:
+    shapes = (rows, width), (rows, width), (width,), (width,)
+
+    def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, _: Tensor, rate: float) -> Any:
+        return add_norm(x, y, weight, bias, 1e-3, rate)
+
+    return Case(f"add_norm {rows} x {width}", shapes, run, fp32=(0, 2, 3))
+
+
+def of_dropout(*shape: int) -> Case:
+    return Case(f"dropout {shape}", (shape,), lambda x, _, rate: (dropout(x, rate),))
+
+
+def of_vocabulary(masked: int, width: int, pieces: int, more: int = 0) -> Case:
+    targets = torch.randint(pieces, (masked,), generator=seeded(7))
+
+    def run(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor, rate: float) -> Any:
+        return (vocabulary_loss(h, word, bias, targets)[0],)
+
+    shapes = (masked + more, width), (pieces, width), (pieces,)
+    return Case(
+        f"vocabulary_loss {masked} + {more}, {width}, {pieces}", shapes, run, targets, fp32=(2,)
+    )
+
+
+CASES = [
+    # one token; repeats; whole tiles of 8 and 16 and one more or less; more than a block of queries
+    *(
+        of_attention(lengths, heads, size, more=3)
+        for lengths in ([1], [2, 2, 2], [7, 1, 0, 13, 1], [15, 16, 17, 8, 9], [64, 65, 63, 200])
+        for heads, size in ((3, 1), (4, 5), (12, 32), (2, 48), (1, 128))
+    ),
+    of_attention([4096], 1, 3),
+    of_attention([], 2, 8),
+    of_attention([], 2, 8, more=5),
+    of_attention([0, 0], 2, 8),
+    *(of_norm(*shape) for shape in ((0, 5), (1, 1), (5, 33), (300, 384), (7, 1000))),
+    *(of_dropout(*shape) for shape in ((0, 3), (1,), (5,), (13, 7, 99), (300, 384))),
+    *(
+        of_vocabulary(*shape)
+        for shape in ((0, 7, 97), (0, 7, 97, 16), (1, 1, 1), (29, 7, 97), (29, 13, 500, 3))
+    ),
+]
+WAYS = {  # the types that each claims
+    "C++": (SINGLE, HALF),
+    "plain": (DOUBLE, SINGLE, HALF, FP16),
+}
+
+
+@contextmanager
+def taking(way: str) -> Iterator[None]:
+    if way == "C++":
+        if native.absent:
+            pytest.skip(f"no C++ operations: {native.absent}")
+        yield
+        return
+    with native.only_plain() if way == "plain" else nullcontext():
+        yield
+
+
+def results(case: Case, dtype: torch.dtype, way: str, rate: float) -> list[Tensor]:
+    """The outputs, then the gradients of the inputs, in one direction and with one mask."""
+    given = case.inputs(dtype)
+    torch.manual_seed(3)
+    with taking(way):
+        out = list(case.run(*given, case.whole, rate))
+        ahead = [
+            torch.randn(x.shape, generator=seeded(20 + i), dtype=DOUBLE).to(x.dtype)
+            for i, x in enumerate(out)
+        ]
+        gradients = torch.autograd.grad(out, given, ahead)
+    for x, gradient in zip(given, gradients, strict=True):
+        assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape)
+    return [*(x.detach() for x in out), *gradients]
+
+
+@pytest.mark.parametrize("rate", [0.0, RATE])
+@pytest.mark.parametrize(
+    ("way", "dtype"), [(way, t) for way, types in WAYS.items() for t in types if t != DOUBLE]
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_way_equals_the_plain_one_in_fp64(
+    case: Case, way: str, dtype: torch.dtype, rate: float
+) -> None:
+    found, wanted = results(case, dtype, way, rate), results(case, DOUBLE, "plain", rate)
+    # the inputs' own rounding is no error of an operation, but moves what it gives
+    bound = ERRORS[dtype] * (3 if dtype.itemsize == 2 else 1)
+    for one, two in zip(found, wanted, strict=True):
+        assert one.isfinite().all()
+        # q and k of a sequence of one token have a gradient of 0
+        assert float((one.double() - two).norm()) <= bound * max(float(two.norm()), 1.0)
+
+
+def test_rows_after_the_last_sequence_are_zero() -> None:
+    for way in WAYS:
+        out, gradient = results(of_attention([3, 4], 2, 8, more=3), SINGLE, way, RATE)
+        assert not out[-3:].any()
+        assert not gradient[-3:].any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_finite_shows_and_stays_in_its_place(way: str, value: float) -> None:
+    with taking(way), torch.no_grad():
+        qkv = torch.randn(20, 3, 2, 8, generator=seeded(0))
+        qkv[12, 1, 1, 3] = value  # a key of the second sequence and head
+        bad = ~attention(qkv, layout([0, 9, 20])).isfinite()
+        assert bad[9:, 1].any()
+        assert not bad[:9].any()
+        assert not bad[:, 0].any()
+        x, one = torch.randn(5, 33, generator=seeded(1)), torch.ones(33)
+        x[2, 7] = value
+        for out in add_norm(x, x, one, one, 1e-3):
+            assert (~out.isfinite()).any(1).tolist() == [False, False, True, False, False]
+        h, word = torch.randn(4, 7, generator=seeded(2)), torch.randn(50, 7, generator=seeded(3))
+        h[1, 0] = value
+        loss, _ = vocabulary_loss(h, word, torch.zeros(50), torch.arange(4))
+        assert not loss.isfinite()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_not_a_number_stays_in_its_head(way: str) -> None:
+    qkv = torch.randn(20, 3, 2, 8, generator=seeded(0)).requires_grad_()
+    with taking(way):
+        out = attention(qkv, layout([0, 9, 20]), RATE)
+        direction = torch.ones_like(out)
+        direction[12, 1, 3] = math.nan
+        (found,) = torch.autograd.grad(out, qkv, direction)
+    assert found[9:, :2, 1].isnan().any()
+    assert not found[:9].isnan().any()
+    assert not found[:, :, 0].isnan().any()
+
+
+def test_far_scores_and_far_logits() -> None:
+    """Most probabilities are 0 in fp32."""
+    qkv = torch.randn(20, 3, 2, 8, generator=seeded(0))
+    qkv[:, :2] *= 100
+    h, word = torch.randn(9, 7, generator=seeded(1)), 1e4 * torch.randn(50, 7, generator=seeded(2))
+    found = []
+    for way in WAYS:
+        with taking(way):
+            out = attention(qkv, layout([0, 9, 20]))
+            loss, correct = vocabulary_loss(h, word, torch.zeros(50), torch.arange(9))
+        assert out.isfinite().all()
+        assert loss.isfinite()
+        found.append([out, loss, correct])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+# ---------------------------------------------------------------------------- dropout's masks
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rate", [1e-9, 0.1, 0.5, 0.9, 1 - 1e-9])
+def test_dropout_has_the_rate_asked_for(way: str, rate: float) -> None:
+    torch.manual_seed(0)
+    with taking(way):
+        mask = dropout(torch.ones(300, 4001), rate) == 0
+    deviation = math.sqrt(rate * (1 - rate) / mask.numel())
+    assert abs(float(mask.float().mean()) - rate) <= 5 * deviation + 1e-6
+    if 0.05 < rate < 0.95:  # no row or column stands out
+        for axis in (0, 1):
+            counts = mask.double().sum(axis)
+            variance = mask.size(axis) * rate * (1 - rate)
+            assert abs(float(counts.var()) / variance - 1) < 6 * math.sqrt(2 / len(counts))
+
+
+def test_masks_are_independent() -> None:
+    """Of neighbours in every direction, of other heads, and of other seeds."""
+    heads, side, rate = 6, 200, 0.1
+    position, head = torch.arange(side).int(), torch.arange(heads).int()[:, None, None]
+
+    def mask(seed: int) -> Tensor:
+        where = torch.tensor(seed)
+        return kept(rate, where, position[:, None], position, head).double() - (1 - rate)
+
+    one = mask(5)
+    pairs = [(one[1:], one[:-1]), (one, one.mT)]
+    pairs += [(one, mask(other)) for other in (4, 6, 5 + 2**32, 5 << 32)]
+    for lag in (1, 2, 16, 64):
+        pairs += [(one[:, lag:], one[:, :-lag]), (one[:, :, lag:], one[:, :, :-lag])]
+    below = torch.ones(side, side).tril(-1).bool()
+    for a, b in pairs:
+        a, b = (a[:, below], b[:, below]) if b.data_ptr() == a.data_ptr() else (a, b)
+        correlation = float((a * b).mean()) / (rate * (1 - rate))
+        assert abs(correlation) <= 5 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**61 + 12345])
+def test_all_ways_have_the_same_masks(seed: int) -> None:
+    """Bit for bit: of dropout, of add_norm, and of attention, whose identity for v shows it."""
+    if native.absent:
+        pytest.skip(f"no C++ operations: {native.absent}")
+    x, where = torch.ones(37, 77), torch.tensor(seed)
+    wanted = plain(x, RATE, where)
+    assert torch.equal(torch.ops.xformer.dropout(x, RATE, where), wanted)
+    out = torch.ops.xformer.add_norm(0 * x, x, x[0], x[0], 1e-5, RATE, where)
+    assert torch.equal(out[1], wanted)
+    qkv = torch.zeros(9, 3, 2, 9)
+    qkv[:, 2] = torch.eye(9)[:, None]
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    found = torch.ops.xformer.attention(qkv, ends, 9, RATE, where)[0]  # (T, H, keys)
+    position, head = torch.arange(9).int(), torch.arange(2).int()[:, None, None]
+    assert torch.equal(
+        found.transpose(0, 1) > 0, kept(RATE, where, position[:, None], position, head)
+    )
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_seed_fixes_the_mask() -> None:
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(dropout(torch.ones(7, 13), 0.5))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert dropout(found[0], 0.0) is found[0]
+
+
+def test_dropout_falls_on_the_probabilities() -> None:
+    qkv = torch.randn(60, 3, 2, 60, generator=seeded(1))
+    qkv[:, 2] = torch.eye(60)[:, None]  # an output row is its row of probabilities
+    weights = probabilities(qkv, layout([0, 60]))[0].transpose(0, 1)
+    for way in WAYS:
+        with taking(way):
+            found = attention(qkv, layout([0, 60]), RATE)
+        left = found != 0
+        torch.testing.assert_close(found[left], weights[left] / (1 - RATE))
+
+
+# ------------------------------------------------------------- what else PyTorch can do with them
+
+
+@pytest.mark.parametrize("case", CASES[:1] + CASES[-1:] + CASES[28:32], ids=lambda case: case.name)
+def test_the_plain_way_has_second_derivatives(case: Case) -> None:
+    given = case.inputs(DOUBLE)
+    with native.only_plain():
+        assert torch.autograd.gradgradcheck(lambda *x: case.run(*x, case.whole, 0.0), given)
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], of_norm(4, 6), of_vocabulary(4, 6, 9)], ids=lambda case: case.name
+)
+def test_the_fast_way_says_that_it_has_none(case: Case) -> None:
+    if native.absent:
+        pytest.skip(f"no C++ operations: {native.absent}")
+    given = case.inputs(SINGLE)
+    out = case.run(*given, case.whole, 0.0)[0]
+    with pytest.raises(RuntimeError, match=r"second derivative: .* has none in C\+\+"):
+        torch.autograd.grad(out.sum(), given, create_graph=True)
+
+
+def test_dropout_in_cpp_is_differentiated_as_often_as_one_likes() -> None:
+    x = torch.randn(5, 7, generator=seeded(0)).requires_grad_()
+    (first,) = torch.autograd.grad(dropout(x, RATE).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(second != 0, first != 0)
+
+
+SOME = [CASES[0], CASES[8], CASES[27], *CASES[29:32], CASES[-2]]
+
+
+def without_content(case: Case, dtype: torch.dtype, way: str, device: str) -> list[Tensor]:
+    """The outputs of an operation on tensors without content, and on the CPU the gradients."""
+    types = [x.dtype for x in case.inputs(dtype)]
+    with FakeTensorMode(), taking(way):
+        made = zip(case.shapes, types, strict=True)
+        given = [torch.empty(n, dtype=t, device=device, requires_grad=True) for n, t in made]
+        whole = torch.empty(case.whole.shape, dtype=case.whole.dtype, device=device)
+        out = list(case.run(*given, whole, RATE))
+        if device == "cpu":
+            out += torch.autograd.grad(out, given, [torch.empty_like(x) for x in out])
+    return out
+
+
+@pytest.mark.parametrize(("way", "dtype"), [(way, t) for way, types in WAYS.items() for t in types])
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_a_way_runs_on_tensors_without_content(case: Case, way: str, dtype: torch.dtype) -> None:
+    """It gives the shapes and types of the real one, and asks for no value."""
+    real = results(case, dtype, way, RATE)
+    for fake, wanted in zip(without_content(case, dtype, way, "cpu"), real, strict=True):
+        assert (fake.shape, fake.dtype) == (wanted.shape, wanted.dtype)
+
+
+# what PyTorch without CUDA lacks to hold tensors without content on a CUDA device
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+"""
+
+
+def check_cuda(guard: str) -> None:
+    """The kernels for CUDA, which PyTorch ships, take what we give them. (Without a device there is
+    no backward pass.)"""
+    ctypes.CDLL(guard)
+    for case in SOME:
+        for dtype in (SINGLE, HALF, FP16):
+            real = results(case, dtype, "plain", RATE)
+            for fake, wanted in zip(
+                without_content(case, dtype, "CUDA", "cuda"), real, strict=False
+            ):
+                assert (fake.shape, fake.dtype) == (wanted.shape, wanted.dtype), case.name
+                assert fake.device == torch.device("cuda:0"), case.name
+    print("checked")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has CUDA")
+def test_cuda_runs_on_tensors_without_content(tmp_path: Path) -> None:
+    source, guard, torchs = tmp_path / "guard.cpp", tmp_path / "guard.so", Path(torch.__path__[0])
+    source.write_text(GUARD)
+    line = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{torchs / 'include'}", str(source)]
+    subprocess.run([*line, f"-L{torchs / 'lib'}", "-lc10", "-o", str(guard)], check=True)
+    code = f"import test_ops; test_ops.check_cuda({str(guard)!r})"
+    line = [sys.executable, "-c", code]
+    ended = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "checked\n"), ended.stderr
+
+
+def test_the_operations_pass_torchs_own_checks() -> None:
+    if native.absent:
+        pytest.skip(f"no C++ operations: {native.absent}")
+    ops, seed = torch.ops.xformer, new_seed()
+    x, y, weight, bias = of_norm(5, 33).inputs(SINGLE)
+    (qkv,) = of_attention([7, 1, 13], 2, 8).inputs(SINGLE)
+    h, word, b = of_vocabulary(9, 7, 50).inputs(SINGLE)
+    ends, targets = torch.tensor([0, 7, 8, 21], dtype=torch.int32), torch.arange(9)
+    for operation, given in (
+        (ops.dropout, (x, RATE, seed)),
+        (ops.add_norm, (x, y, weight, bias, 1e-3, RATE, seed)),
+        (ops.add_norm, (x, y, weight, bias, 1e-3, 0.0, None)),
+        (ops.attention, (qkv, ends, 13, RATE, seed)),
+        (ops.vocabulary_loss, (h, word, b, targets)),
+    ):
+        assert set(torch.library.opcheck(operation.default, given).values()) == {"SUCCESS"}
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def test_layouts_and_targets_that_do_not_fit_are_refused() -> None:
+    if native.absent:
+        pytest.skip(f"no C++ operations: {native.absent}")
+    qkv = torch.randn(4, 3, 2, 3)
+    for ends, longest in (([0, 5], 5), ([0, 4], 3), ([0, 3, 2], 3), ([1, 4], 3)):
+        with pytest.raises(ValueError, match="the layout does not fit"):
+            torch.ops.xformer.attention(
+                qkv, torch.tensor(ends, dtype=torch.int32), longest, 0.0, None
+            )
+    h, word, bias = torch.randn(3, 8), torch.randn(50, 8), torch.zeros(50)
+    for way in WAYS:
+        for target in (-101, 50):
+            with taking(way), pytest.raises(IndexError):
+                vocabulary_loss(h, word, bias, torch.tensor([1, target, 2]))
+
+
+def test_what_the_library_does_not_take_goes_the_plain_way() -> None:
+    x = torch.randn(4, 3, 2, 8)
+    assert not native.serves(x.double())
+    assert not native.serves(x.half())
+    assert not native.serves(x.transpose(0, 1))
+    assert not native.serves(x.to("meta"))
+    with native.only_plain():
+        assert native.plain_is_asked()
+        assert not native.serves(x)
+    assert not native.plain_is_asked()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_of_equal_logits_the_first_is_the_prediction() -> None:
+    h, word, bias = torch.ones(3, 8), torch.zeros(50, 8), torch.zeros(50)
+    bias[0] = bias[-1] = 1.0
+    for dtype in (SINGLE, HALF):
+        for piece, wanted in ((0, 3), (49, 0)):
+            targets = torch.full((3,), piece)
+            assert int(vocabulary_loss(h.to(dtype), word.to(dtype), bias, targets)[1]) == wanted
+
+
+def test_equal_bits_by_any_number_of_threads() -> None:
+    """Of a mask and of attention; and of sums over rows by the same number."""
+    threads, found = torch.get_num_threads(), []
+    cases = of_dropout(300, 384), of_attention([64, 65, 200], 4, 32), of_norm(300, 384)
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            found.append([results(case, SINGLE, "C++", RATE) for case in cases])
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for one, two in zip(found[0][:2], other[:2], strict=True):
+            assert all(map(torch.equal, one, two))
+    assert all(map(torch.equal, found[1][2], found[3][2]))

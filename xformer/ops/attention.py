@@ -1,0 +1,200 @@
+"""Self-attention on packed sequences.
+
+T tokens in the batch, N sequences, H heads, D size of a head, L length of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.ops import dropout as dropouts
+from xformer.ops import native
+from xformer.ops.library import define, differentiate
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sequences of a packed batch lie: sequence i is the rows cu_seqlens[i] to
+    cu_seqlens[i + 1]. `longest` is the length of the longest one."""
+
+    cu_seqlens: Tensor  # (N + 1,) int32, on the batch's device
+    longest: int
+
+
+def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
+
+    qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` falls
+    on the probabilities. On the CPU there may be rows after the last sequence, which become 0. Can
+    be differentiated once, in its plain way twice. Raises ValueError if the layout does not fit.
+    """
+    if native.serves(qkv):
+        seed = dropouts.new_seed() if dropout > 0.0 else None
+        return _in_cpp(qkv, layout.cu_seqlens, layout.longest, dropout, seed)[0]
+    if qkv.is_cuda and not native.plain_is_asked():
+        if qkv.dtype in (torch.bfloat16, torch.float16) and qkv.size(3) <= 256:
+            return _flash(qkv, layout, dropout)
+        if qkv.dtype == torch.float32:
+            return _efficient(qkv, layout, dropout)
+    return plain(qkv, layout, dropout)
+
+
+# ------------------------------------------------------------------------------------- plain
+
+
+def plain(qkv: Tensor, layout: Layout, dropout: float = 0.0, seed: Tensor | None = None) -> Tensor:
+    """Attention by PyTorch's operations, with every sequence padded to the longest."""
+    token, ends = torch.arange(len(qkv), device=qkv.device), layout.cu_seqlens
+    inside = (token < ends[-1])[:, None, None]
+    if not len(ends) - 1 or not layout.longest:
+        return torch.where(inside, qkv[:, 0], 0.0)
+    weights, v = _probabilities(qkv, layout)
+    if dropout > 0.0:
+        weights = _dropped(weights, layout, dropout, seed)
+    out = (weights.to(v.dtype) @ v).transpose(1, 2).flatten(0, 1)  # (N L, H, D)
+    sequence = torch.searchsorted(ends[1:], token, right=True, out_int32=True)  # (T,)
+    sequence = sequence.clamp(max=len(ends) - 2)
+    place = sequence * layout.longest + token - ends[sequence]
+    place = place.clamp(max=len(out) - 1)  # rows after the last sequence
+    return torch.where(inside, out.index_select(0, place), 0.0)
+
+
+def probabilities(qkv: Tensor, layout: Layout) -> Tensor:
+    """The attention maps, (N, H, L, L). Beyond the length of a sequence they have no meaning."""
+    return _probabilities(qkv, layout)[0]
+
+
+def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The maps, and v as (N, H, L, D)."""
+    starts, sizes = layout.cu_seqlens[:-1, None], layout.cu_seqlens.diff()[:, None]
+    position = torch.arange(layout.longest, device=qkv.device)
+    # Padding repeats the last real token: a NaN must not reach another sequence.
+    source = starts + torch.minimum(position, (sizes - 1).clamp(min=0))  # (N, L)
+    source = source.clamp(max=len(qkv) - 1)  # of an empty sequence
+    padded = qkv.index_select(0, source.flatten()).unflatten(0, source.shape)
+    q, k, v = padded.permute(2, 0, 3, 1, 4)  # (N, H, L, D) each
+    scores = q @ k.transpose(2, 3) / math.sqrt(qkv.size(3))  # (N, H, L, L)
+    real = (position < sizes)[:, None, None]  # (N, 1, 1, L)
+    # not -inf: an empty sequence has no real key, and the gradient of its softmax would be NaN
+    scores = scores.masked_fill(~real, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, -1), v
+
+
+def _dropped(weights: Tensor, layout: Layout, rate: float, seed: Tensor | None) -> Tensor:
+    """Dropout on the probabilities (N, H, L, L), with the masks of the C++ way on the CPU."""
+    if weights.device.type != "cpu":
+        return F.dropout(weights, rate)
+    seed = dropouts.new_seed() if seed is None else seed
+    _, H, L, _ = weights.size()
+    position, head = torch.arange(L, dtype=torch.int32), torch.arange(H, dtype=torch.int32)
+    row = layout.cu_seqlens[:-1, None] + position  # (N, L): the number of the token in the batch
+    kept = dropouts.kept(rate, seed, row[:, None, :, None], position, head[:, None, None])
+    return torch.where(kept, weights / (1.0 - rate), 0.0)
+
+
+# --------------------------------------------------------------------------------------- CUDA
+
+
+def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
+    """FlashAttention-2 (Dao 2023), as PyTorch ships it: 16 bit, heads of 256 at most."""
+    D = qkv.size(3)
+    qkv = F.pad(qkv, (0, -D % 8))  # it takes multiples of 8; more zeros change no score
+    q, k, v = qkv.unbind(1)
+    ends, longest = layout.cu_seqlens, layout.longest
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=1 / math.sqrt(D)
+    )[0]
+    return out.narrow(2, 0, D)
+
+
+def _efficient(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
+    """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: fp32."""
+    D = qkv.size(3)
+    qkv = F.pad(qkv, (0, -D % 4))  # it takes rows of 16 bytes
+    q, k, v = qkv.unsqueeze(0).unbind(2)  # (1, T, H, D) each
+    ends, longest = layout.cu_seqlens, layout.longest
+    out = torch.ops.aten._efficient_attention_forward(
+        *(q, k, v, None, ends, ends, longest, longest, dropout, 0, True),
+        scale=1 / math.sqrt(D),
+    )[0]
+    return out.squeeze(0).narrow(2, 0, D)
+
+
+# --------------------------------------------------------------------------------------- C++
+
+
+def _attention(
+    qkv: Tensor, cu_seqlens: Tensor, longest: int, rate: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The output, and (T, H, 2): each row's largest score and 1 / the sum of its exponentials."""
+    out, sums = _empty_results(qkv)
+    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
+    if native.call("attention", qkv.dtype, qkv, cu_seqlens, out, sums, *sizes, rate, seed):
+        raise ValueError(
+            f"the layout does not fit: cu_seqlens must rise from 0 to {len(qkv)} at most, "
+            f"by {longest} at most"
+        )
+    return out, sums
+
+
+def _attention_fake(
+    qkv: Tensor, cu_seqlens: Tensor, longest: int, rate: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(qkv)
+
+
+def _empty_results(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    T, _, H, D = qkv.size()
+    return qkv.new_empty(T, H, D), qkv.new_empty(T, H, 2, dtype=torch.float32)
+
+
+def _attention_backward(
+    d_out: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    sums: Tensor,
+    longest: int,
+    rate: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """The gradient of qkv. The probabilities and their mask are computed again (Dao 2023)."""
+    d_qkv = torch.empty_like(qkv)
+    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
+    tensors = qkv, cu_seqlens, sums, d_out, d_qkv
+    native.call("attention_backward", qkv.dtype, *tensors, *sizes, rate, seed)
+    return d_qkv
+
+
+def _attention_backward_fake(
+    d_out: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    sums: Tensor,
+    longest: int,
+    rate: float,
+    seed: Tensor | None,
+) -> Tensor:
+    return torch.empty_like(qkv)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, cu_seqlens, ctx.longest, ctx.rate, seed = inputs
+    ctx.save_for_backward(qkv, cu_seqlens, output[1], seed)
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    native.refuse_second_derivative("attention")
+    qkv, cu_seqlens, sums, seed = ctx.saved_tensors
+    d_qkv = _backward_in_cpp(d_out.contiguous(), qkv, cu_seqlens, sums, ctx.longest, ctx.rate, seed)
+    return d_qkv, None, None, None, None
+
+
+_in_cpp = define(_attention, _attention_fake)
+_backward_in_cpp = define(_attention_backward, _attention_backward_fake)
+differentiate(_in_cpp, _keep, _backward)

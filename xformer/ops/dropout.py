@@ -1,0 +1,114 @@
+"""Dropout: each element becomes 0 with a probability, and is scaled up otherwise.
+
+On the CPU a mask is not drawn but computed: a hash of a seed, the row and the column decides
+whether an element is kept. A backward pass computes the mask again, so none is stored. All ways on
+the CPU have the same masks. On other devices PyTorch's own kernel draws them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.ops import native
+from xformer.ops.library import define, differentiate
+
+# The two odd multipliers of MurmurHash3's 32-bit finaliser, which spreads every input bit over
+# every output bit, as signed integers: int32 arithmetic wraps, so its low 32 bits are right.
+MULTIPLIER_1 = 0x85EBCA6B - 2**32
+MULTIPLIER_2 = 0xC2B2AE35 - 2**32
+
+
+def dropout(x: Tensor, rate: float) -> Tensor:
+    """Each element of x becomes 0 with the probability `rate`, else it is divided by 1 - rate
+    (Srivastava et al. 2014).
+
+    x: (..., C), of any floating type. `rate` is in [0, 1); at 0 the result is x itself. PyTorch's
+    generator of the device decides which elements are dropped. Can be differentiated.
+    """
+    if rate == 0.0:
+        return x
+    if x.device.type != "cpu":
+        return F.dropout(x, rate)
+    seed = new_seed()
+    if native.serves(x):
+        return _in_cpp(x, rate, seed)
+    return plain(x, rate, seed)
+
+
+def new_seed() -> Tensor:
+    """A seed for `dropout` on the CPU, () int64, from PyTorch's generator."""
+    return torch.randint(2**62, ())
+
+
+# ------------------------------------------------------------------------------------- plain
+
+
+def plain(x: Tensor, rate: float, seed: Tensor) -> Tensor:
+    """Dropout by PyTorch's operations."""
+    columns = x.size(-1) if x.dim() else 1
+    rows = torch.arange(x.numel() // max(1, columns), dtype=torch.int32, device=x.device)
+    keep = kept(rate, seed, rows[:, None], torch.arange(columns, dtype=torch.int32)[None])
+    return torch.where(keep.view(x.shape), x / (1.0 - rate), 0.0)
+
+
+def kept(
+    rate: float, seed: Tensor, row: Tensor, column: Tensor, head: Tensor | None = None
+) -> Tensor:
+    """Which elements are kept: bool, of the shape to which the int32 tensors broadcast.
+
+    The 32-bit hash of a kept element is at least rate * 2^32. A row is hashed with both words of
+    the seed: with one word, a few pairs among 10^5 rows would share a mask. So are heads.
+    """
+    low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
+    # the finaliser sends 0 to 0: the constants (the digits of pi) keep seed 0 from doing the same
+    a, b = _mix(_mix(low ^ 0x243F6A88) ^ high), _mix(_mix(high ^ (0x85A308D3 - 2**32)) ^ low)
+    if head is not None:
+        a, b = _mix(a ^ head), _mix(b ^ head)
+    a, b = _mix(a ^ row), _mix(b ^ row)
+    bits = a ^ column
+    bits = (bits ^ _shifted(bits, 16)) * MULTIPLIER_1
+    bits = (bits ^ _shifted(bits, 13) ^ b) * MULTIPLIER_2
+    bits = bits ^ _shifted(bits, 16)
+    below = min(round(rate * 2**32), 2**32 - 1)
+    return (bits ^ -(2**31)) >= below - 2**31  # signed numbers in the order of unsigned ones
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser, on int32."""
+    x = (x ^ _shifted(x, 16)) * MULTIPLIER_1
+    x = (x ^ _shifted(x, 13)) * MULTIPLIER_2
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x >> count, of int32 as if it had no sign."""
+    return (x >> count) & (2 ** (32 - count) - 1)
+
+
+# --------------------------------------------------------------------------------------- C++
+
+
+def _dropout(x: Tensor, rate: float, seed: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    columns = max(1, x.size(-1) if x.dim() else 1)
+    native.call("dropout", x.dtype, x, out, x.numel() // columns, columns, rate, seed)
+    return out
+
+
+def _dropout_fake(x: Tensor, rate: float, seed: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx, d_out: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+    return _in_cpp(d_out.contiguous(), ctx.rate, ctx.saved_tensors[0]), None, None
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, ctx.rate, seed = inputs
+    ctx.save_for_backward(seed)
+
+
+_in_cpp = define(_dropout, _dropout_fake)
+differentiate(_in_cpp, _keep, _backward)

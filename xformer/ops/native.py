@@ -1,0 +1,149 @@
+"""The C++ ways of the operations (native.cpp): the library, and how a function of it is called.
+
+setup.py compiles the library when the package is installed, for the processor of that machine. It
+is loaded when this module is imported. If it is not there, or was made from another source or for
+another processor, `absent` says why and every operation takes its plain way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+LIBRARY = SOURCE.with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+OFF, ELSEWHERE = "XFORMER_NATIVE=0", "they are for Linux"
+AGAIN = "install xformer again on this machine"
+TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+PASSED: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double}
+FUNCTIONS = {  # by name: the pointers, integers and doubles that native.cpp takes
+    "dropout": "ppnndp",
+    "attention": "ppppnnnnndp",
+    "attention_backward": "pppppnnnnndp",
+    "add_norm": "pppppppnnddp",
+    "add_norm_backward": "pppppppppnndp",
+    "cross_entropy": "ppppppnnnn",
+}
+Functions = dict[tuple[str, torch.dtype], Callable[..., int]]
+
+
+def _loaded() -> tuple[Functions, str, str]:
+    """The functions and the name of their build, or no functions and why there are none."""
+    if os.environ.get("XFORMER_NATIVE") == "0":
+        return {}, "", OFF
+    if sys.platform != "linux":
+        return {}, "", ELSEWHERE
+    if not LIBRARY.exists():
+        return {}, "", f"they were not compiled; {AGAIN}, with a C++ compiler"
+    try:
+        library = _open(LIBRARY)
+        source, processor, build = (
+            (ctypes.c_char_p.in_dll(library, f"xformer_{name}").value or b"").decode()
+            for name in ("source", "processor", "build")
+        )
+        functions: Functions = {
+            (name, dtype): ctypes.CFUNCTYPE(ctypes.c_int, *(PASSED[letter] for letter in passed))(
+                ctypes.c_void_p.in_dll(library, f"{name}_{kind}").value or 0
+            )
+            for name, passed in FUNCTIONS.items()
+            for dtype, kind in TYPES.items()
+        }
+    except (OSError, ValueError) as error:
+        return {}, "", f"{' '.join(str(error).split())}; {AGAIN}"
+    if source != hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+        return {}, "", f"{SOURCE.name} has changed since it was compiled; {AGAIN}"
+    here = {word for line in processor_lines("flags", "Features") for word in line.split()}
+    if lacking := [name for name in processor.split() if name not in here]:
+        some = " ".join(lacking[:3]) + " ..." * (len(lacking) > 3)
+        return {}, "", f"they were compiled for a processor with {some}; {AGAIN}"
+    return functions, build, ""
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Open the library upon the OpenMP that torch has loaded, whose symbols are usually global."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        files = {line.split(maxsplit=5)[5] for line in mapped if line.count("/")}
+        for file in sorted(files):
+            if re.match(r"lib[gi]?omp\d*[-.]", Path(file).name):
+                ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+
+
+def processor_lines(*kinds: str) -> list[str]:
+    """The lines of these kinds that Linux has about its processors, each once."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return list(dict.fromkeys(line for line in lines if line.startswith(kinds)))
+
+
+_functions, _build, absent = _loaded()
+_only_plain = False
+
+
+@contextmanager
+def only_plain() -> Iterator[None]:
+    """Within it every operation of this process takes its plain way, on every device. Plain ways
+    are made of PyTorch's own operations: they can be differentiated twice, forward, and by
+    torch.func, and any mode of PyTorch sees what they do."""
+    global _only_plain
+    before, _only_plain = _only_plain, True
+    try:
+        yield
+    finally:
+        _only_plain = before
+
+
+def plain_is_asked() -> bool:
+    """Whether `only_plain` is in force."""
+    return _only_plain
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the C++ ways take these: on the CPU, in fp32 or bf16, without gaps."""
+    if absent or _only_plain:
+        return False
+    return all(x.device.type == "cpu" and x.dtype in TYPES and x.is_contiguous() for x in tensors)
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> int:
+    """Call a function in its form for `dtype`, with tensors that it serves; returns its status."""
+    passed = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    profiled = torch.autograd._profiler_enabled()
+    with torch.profiler.record_function(f"native::{name}") if profiled else nullcontext():
+        return _functions[name, dtype](*passed)
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Raise RuntimeError if this backward pass records a graph, that is, with create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"second derivative: {name} has none in C++; compute it within ops.native.only_plain()"
+        )
+
+
+def note(device: torch.device) -> str:
+    """What to tell those who work on the CPU without the C++ ways and could have them, or ""."""
+    if device.type != "cpu" or absent in ("", OFF, ELSEWHERE):
+        return ""
+    return f"no C++ operations ({absent}): steps take up to three fifths longer"
+
+
+def identity() -> str:
+    """Whose operations run on the CPU: ours by the name of their build, or PyTorch's alone."""
+    return "torch's kernels alone" if absent else f"native kernels {_build}"

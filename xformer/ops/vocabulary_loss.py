@@ -1,0 +1,98 @@
+"""The cross-entropy of masked language modelling: a product with the vocabulary, and its loss.
+
+M masked tokens, E width of the embeddings, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.ops import native
+from xformer.ops.library import define, differentiate
+
+ALIGNED = 16  # numbers: products are faster into rows that begin at a multiple of 64 bytes
+
+
+def vocabulary_loss(
+    h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum over M of the cross-entropy of the logits h W^T + b, and how many are right.
+
+    h: (at least M, E); rows after those of the targets do not count. word: (V, E). bias: (V,).
+    targets: (M,) in [0, V), M may be 0. Returns two scalars: the sum in fp32 (in fp64 of such
+    logits), and how often the target has the largest logit (the first of equal ones), which is not
+    differentiable. Can be differentiated once, in its plain way twice. Raises IndexError if a
+    target is not in [0, V).
+    """
+    device = h.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        h, word = h.to(dtype), word.to(dtype)
+    if native.serves(h, word, bias) and h.dtype == word.dtype and bias.dtype == torch.float32:
+        total, correct, _, _ = _in_cpp(h, word, bias, targets)
+        return total, correct
+    return plain(h, word, bias, targets)
+
+
+def plain(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's operations, with all logits at once."""
+    logits = F.linear(h.narrow(0, 0, len(targets)), word, bias.to(word.dtype))  # (M, V)
+    logits = logits.double() if logits.dtype == torch.float64 else logits.float()
+    correct = (logits.detach().argmax(1) == targets).sum().float()
+    return F.cross_entropy(logits, targets.long(), reduction="sum"), correct
+
+
+# --------------------------------------------------------------------------------------- C++
+
+
+def _vocabulary_loss(
+    h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum, how many are right, and the gradients of the logits and of the bias."""
+    V, M = len(word), len(targets)
+    gradient, d_bias = _empty_gradients(h, word, bias)
+    d_bias.zero_()
+    losses, hits = bias.new_zeros(2, M)
+    torch.mm(h, word.T, out=gradient[:, :V])
+    sizes = len(h), M, V, gradient.size(1)
+    targets = targets.long().contiguous()
+    if native.call("cross_entropy", h.dtype, gradient, bias, targets, losses, hits, d_bias, *sizes):
+        raise IndexError(f"a target is not in 0 to {V - 1}")
+    return losses.sum(), hits.sum(), gradient, d_bias
+
+
+def _vocabulary_loss_fake(
+    h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return bias.new_empty(()), bias.new_empty(()), *_empty_gradients(h, word, bias)
+
+
+def _empty_gradients(h: Tensor, word: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    wide = -(-len(word) // ALIGNED) * ALIGNED
+    return h.new_empty(len(h), wide), torch.empty_like(bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    h, word, _, _ = inputs
+    _, correct, gradient, d_bias = output
+    ctx.mark_non_differentiable(correct, gradient, d_bias)
+    ctx.save_for_backward(h, word, gradient, d_bias)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    native.refuse_second_derivative("vocabulary_loss")
+    h, word, gradient, d_bias = ctx.saved_tensors
+    if d_total is None:
+        return None, None, None, None
+    gradient = gradient[:, : len(word)]
+    # h is scaled, not the far larger gradient of the logits
+    return (gradient @ word) * d_total, gradient.T @ (h * d_total), d_bias * d_total, None
+
+
+_in_cpp = define(_vocabulary_loss, _vocabulary_loss_fake)
+differentiate(_in_cpp, _keep, _backward)
