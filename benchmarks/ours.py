@@ -28,7 +28,8 @@ from xformer.data.errors import Failure
 from xformer.data.store import open_store
 from xformer.distributed import SystemConfig
 from xformer.evaluate import score
-from xformer.train import Recipe, prepare
+from xformer.prepare import prepare
+from xformer.recipe import Recipe
 from xformer.train import train as training
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}

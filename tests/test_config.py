@@ -24,7 +24,7 @@ from xformer.config import (
     validate,
 )
 from xformer.data.errors import BadInput
-from xformer.train import Recipe
+from xformer.recipe import Recipe
 
 
 class Inner(Settings):

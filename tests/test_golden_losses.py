@@ -45,7 +45,8 @@ from xformer.data import tokenizers
 from xformer.data.store import create_store
 from xformer.distributed import ALONE
 from xformer.ops import native
-from xformer.train import Recipe, train
+from xformer.recipe import Recipe
+from xformer.train import train
 
 GOLDEN = Path(__file__).parent / "golden"
 NUMBERS, LOSSES = GOLDEN / "losses.npz", GOLDEN / "losses.json"

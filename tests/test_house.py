@@ -14,7 +14,7 @@ from helpers import ROOT
 
 from xformer import config
 from xformer.model.heads import Model
-from xformer.train import Recipe
+from xformer.recipe import Recipe
 
 # A module may import from the floors above its own and from its own floor, never from below.
 FLOORS = (
@@ -51,7 +51,10 @@ FLOORS = (
         "xformer.predictions",
         "xformer.snapshot",
     ),
-    ("xformer.train", "xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
+    ("xformer.recipe",),
+    ("xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
+    ("xformer.prepare",),
+    ("xformer.train",),
     ("xformer.study",),
     ("xformer.preprocess",),  # so only the command may import it; it imports the data alone
     ("xformer.command", "xformer.__main__"),

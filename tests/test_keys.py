@@ -15,6 +15,7 @@ from toys import Toys
 from xformer.config import parse_overrides, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
+from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.__main__ import prepare
 from xformer.study.cost import Costs
@@ -22,7 +23,6 @@ from xformer.study.fit import check_plan
 from xformer.study.plan import LATER, Plan, content_key, identity
 from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
-from xformer.train import Recipe
 
 # computed by the code of before `fraction` and lists of stores (revision adafa31). A key that
 # changes orphans every result that has it: add a field to plan.LATER instead of changing these

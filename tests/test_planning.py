@@ -23,6 +23,7 @@ from xformer.model.config import ModelConfig
 from xformer.model.heads import HeadKind, Model
 from xformer.packed import Packed, layout
 from xformer.preprocess import cli, dna, glue, protein, tags
+from xformer.recipe import Recipe
 from xformer.study import page
 from xformer.study.cost import Costs
 from xformer.study.fit import check_plan
@@ -33,7 +34,6 @@ from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
 from xformer.study.stores import Stores, made_kind
 from xformer.study.write import markdown
-from xformer.train import Recipe
 
 file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))

@@ -22,12 +22,12 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.optim import MOMENTS, OptimConfig
+from xformer.recipe import Recipe
 from xformer.study.notes import Notes
 from xformer.study.plan import Plan, Work, content_key, identity
 from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
 from xformer.study.statistics import compare, summarise
-from xformer.train import Recipe
 
 TWO_STEPS = ["train.steps=2", "train.select=last"]
 

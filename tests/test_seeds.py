@@ -14,8 +14,8 @@ from toys import Toys
 from xformer import config, train
 from xformer.data.files import read_json
 from xformer.distributed import ALONE
+from xformer.recipe import Recipe, Seeds
 from xformer.study.plan import content_key, identity
-from xformer.train import Recipe, Seeds
 
 
 def recipe(data: Toys, *overrides: str) -> Recipe:

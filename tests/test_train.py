@@ -38,7 +38,8 @@ from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.distributed import ALONE, Ranks, slow_precision
 from xformer.monitor import SILENT
-from xformer.train import Recipe, prepare
+from xformer.prepare import prepare
+from xformer.recipe import Recipe
 
 SHORT = [
     "train.steps=15",

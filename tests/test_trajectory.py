@@ -24,9 +24,10 @@ from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import open_store
 from xformer.distributed import ALONE
+from xformer.prepare import prepare
+from xformer.recipe import Recipe
 from xformer.run import open_run
 from xformer.study.plan import content_key, identity
-from xformer.train import Recipe, prepare
 from xformer.trajectory import Course, Log, Mark, Trajectory, parse, steps_of
 
 SHORT = [

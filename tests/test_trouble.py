@@ -19,7 +19,8 @@ from xformer.data.sampler import Samples
 from xformer.distributed import Ranks
 from xformer.model.heads import Loss
 from xformer.parallel import Sums
-from xformer.train import Recipe, prepare
+from xformer.prepare import prepare
+from xformer.recipe import Recipe
 from xformer.trouble import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Account, first_layer
 
 STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import hashlib
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,6 +37,7 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
+from xformer.feed import Step
 from xformer.predictions import FOLDER
 
 # keys that may be others where a run goes on
@@ -56,6 +58,33 @@ FREE = {
         )
     ),
 }
+
+# summed over all ranks since the last line of the log; the first four on the device
+SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "seconds")
+
+
+@dataclass
+class State:
+    """Where a run stands; with the weights and moments it is all that resuming needs."""
+
+    step: int = 0
+    position: int = 0  # samples consumed
+    best_step: int = 0
+    best_scores: dict[str, float] = field(default_factory=dict)
+    last_scores: dict[str, float] = field(default_factory=dict)
+    worse: int = 0  # validations since the best one
+    seconds: float = 0.0
+    real_tokens: int = 0
+    dropped: int = 0  # updates, for trouble
+    in_a_row: int = 0  # of them, the newest
+    statistics: list[float] = field(default_factory=list)  # see Account
+    since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
+
+    def advance(self, step: Step) -> None:
+        self.step, self.position = self.step + 1, step.end
+        self.real_tokens += step.work.tokens
+        for name in ("tokens", "squares", "rows"):
+            self.since_log[name] += getattr(step.work, name)
 
 
 class Run:

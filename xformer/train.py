@@ -13,219 +13,43 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
 
 from xformer import checkpoint as checkpoints
-from xformer import cost, distributed, optim, provenance, spans, tags, trajectory
-from xformer.checkpoint import Checkpoint, Head
-from xformer.config import Paths, Settings, load
+from xformer import cost, distributed, optim, provenance
+from xformer.config import load
 from xformer.data import mapping
-from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput, Failure, Interrupted, say, typed
+from xformer.data.errors import BadInput, Failure, Interrupted, say
 from xformer.data.files import read_json, sync
 from xformer.data.hashing import key
-from xformer.data.joined import open_stores
-from xformer.data.sampler import Samples, Stream
-from xformer.data.store import UNLABELLED, Store
-from xformer.distributed import Ranks, TrainingSystem
-from xformer.evaluate import Scores, check_kind, check_task, score
-from xformer.feed import Feed, Step
-from xformer.freeze import account, chosen, freeze
-from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, Loss, Model
+from xformer.distributed import Ranks
+from xformer.evaluate import Scores, score
+from xformer.freeze import chosen, freeze
+from xformer.model.heads import Loss, Model
 from xformer.monitor import Monitor, cut_log, peak_memory
 from xformer.ops import native
-from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
+from xformer.optim import clip_and_step, gradient_norm, learning_rate
 from xformer.packed import Packed, to_device
 from xformer.parallel import Replicas, Sums
 from xformer.predictions import write
+from xformer.prepare import Job, has_labels, prepare, tokens, warmup_share
 from xformer.profile import Profiler
-from xformer.run import Run, is_bare, is_finished, open_run
+from xformer.recipe import Recipe
+from xformer.run import SINCE_LOG, Run, State, is_bare, is_finished, open_run
 from xformer.snapshot import Snapshot
 from xformer.surgery import operations
-from xformer.surgery.operations import Operation, apply
-from xformer.trajectory import Course, Trajectory
 from xformer.trouble import LIMIT, NOWHERE, WEIGHT, Account, first_layer
 from xformer.writer import Writer
 
-# what a recipe may change of the model that it starts from
-DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 LOWER_IS_BETTER = ("loss", "perplexity")
 DROPOUT = 4  # what a key is for
-# summed over all ranks since the last line of the log; the first four on the device
-SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "seconds")
-
-
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class Seeds(Settings):
-    """The seeds of what a run draws. `seed=N` is short for `seed.all=N`; the others override it for
-    one thing each, so that runs can differ in that thing alone."""
-
-    all: Seed = 0
-    """Seed of everything that has no seed of its own."""
-    weights: Seed | None = None
-    """Fresh weights: those of a model without `init`, and those of a new head."""
-    order: Seed | None = None
-    """The order of the rows, and which of them `fraction` keeps."""
-    masks: Seed | None = None
-    """Which tokens are masked, and by what."""
-    dropout: Seed | None = None
-    """What dropout drops."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return value if isinstance(value, dict | Seeds) else {"all": value}
-
-    @model_serializer(mode="wrap")
-    def _shortest(self, plain: SerializerFunctionWrapHandler) -> Any:
-        """One number if nothing overrides it, which is what runs before `seed.weights` wrote."""
-        given = {name: value for name, value in plain(self).items() if value is not None}
-        return self.all if given.keys() == {"all"} else given
-
-    def of(self, what: Literal["weights", "order", "masks", "dropout"]) -> int:
-        """The seed of one thing."""
-        own: int | None = getattr(self, what)
-        return self.all if own is None else own
-
-
-class BatchConfig(Settings):
-    """How many rows make a step, over all ranks and micro-batches."""
-
-    rows: int = Field(32, ge=1, le=2**20)
-    """Rows a step; the last step of a run may have fewer."""
-    tokens: int = Field(0, ge=0, le=2**28)
-    """Tokens a step, special ones included: as many rows as fit; 0 counts rows instead."""
-    max_tokens: int = Field(128, ge=3)
-    """Longest row in tokens, special ones included; longer ones are truncated."""
-    accumulate: int = Field(1, ge=1, le=2**20)
-    """Micro-batches a rank makes of its share, to save memory."""
-
-
-class MaskingConfig(Settings):
-    """BERT's masking: of the chosen tokens 80 % become the mask token, 10 % a random one."""
-
-    probability: float = Field(0.15, gt=0, lt=1)
-    """Share of the tokens to predict."""
-    pair_weight: float = Field(0.0, ge=0)
-    """Weight of the pairs' loss beside that of masked tokens, for stores of pairs; 0: none (BERT's
-    next sentence and ALBERT's order: 1; PLUS's families: 0.43)."""
-
-
-# what a run with a head is scored by
-METRICS = {
-    "mlm": ["loss", "accuracy", "perplexity", "pair_loss", "pair_accuracy"],
-    "classify": ["loss", "accuracy", "f1", "mcc"],
-    "regress": ["loss", "pearson", "spearman"],
-    "tag": ["loss", "accuracy", "f1", "entity_f1"],
-    "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],
-}
-
-
-class TrainConfig(Settings):
-    """How long to train, and what to keep."""
-
-    steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 trains for `epochs`."""
-    epochs: float = Field(3.0, gt=0)
-    """Passes over the training rows, where `steps` is 0."""
-    validate_every: int = Field(0, ge=0)
-    """Steps between validations; 0 validates after every epoch. The end is always validated."""
-    checkpoint_every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 writes one at each validation that is the best so far, and at
-    the end."""
-    keep_last: int = Field(2, ge=1)
-    """Newest checkpoints to keep, beside the best."""
-    keep_every: int = Field(0, ge=0)
-    """Keep also those of a step that is a multiple of this; 0: none."""
-    keep_at: str | tuple[int | str, ...] = ()
-    """Where to keep the weights alone, in RUN/trajectory: "log" (step 0, the powers of two, then
-    every twentieth of the run), "log:500" (then every 500 steps), or a list of steps, tokens
-    (special ones included) and words of the raw text, such as [0, 100, "5M tokens", "1M words"]."""
-    keep_state: bool = True
-    """Whether a finished run can be made longer; false keeps the weights of the selected checkpoint
-    alone, a third of its size or less."""
-    log_every: int = Field(10, ge=1)
-    """Steps between lines of the log; a line is the mean since the last."""
-    select: Literal["best", "last"] = "best"
-    """The checkpoint that a finished run stands for: the best on validation, or the last."""
-    metric: str = ""
-    """What "best" means; empty: the loss for MLM, else the store's metric."""
-    patience: int = Field(0, ge=0)
-    """Stop after this many validations without a better one; 0 never stops early."""
-    trouble: Literal["stop", "skip"] = "stop"
-    """At a loss or gradient that is not finite, or a spike: stop, or skip the step's update. Each
-    is logged with the rows of the store and the layer where it arose."""
-    spike: float = Field(0.0, ge=0)
-    """Deviations above its mean over the last 100 steps at which a loss or norm of the gradient is
-    a spike; 0: none is."""
-    only: tuple[str, ...] = ()
-    """The weights to train, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
-    with * and ?; all others stay as they are. Empty: all."""
-
-    @field_validator("trouble", mode="before")
-    @classmethod
-    def _no_rollback(cls, value: Any) -> Any:
-        if value == "rollback":
-            raise ValueError(
-                "train.trouble=rollback is gone: write train.trouble=skip, which drops the update "
-                "and goes on"
-            )
-        return value
-
-    @field_validator("keep_at", mode="before")
-    @classmethod
-    def _marks(cls, value: Any) -> Any:
-        trajectory.parse(value)
-        return value
-
-
-class Recipe(Settings):
-    """Everything a run is."""
-
-    data: Paths
-    """What to train on: a store made by preprocess.py, or a list of stores, whose rows are
-    joined."""
-    fraction: float = Field(1.0, gt=0, le=1)
-    """Share of the training rows to use, chosen by `seed.order`."""
-    run: str = Field(min_length=1)
-    """Directory of the run; started again with the same settings, it goes on where it was."""
-    init: str | None = None
-    """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
-    head: HeadKind
-    """What to predict: masked tokens, a class, a score, the span of an answer, or the class of each
-    word."""
-    seed: Seeds = Seeds()
-    mapping: str = "none"
-    """What the store's ids mean to the model: none, ids, shift:K, random:SEED, symbols:SEED,
-    unused:SEED."""
-    surgery: tuple[Operation, ...] = ()
-    """Operations on the initial weights, in order, such as [{op = "clean"}]."""
-    overwrite: bool = False
-    """Start the run anew, deleting what its directory holds."""
-    model: ModelConfig = ModelConfig()
-    batch: BatchConfig = BatchConfig()
-    masking: MaskingConfig = MaskingConfig()
-    optim: OptimConfig = OptimConfig()
-    train: TrainConfig = TrainConfig()
-    system: TrainingSystem = TrainingSystem()
 
 
 def main() -> None:
@@ -234,217 +58,6 @@ def main() -> None:
         recipe = load(Recipe, sys.argv[1:])
         mapping.parse(recipe.mapping)
         train(recipe, distributed.start(recipe.system))
-
-
-# ------------------------------------------------------------------------------ preparation
-
-
-@dataclass
-class State:
-    """Where a run stands; with the weights and moments it is all that resuming needs."""
-
-    step: int = 0
-    position: int = 0  # samples consumed
-    best_step: int = 0
-    best_scores: dict[str, float] = field(default_factory=dict)
-    last_scores: dict[str, float] = field(default_factory=dict)
-    worse: int = 0  # validations since the best one
-    seconds: float = 0.0
-    real_tokens: int = 0
-    dropped: int = 0  # updates, for trouble
-    in_a_row: int = 0  # of them, the newest
-    statistics: list[float] = field(default_factory=list)  # see Account
-    since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
-
-    def advance(self, step: Step) -> None:
-        self.step, self.position = self.step + 1, step.end
-        self.real_tokens += step.work.tokens
-        for name in ("tokens", "squares", "rows"):
-            self.since_log[name] += getattr(step.work, name)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A recipe with everything it names opened and checked."""
-
-    recipe: Recipe
-    ranks: Ranks
-    store: Store
-    start: Checkpoint
-    train: Assembler
-    samples: Samples
-    metric: str
-    notes: list[str]
-    trajectory: Trajectory = field(default_factory=Trajectory)
-
-    def length(self, steps: int, epochs: float) -> int:
-        """Steps of a run, or samples where there is no number of steps."""
-        return steps or max(1, round(epochs * self.samples.per_epoch))
-
-    def progress(self, step: int, position: int) -> tuple[int, int]:
-        """How much of a run lies behind a step and sample, and how much there is."""
-        settings = self.recipe.train
-        done = step if settings.steps else position
-        return done, self.length(settings.steps, settings.epochs)
-
-    def share(self, step: int, position: int) -> float:
-        done, whole = self.progress(step, position)
-        return done / whole
-
-    def done(self, state: State) -> bool:
-        """Whether a run is at its end, or out of patience."""
-        patience = self.recipe.train.patience
-        return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
-
-    def feed(self) -> Feed:
-        recipe, batch = self.recipe, self.recipe.batch
-        end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
-        stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
-        masking = recipe.masking.probability if recipe.head == "mlm" else 0.0
-        seed = recipe.seed.of("masks")
-        return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
-
-    def assembler(self, split: str) -> Assembler:
-        return replace(self.train, split=self.store.split(split))
-
-
-def prepare(recipe: Recipe, ranks: Ranks) -> Job:
-    """Open and check all a recipe names; nothing is written. Raises BadInput."""
-    store = open_stores(recipe.data)
-    for name in store.splits:
-        store.split(name)  # one without a row is refused here, not when it is to be scored
-    if recipe.init is not None:
-        start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
-        for name, weight in start.weights.items():
-            if not weight.isfinite().all():
-                raise BadInput(f"init={recipe.init}: its weight {name} is not finite")
-    else:
-        start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
-    check_model(recipe, start.config)
-    check_data(recipe, store.kind, store.splits, store.name)
-    # before the mapping: an operation may bring another tokenizer
-    start = apply(start, recipe.surgery, recipe.seed.of("weights"))
-    split = store.split("train")
-    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
-    pairs = recipe.masking.pair_weight > 0
-    head = Head(
-        recipe.head,
-        labels=tuple(store.labels) if recipe.head in ("classify", "tag") or pairs else (),
-        metric=store.metric,
-        mapping=recipe.mapping,
-        max_tokens=recipe.batch.max_tokens,
-        masking=recipe.masking.probability,
-        pair="tokens_b" in split.columns,
-        pair_scale=_pair_scale(recipe, store),
-        columns=store.meta["origin"].get("columns"),
-    )
-    check_task(store, head)
-    if recipe.head in ("classify", "regress"):
-        labels = np.asarray(split.columns["label"])
-        if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
-            raise BadInput(f"{store.name}: the split 'train' has rows without a label")
-    train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
-    start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
-    if array is not None or recipe.mapping == "ids":
-        identity = np.arange(store.vocab_size)
-        source, array = store.tokenizer(), identity if array is None else array
-        start = replace(start, source=source, mapping=array)
-    notes = []
-    if recipe.init is None and recipe.head != "mlm":
-        notes.append("no init= is given: the encoder starts from fresh weights")
-    notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
-    notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
-    notes += account(start, chosen(start, recipe.train.only), fresh)
-    job = Job(
-        recipe,
-        ranks,
-        store,
-        start,
-        train_assembler,
-        Samples(split.rows, recipe.seed.of("order"), recipe.fraction),
-        _metric(recipe, store),
-        notes,
-    )
-    return replace(job, trajectory=_trajectory(job))
-
-
-def _trajectory(job: Job) -> Trajectory:
-    """What a run keeps of its weights on the way. Raises BadInput for what it cannot."""
-    wanted, split = job.recipe.train, job.train.split
-    if not wanted.keep_at:
-        return Trajectory()
-    course = Course(
-        job.feed().stream,
-        wanted.steps,
-        job.train.extra,
-        split.tokens,
-        split.words,
-        str(job.store.path),
-    )
-    return trajectory.plan(wanted.keep_at, course, job.start)
-
-
-def check_model(recipe: Recipe, config: ModelConfig) -> None:
-    """Raise BadInput unless the model that a recipe starts from can do what the recipe asks."""
-    batch = recipe.batch
-    if batch.max_tokens > config.max_positions:
-        longest = config.max_positions
-        raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
-    if batch.tokens and batch.tokens < batch.max_tokens:
-        raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
-    checkpoints.check_head(config, recipe.head)
-
-
-def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
-    """Raise BadInput unless a store of a kind and with these splits serves a recipe."""
-    check_kind(kind, recipe.head, store)
-    if recipe.train.select == "best" and "valid" not in splits:
-        raise BadInput(f"{store} has no split 'valid' to select by; give train.select=last")
-
-
-def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
-    """The checkpoint with the recipe's dropout; see `with_settings`."""
-    return replace(start, config=with_settings(start.config, wanted))
-
-
-def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
-    """A checkpoint's shape with the recipe's dropout. Raises BadInput if the recipe asks for a
-    shape that the checkpoint does not have."""
-    free = {}
-    for name in wanted.model_fields_set:
-        value, has = getattr(wanted, name), getattr(config, name)
-        if name in DROPOUT_SETTINGS:
-            free[name] = value
-        elif value != has and not (name == "vocab_size" and value == 0):
-            raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
-    return config.model_copy(update=free)
-
-
-def _pair_scale(recipe: Recipe, store: Store) -> float:
-    """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
-    tokens and `pair_weight` times the mean over pairs, and still a sum that may be cut anywhere."""
-    weight, split = recipe.masking.pair_weight, store.split("train")
-    if not weight:
-        return 0.0
-    if recipe.head != "mlm" or "tokens_b" not in split.columns or len(store.labels) != 2:
-        raise BadInput(
-            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
-            f"{store.name} has {len(store.labels)} classes; "
-            f"make such a store with {typed('python preprocess.py pairs')}"
-        )
-    return weight * recipe.masking.probability * split.tokens / split.rows
-
-
-def _parts(names: list[str]) -> list[str]:
-    return sorted({name.split(".")[0] for name in names})
-
-
-def _metric(recipe: Recipe, store: Store) -> str:
-    known = METRICS[recipe.head]
-    metric = recipe.train.metric or ("loss" if recipe.head == "mlm" else store.metric or known[1])
-    if metric not in known:
-        raise BadInput(f"train.metric={metric!r} is none of {', '.join(known)}")
-    return metric
 
 
 # --------------------------------------------------------------------------------- the loop
@@ -525,7 +138,7 @@ def loop(
 ) -> None:
     """Step until the end: rate, micro-batches, clip, step, log, validate, checkpoint."""
     recipe, ranks, every = job.recipe, job.ranks, job.recipe.train
-    warmup = _warmup_share(job, job.length(every.steps, every.epochs))
+    warmup = warmup_share(job, job.length(every.steps, every.epochs))
     carried = [state.since_log[name] for name in SINCE_LOG[:4]]
     account = Account(every.spike, carried, state.statistics, ranks.device)
     tracing = recipe.system.profile and ranks.rank == 0
@@ -755,19 +368,9 @@ def _announce(job: Job, model: Model, monitor: Monitor) -> None:
         0,
         parameters=parameters,
         rows=job.samples.per_epoch,
-        tokens=_tokens(job),
+        tokens=tokens(job),
         ranks=job.ranks.world_size,
     )
-
-
-def _tokens(job: Job) -> int:
-    """The ids of all rows that the run trains on, without special tokens and truncation."""
-    split = job.train.split
-    if job.samples.per_epoch == split.rows:
-        return split.tokens
-    rows, _ = job.samples.at(np.arange(job.samples.per_epoch))
-    texts = [split.columns[name] for name in ("tokens", "tokens_b") if name in split.columns]
-    return int(sum(column.lengths(rows).sum() for column in texts))
 
 
 @contextmanager
@@ -797,20 +400,6 @@ def _store_checked(job: Job, begin: threading.Event) -> Iterator[list[str]]:
         raise Failure(damage[0])
 
 
-def _warmup_share(job: Job, length: int) -> float:
-    """`optim.warmup` as a share of a run of this length."""
-    warmup, batch = job.recipe.optim.warmup, job.recipe.batch
-    if warmup < 1:
-        return warmup
-    if job.recipe.train.steps:
-        return warmup / length
-    rows: float = batch.rows
-    if batch.tokens:
-        some = np.arange(min(job.samples.rows, 10_000))
-        rows = batch.tokens / float(job.train.sizes(some).mean())
-    return warmup * rows / length
-
-
 def _say_changes(
     job: Job, run: Run, state: State, config: dict[str, Any], monitor: Monitor
 ) -> None:
@@ -831,7 +420,7 @@ def _say_changes(
     done, rates = job.progress(state.step, state.position)[0], []
     for steps, epochs in ((before["steps"], before["epochs"]), (now.steps, now.epochs)):
         length = job.length(steps, epochs)
-        warmup = _warmup_share(job, length)
+        warmup = warmup_share(job, length)
         rates.append(learning_rate(job.recipe.optim, done / length, done / length, warmup))
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule spans the "
@@ -974,7 +563,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
         model.load_state_dict(checkpoints.load(chosen).weights)
     metrics = {}
     for split in job.store.splits:
-        if split != "train" and _has_labels(job, split):
+        if split != "train" and has_labels(job, split):
             scores = _score(job, model, split)
             metrics[split] = scores.metrics
             if job.ranks.rank == 0:
@@ -1003,17 +592,6 @@ def _sync_told(run: Run) -> None:
     for file in (run.path / "log.jsonl", *board):
         with suppress(FileNotFoundError):  # nothing is drawn where the disk refused
             sync(file)
-
-
-def _has_labels(job: Job, split: str) -> bool:
-    if job.recipe.head == "mlm":
-        return True
-    if job.recipe.head == "span":
-        return any(found is not None for found in spans.wanted_answers(job.store.split(split)))
-    if job.recipe.head == "tag":
-        return tags.has_labels(job.store.split(split))
-    labels = np.asarray(job.store.split(split).columns["label"])
-    return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels != UNLABELLED).any())
 
 
 @contextmanager

@@ -37,9 +37,9 @@ from xformer.data import files, mapping, store, tokenizers
 from xformer.data.errors import BadInput, Failure
 from xformer.preprocess import cli, fetch, unpack
 from xformer.preprocess.predict import write_rows
+from xformer.recipe import Recipe
 from xformer.study.spec import read_study
 from xformer.surgery.operations import parse
-from xformer.train import Recipe
 
 LIMIT = 2**22  # bytes that an archive may become
 CLEAN = (BadInput, Failure)  # what a command says in one line
@@ -435,7 +435,7 @@ def resume(path: Path) -> None:
     """What a run that goes on reads of itself before it steps."""
     found = run.Run(path).newest()
     if found is not None:
-        train.State(**files.read_json(found / "state.json"))
+        run.State(**files.read_json(found / "state.json"))
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
         run.open_run(path, identity, False)._lock.close()  # type: ignore[union-attr]

@@ -11,9 +11,9 @@ from xformer import cost
 from xformer.config import each, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
+from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
-from xformer.train import Recipe
 
 RATE = 40e9  # operations a second of one CPU core, where no run has been measured yet
 OTHER = 20.0  # seconds that any other work is taken for

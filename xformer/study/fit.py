@@ -14,12 +14,13 @@ from xformer.data import mapping
 from xformer.data.errors import BadInput
 from xformer.evaluate import EvaluateConfig, check_kind
 from xformer.model.config import ModelConfig
+from xformer.prepare import check_data, check_model
+from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
 from xformer.study.stores import Stored, Stores, Words
 from xformer.surgery.operations import SubstituteUnused, Transplant
 from xformer.surgery.words import check_source, check_width
-from xformer.train import Recipe, check_data, check_model
 
 
 def unchecked(works: Sequence[Work], shapes: Shapes) -> int:

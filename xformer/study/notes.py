@@ -24,10 +24,10 @@ from typing import Any
 
 from xformer.config import all_keys, nearest, validate
 from xformer.data.errors import BadInput
+from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
 from xformer.study.spec import Curves, Deviation, Levels, Picture, Table
-from xformer.train import Recipe
 
 PLACE = re.compile(r"\{([^{}:]*):([^{}]*)\}")
 MADE = re.compile(r"made\.([\w-]+)")

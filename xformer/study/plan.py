@@ -23,9 +23,9 @@ from typing import Any
 from xformer.config import find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
+from xformer.recipe import METRICS, Recipe
 from xformer.run import read_config
 from xformer.study.spec import PLACE, Levels, Need, Stage, Study, Table
-from xformer.train import METRICS, Recipe
 
 RESULTS = 2  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best

@@ -10,9 +10,10 @@ from xformer.convert import hf
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
 from xformer.model.config import ModelConfig
+from xformer.prepare import with_settings
+from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
 from xformer.surgery.operations import Operation, Transplant, parse, shape_after
-from xformer.train import Recipe, with_settings
 
 
 class Shapes:

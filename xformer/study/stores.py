@@ -17,9 +17,9 @@ from xformer.config import each, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.tokenizers import META
+from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
 from xformer.surgery.operations import Transplant
-from xformer.train import Recipe
 
 # what `preprocess.py task NAME` makes; of the rest the option --kind decides, or a class is it
 SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")

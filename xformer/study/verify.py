@@ -21,6 +21,8 @@ from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.errors import BadInput, Failure, say
 from xformer.data.files import read_json
 from xformer.monitor import records
+from xformer.prepare import DROPOUT_SETTINGS
+from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
 
 # of a record of the log: what the clock or the machine decides
@@ -86,7 +88,7 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     if trained is None:
         raise BadInput(f"{run} has no checkpoint to read its dropout from")
     return checkpoints.load(trained).config.model_dump(
-        mode="json", include=set(train.DROPOUT_SETTINGS)
+        mode="json", include=set(DROPOUT_SETTINGS)
     )
 
 
@@ -116,7 +118,7 @@ def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, st
 
 def again() -> None:
     """What `_make` starts: a recipe as JSON, and how many steps of it to make."""
-    recipe = validate(train.Recipe, read_json(Path(sys.argv[1])))
+    recipe = validate(Recipe, read_json(Path(sys.argv[1])))
     with distributed.group():
         train.train(recipe, distributed.start(recipe.system), int(sys.argv[2]))
 

@@ -1,0 +1,249 @@
+"""From a recipe to a job: everything that it names is opened, built and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from xformer import checkpoint as checkpoints
+from xformer import spans, tags, trajectory
+from xformer.checkpoint import Checkpoint, Head
+from xformer.data import mapping
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput, typed
+from xformer.data.joined import open_stores
+from xformer.data.sampler import Samples, Stream
+from xformer.data.store import UNLABELLED, Store
+from xformer.distributed import Ranks
+from xformer.evaluate import check_kind, check_task
+from xformer.feed import Feed
+from xformer.freeze import account, chosen
+from xformer.model.config import ModelConfig
+from xformer.recipe import METRICS, Recipe
+from xformer.run import State
+from xformer.surgery.operations import apply
+from xformer.trajectory import Course, Trajectory
+
+# what a recipe may change of the model that it starts from
+DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with everything it names opened and checked."""
+
+    recipe: Recipe
+    ranks: Ranks
+    store: Store
+    start: Checkpoint
+    train: Assembler
+    samples: Samples
+    metric: str
+    notes: list[str]
+    trajectory: Trajectory = field(default_factory=Trajectory)
+
+    def length(self, steps: int, epochs: float) -> int:
+        """Steps of a run, or samples where there is no number of steps."""
+        return steps or max(1, round(epochs * self.samples.per_epoch))
+
+    def progress(self, step: int, position: int) -> tuple[int, int]:
+        """How much of a run lies behind a step and sample, and how much there is."""
+        settings = self.recipe.train
+        done = step if settings.steps else position
+        return done, self.length(settings.steps, settings.epochs)
+
+    def share(self, step: int, position: int) -> float:
+        done, whole = self.progress(step, position)
+        return done / whole
+
+    def done(self, state: State) -> bool:
+        """Whether a run is at its end, or out of patience."""
+        patience = self.recipe.train.patience
+        return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
+
+    def feed(self) -> Feed:
+        recipe, batch = self.recipe, self.recipe.batch
+        end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
+        stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
+        masking = recipe.masking.probability if recipe.head == "mlm" else 0.0
+        seed = recipe.seed.of("masks")
+        return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
+
+    def assembler(self, split: str) -> Assembler:
+        return replace(self.train, split=self.store.split(split))
+
+
+def prepare(recipe: Recipe, ranks: Ranks) -> Job:
+    """Open and check all a recipe names; nothing is written. Raises BadInput."""
+    store = open_stores(recipe.data)
+    for name in store.splits:
+        store.split(name)  # one without a row is refused here, not when it is to be scored
+    if recipe.init is not None:
+        start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
+        for name, weight in start.weights.items():
+            if not weight.isfinite().all():
+                raise BadInput(f"init={recipe.init}: its weight {name} is not finite")
+    else:
+        start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
+    check_model(recipe, start.config)
+    check_data(recipe, store.kind, store.splits, store.name)
+    # before the mapping: an operation may bring another tokenizer
+    start = apply(start, recipe.surgery, recipe.seed.of("weights"))
+    split = store.split("train")
+    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
+    pairs = recipe.masking.pair_weight > 0
+    head = Head(
+        recipe.head,
+        labels=tuple(store.labels) if recipe.head in ("classify", "tag") or pairs else (),
+        metric=store.metric,
+        mapping=recipe.mapping,
+        max_tokens=recipe.batch.max_tokens,
+        masking=recipe.masking.probability,
+        pair="tokens_b" in split.columns,
+        pair_scale=_pair_scale(recipe, store),
+        columns=store.meta["origin"].get("columns"),
+    )
+    check_task(store, head)
+    if recipe.head in ("classify", "regress"):
+        labels = np.asarray(split.columns["label"])
+        if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
+            raise BadInput(f"{store.name}: the split 'train' has rows without a label")
+    train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
+    start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
+    if array is not None or recipe.mapping == "ids":
+        identity = np.arange(store.vocab_size)
+        source, array = store.tokenizer(), identity if array is None else array
+        start = replace(start, source=source, mapping=array)
+    notes = []
+    if recipe.init is None and recipe.head != "mlm":
+        notes.append("no init= is given: the encoder starts from fresh weights")
+    notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
+    notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
+    notes += account(start, chosen(start, recipe.train.only), fresh)
+    job = Job(
+        recipe,
+        ranks,
+        store,
+        start,
+        train_assembler,
+        Samples(split.rows, recipe.seed.of("order"), recipe.fraction),
+        _metric(recipe, store),
+        notes,
+    )
+    return replace(job, trajectory=_trajectory(job))
+
+
+def _trajectory(job: Job) -> Trajectory:
+    """What a run keeps of its weights on the way. Raises BadInput for what it cannot."""
+    wanted, split = job.recipe.train, job.train.split
+    if not wanted.keep_at:
+        return Trajectory()
+    course = Course(
+        job.feed().stream,
+        wanted.steps,
+        job.train.extra,
+        split.tokens,
+        split.words,
+        str(job.store.path),
+    )
+    return trajectory.plan(wanted.keep_at, course, job.start)
+
+
+def check_model(recipe: Recipe, config: ModelConfig) -> None:
+    """Raise BadInput unless the model that a recipe starts from can do what the recipe asks."""
+    batch = recipe.batch
+    if batch.max_tokens > config.max_positions:
+        longest = config.max_positions
+        raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
+    if batch.tokens and batch.tokens < batch.max_tokens:
+        raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
+    checkpoints.check_head(config, recipe.head)
+
+
+def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
+    """Raise BadInput unless a store of a kind and with these splits serves a recipe."""
+    check_kind(kind, recipe.head, store)
+    if recipe.train.select == "best" and "valid" not in splits:
+        raise BadInput(f"{store} has no split 'valid' to select by; give train.select=last")
+
+
+def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
+    """The checkpoint with the recipe's dropout; see `with_settings`."""
+    return replace(start, config=with_settings(start.config, wanted))
+
+
+def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
+    """A checkpoint's shape with the recipe's dropout. Raises BadInput if the recipe asks for a
+    shape that the checkpoint does not have."""
+    free = {}
+    for name in wanted.model_fields_set:
+        value, has = getattr(wanted, name), getattr(config, name)
+        if name in DROPOUT_SETTINGS:
+            free[name] = value
+        elif value != has and not (name == "vocab_size" and value == 0):
+            raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
+    return config.model_copy(update=free)
+
+
+def _pair_scale(recipe: Recipe, store: Store) -> float:
+    """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
+    tokens and `pair_weight` times the mean over pairs, and still a sum that may be cut anywhere."""
+    weight, split = recipe.masking.pair_weight, store.split("train")
+    if not weight:
+        return 0.0
+    if recipe.head != "mlm" or "tokens_b" not in split.columns or len(store.labels) != 2:
+        raise BadInput(
+            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
+            f"{store.name} has {len(store.labels)} classes; "
+            f"make such a store with {typed('python preprocess.py pairs')}"
+        )
+    return weight * recipe.masking.probability * split.tokens / split.rows
+
+
+def _parts(names: list[str]) -> list[str]:
+    return sorted({name.split(".")[0] for name in names})
+
+
+def _metric(recipe: Recipe, store: Store) -> str:
+    known = METRICS[recipe.head]
+    metric = recipe.train.metric or ("loss" if recipe.head == "mlm" else store.metric or known[1])
+    if metric not in known:
+        raise BadInput(f"train.metric={metric!r} is none of {', '.join(known)}")
+    return metric
+
+
+def tokens(job: Job) -> int:
+    """The ids of all rows that the run trains on, without special tokens and truncation."""
+    split = job.train.split
+    if job.samples.per_epoch == split.rows:
+        return split.tokens
+    rows, _ = job.samples.at(np.arange(job.samples.per_epoch))
+    texts = [split.columns[name] for name in ("tokens", "tokens_b") if name in split.columns]
+    return int(sum(column.lengths(rows).sum() for column in texts))
+
+
+def warmup_share(job: Job, length: int) -> float:
+    """`optim.warmup` as a share of a run of this length."""
+    warmup, batch = job.recipe.optim.warmup, job.recipe.batch
+    if warmup < 1:
+        return warmup
+    if job.recipe.train.steps:
+        return warmup / length
+    rows: float = batch.rows
+    if batch.tokens:
+        some = np.arange(min(job.samples.rows, 10_000))
+        rows = batch.tokens / float(job.train.sizes(some).mean())
+    return warmup * rows / length
+
+
+def has_labels(job: Job, split: str) -> bool:
+    if job.recipe.head == "mlm":
+        return True
+    if job.recipe.head == "span":
+        return any(found is not None for found in spans.wanted_answers(job.store.split(split)))
+    if job.recipe.head == "tag":
+        return tags.has_labels(job.store.split(split))
+    labels = np.asarray(job.store.split(split).columns["label"])
+    return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels != UNLABELLED).any())
