@@ -46,7 +46,6 @@ FLOORS = (
         "xformer.feed",
         "xformer.provenance",
         "xformer.trajectory",
-        "xformer.trouble",
         "xformer.writer",
         "xformer.predictions",
         "xformer.snapshot",
@@ -54,6 +53,8 @@ FLOORS = (
     ("xformer.recipe",),
     ("xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
     ("xformer.prepare",),
+    ("xformer.session",),
+    ("xformer.guard",),
     ("xformer.train",),
     ("xformer.study",),
     ("xformer.preprocess",),  # so only the command may import it; it imports the data alone

@@ -14,6 +14,7 @@ from toys import Toys
 from xformer import config, train
 from xformer.data.files import read_json
 from xformer.distributed import ALONE
+from xformer.packed import to_device
 from xformer.recipe import Recipe, Seeds
 from xformer.study.plan import content_key, identity
 
@@ -29,7 +30,7 @@ def draws(data: Toys, *overrides: str) -> dict[str, Any]:
     step = job.feed().take(0)
     (batch,) = step.batches
     model = job.start.model()
-    train.loss_of(job, model, train.to_device(batch, ALONE.device), 0, 0)
+    train.loss_of(job, model, to_device(batch, ALONE.device), 0, 0)
     return {
         "weights": torch.cat([value.flatten().float() for value in job.start.weights.values()]),
         "order": torch.from_numpy(batch.rows),

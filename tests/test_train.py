@@ -196,13 +196,13 @@ from xformer import train
 from xformer.evaluate import Scores
 from xformer.predictions import Predictions
 accuracies = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.5, 10: 0.6, 12: 0.5}
-original = train._validate
-def validate(job, run, model, state, *rest):
-    scores = {"loss": 1.0, "accuracy": accuracies[state.step], "perplexity": 1.0}
+original = train.validate
+def validate(session, model):
+    scores = {"loss": 1.0, "accuracy": accuracies[session.state.step], "perplexity": 1.0}
     kept = Predictions("mlm", "valid", (), {})
     train.score = lambda *_: Scores(scores, np.zeros((0, 5)), kept)
-    return original(job, run, model, state, *rest)
-train._validate = validate
+    return original(session, model)
+train.validate = validate
 """
     patient = [
         "train.metric=accuracy",

@@ -17,18 +17,19 @@ from toys import Toys
 from xformer.config import load
 from xformer.data.sampler import Samples
 from xformer.distributed import Ranks
+from xformer.guard import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Guard, first_layer
 from xformer.model.heads import Loss
 from xformer.parallel import Sums
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
-from xformer.trouble import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Account, first_layer
+from xformer.run import State
 
 STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
 
 # Python that makes the output of a layer infinite wherever training has a row of the store
 BAD_ROW = """
 import torch
-from xformer import feed, train
+from xformer import feed, guard
 from xformer.model.heads import Model
 poisoned, loss, to_device = [], Model.loss, feed.to_device
 def spy(batch, device):
@@ -36,7 +37,7 @@ def spy(batch, device):
     if {row} in batch.rows:
         poisoned.append(packed)
     return packed
-feed.to_device = train.to_device = spy
+feed.to_device = guard.to_device = spy
 def bad_loss(self, batch):
     if not any(batch is each for each in poisoned):
         return loss(self, batch)
@@ -72,19 +73,19 @@ train.loss_of = spoil
 """
 
 
-def account(spike: float, seen: list[float] | None = None) -> Account:
-    return Account(spike, [0.0] * 4, seen or [], torch.device("cpu"))
+def guard(spike: float, seen: list[float] | None = None) -> Guard:
+    return Guard(spike, State(statistics=seen or []), torch.device("cpu"))
 
 
-def judged(one: Account, loss: float, norm: float) -> bool:
+def judged(one: Guard, loss: float, norm: float) -> bool:
     """Whether a step with this loss, over 2 tokens, and norm is dropped."""
     sums = Sums(torch.device("cpu"))
     sums.add(Loss(torch.tensor(2 * loss), 2, torch.tensor(1.0)))
-    return float(one.judge(sums, torch.tensor(norm), 0, 0)) == 1.0
+    return float(one.judge(sums, torch.tensor(norm))) == 1.0
 
 
-def test_an_account_leaves_dropped_steps_out() -> None:
-    one = account(0.0)
+def test_a_guard_leaves_dropped_steps_out() -> None:
+    one = guard(0.0)
     fates = [
         judged(one, 3.0, 1.0),
         judged(one, np.nan, 1.0),
@@ -102,9 +103,9 @@ def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
     """Mean and deviation are numpy's over the first steps; none is judged before WINDOW."""
     draw = np.random.default_rng(0)
     losses, norms = draw.normal(5, 0.5, WINDOW).tolist(), draw.normal(2, 0.1, WINDOW).tolist()
-    one = account(4.0)
+    one = guard(4.0)
     assert not any(judged(one, a, b) for a, b in zip([*losses[:-1], 50.0], norms, strict=True))
-    one = account(4.0)
+    one = guard(4.0)
     assert not any(judged(one, a, b) for a, b in zip(losses, norms, strict=True))
     n, *means, loss_variance, norm_variance = one.seen.tolist()
     assert n == WINDOW
@@ -115,7 +116,7 @@ def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
     assert judged(one, limit + 0.01, 2.0)
     assert judged(one, 5.0, 3.0)
     assert not judged(one, 0.0, 2.0)  # low is no trouble
-    other = account(4.0, one.seen.tolist())  # carried over a restart
+    other = guard(4.0, one.seen.tolist())  # carried over a restart
     assert judged(one, limit + 0.1, 2.0) == judged(other, limit + 0.1, 2.0)
     assert "is far above its mean" in one.read()[WINDOW][-1]
 

@@ -92,7 +92,7 @@ class BatchNorm(nn.Module):
     A batch is here what one rank computes at once, so training depends on how a step is cut: other
     `batch.accumulate` or other ranks are another run, as they are not for the transformer. The
     statistics are buffers of the checkpoint, and every step leaves on all ranks their mean over the
-    ranks (see Replicas.average_buffers): each scores the same model, and resuming is exact.
+    ranks (see Replicas.reduce): each scores the same model, and resuming is exact.
     """
 
     running_mean: Tensor

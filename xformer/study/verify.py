@@ -87,9 +87,7 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     trained = next(run.glob("checkpoints/step_*"), None)
     if trained is None:
         raise BadInput(f"{run} has no checkpoint to read its dropout from")
-    return checkpoints.load(trained).config.model_dump(
-        mode="json", include=set(DROPOUT_SETTINGS)
-    )
+    return checkpoints.load(trained).config.model_dump(mode="json", include=set(DROPOUT_SETTINGS))
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, steps: int) -> None:

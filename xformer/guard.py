@@ -15,16 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xformer.model.heads import Loss
+from xformer.data.errors import Failure
+from xformer.model.heads import Loss, Model
+from xformer.packed import Packed, to_device
 from xformer.parallel import Sums
+from xformer.prepare import Job
+from xformer.run import SINCE_LOG, State
+from xformer.session import Session
 
 WINDOW = 100  # steps that mean and deviation are taken of, with weights that fade out behind it
 LEAST = 1e-3  # of the mean: a smaller deviation counts as this one
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)  # how early trouble arises
 LIMIT = 10  # dropped updates in a row that end a run
+LossOf = Callable[[Job, Model, Packed, int, int], Loss]  # step and micro-batch at the end
 
 
-class Account:
+class Guard:
     """What the device knows since the last line of the log, and which of its steps are in trouble.
 
     `sums` (4,) are the loss, what it is a sum over, how many are right, and the norm of the newest
@@ -32,16 +38,18 @@ class Account:
     loss and norm, and their variances.
     """
 
-    def __init__(self, spike: float, sums: list[float], seen: list[float], device: torch.device):
-        self.spike = spike
+    def __init__(self, spike: float, state: State, device: torch.device):
+        self.spike, self.state = spike, state
+        sums = [state.since_log[name] for name in SINCE_LOG[:4]]
         self.sums = torch.tensor(sums, dtype=torch.float64, device=device)
-        self.seen = torch.tensor(seen or [0.0] * 5, dtype=torch.float64, device=device)
+        seen = state.statistics or [0.0] * 5
+        self.seen = torch.tensor(seen, dtype=torch.float64, device=device)
         self.adds = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
         self.unread: list[tuple[int, int, Tensor, Tensor]] = []
 
-    def judge(self, sums: Sums, norm: Tensor, step: int, position: int) -> Tensor:
-        """Take to account the step that begins at sample `position`, with the `norm` () of its
-        gradient; (), 1 if its update is to be dropped, else 0."""
+    def judge(self, sums: Sums, norm: Tensor) -> Tensor:
+        """Take the step that the state stands before to account, with the `norm` () of its
+        gradient: (), 1 if its update is to be dropped, else 0."""
         values = torch.stack([sums.loss, sums.count, sums.correct, norm]).double()
         good = values.isfinite().all()
         if self.spike:
@@ -49,7 +57,7 @@ class Account:
             good &= (seen <= self._limits()).all()
             self.seen = torch.where(good, self._with(seen), self.seen)
         self.sums = torch.where(good, self.sums * self.adds + values, self.sums)
-        self.unread.append((step, position, good, values))
+        self.unread.append((self.state.step, self.state.position, good, values))
         return 1.0 - good.float()
 
     def _limits(self) -> Tensor:
@@ -65,10 +73,30 @@ class Account:
         spread = (1 - weight) * (variance + weight * change.square())
         return torch.cat([n, mean + weight * change, spread])
 
-    def save(self, state: Any) -> None:
-        """Bring `since_log` and `statistics` of a run's state up to date. Waits for the device."""
-        names = ("loss", "count", "correct", "norm")
-        state.since_log |= dict(zip(names, self.sums.tolist(), strict=True))
+    def settle(self, session: Session, model: Model, loss_of: LossOf) -> None:
+        """Bring the state up to date, and trace, log and count the steps that were dropped since
+        the last call. All ranks call it together. Waits for the device. Raises Failure if the run
+        is to stop."""
+        job, state, monitor = session.job, self.state, session.monitor
+        policy = job.recipe.train.trouble
+        for step, position, what in self.read():
+            state.in_a_row = state.in_a_row + 1 if what else 0
+            if not what:
+                continue
+            state.dropped += 1
+            stage, place = _trace(job, model, step, position, loss_of)
+            record = {"what": what, **place, "action": policy, "dropped": state.dropped}
+            monitor.event("trouble", step + 1, **record)
+            line = f"{what} at step {step + 1}: {place['where']}"
+            if stage != WEIGHT:  # then all rows of the step are in question
+                line += f", rows {_some(place['rows'])} of the store"
+            if policy == "stop" or stage == WEIGHT:
+                session.writer.free()  # a checkpoint may be on its way to the disk
+                raise Failure(f"{line}; {_way_out(session, stage)}")
+            monitor.say(f"{line}; its update is dropped")
+            if state.in_a_row >= LIMIT:
+                raise Failure(f"{line}: {LIMIT} updates in a row were dropped")
+        state.since_log |= dict(zip(SINCE_LOG[:4], self.sums.tolist(), strict=True))
         state.statistics = self.seen.tolist() if self.spike else []
 
     def read(self) -> list[tuple[int, int, str]]:
@@ -91,6 +119,39 @@ class Account:
         every = zip(names, found, means, limits, strict=True)
         name, value, mean, _ = max(every, key=lambda each: each[1] / max(each[3], 1e-30))
         return f"the {name}, {value:.4g}, is far above its mean, {mean:.4g},"
+
+
+def _way_out(session: Session, stage: int) -> str:
+    """What a run that stops at trouble can go on from, and how."""
+    kept = any((session.run.path / "checkpoints").glob("step_*"))
+    if stage == WEIGHT:
+        older = "the newest checkpoint may hold it too" if kept else "no checkpoint is there"
+        return f"{older}; dropping updates does not mend a weight"
+    older = "the newest checkpoint is from before" if kept else "no checkpoint is there"
+    return f"{older}; train.trouble=skip drops such updates"
+
+
+def _trace(
+    job: Job, model: Model, step: int, position: int, loss_of: LossOf
+) -> tuple[int, dict[str, Any]]:
+    """How early the trouble of a step arose (WEIGHT to NOWHERE); where, and on whose rows."""
+    ranks, batches = job.ranks, job.feed().take(position).batches
+    packed = [to_device(batch, ranks.device) for batch in batches]
+    found = first_layer(model, len(packed), lambda i: loss_of(job, model, packed[i], step, i))
+    stage, i, where = found
+    mine = [batch.rows.tolist() for batch in batches]
+    idle = not batches  # such a rank has no gradient to tell of
+    every = ranks.gather([stage, idle, ranks.rank, i, where, mine])
+    stage, _, rank, i, where, theirs = min(every)
+    if stage in (WEIGHT, NOWHERE):  # no micro-batch has done it
+        rows = [row for *_, batches in every for batch in batches for row in batch]
+        return stage, {"where": where, "rows": sorted(rows)}
+    return stage, {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(theirs[i])}
+
+
+def _some(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:8]))
+    return f"{shown} and {len(rows) - 8} more" if len(rows) > 8 else shown
 
 
 def first_layer(
