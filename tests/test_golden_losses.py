@@ -13,9 +13,8 @@ formula was implemented wrongly and is now right. A faster kernel, a new version
 processor or a rewritten loop are no reasons: they must reproduce the numbers that are here.
 
 Dropout is tested below by its statistics, in the whole model as the loop trains it. The tests of
-single operations are elsewhere: rates, neighbours and scale of masks in test_fast.py, the mask of
-the native attention in test_native.py, dropout of attention by back end in test_model.py, and the
-seeds of steps, micro-batches and ranks in test_train.py.
+single operations are in test_ops.py, and those of the seeds of steps, micro-batches and ranks in
+test_train.py.
 """
 
 from __future__ import annotations

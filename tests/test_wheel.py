@@ -21,6 +21,8 @@ from helpers import QUIET, ROOT, SMOKE, Done, command, good, training
 from test_train import same
 from toys import Toys
 
+from xformer.ops import native
+
 pytestmark = pytest.mark.slow
 LIMIT = 900  # seconds for a command
 BUILD = "from setuptools import build_meta; print(build_meta.build_sdist('..'))"
@@ -118,8 +120,9 @@ def test_the_wheel_holds_the_package(wheel: Path, tmp_path: Path) -> None:
         for file in (source / folder).rglob("*")
         if file.is_file()
     }
+    assert {"xformer/py.typed", "xformer/ops/native.cpp"} < wanted
+    wanted.add(f"xformer/ops/{native.LIBRARY.name}")  # compiled on the way
     assert contents(wheel) == wanted
-    assert {"xformer/py.typed", "xformer/model/native.cpp"} < wanted
     assert {"xformer/preprocess/catalogue.toml", "xformer/recipes/finetune/classify.toml"} < wanted
     for name in ("english", "brackets"):
         assert f"xformer/micro/{name}/model.safetensors" in wanted
@@ -130,6 +133,12 @@ def test_the_wheel_holds_the_package(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", BUILD], cwd=again, capture_output=True, check=True)
     pip("wheel", "--wheel-dir", tmp_path / "wheel", next(tmp_path.glob("*.tar.gz")))
     assert contents(next((tmp_path / "wheel").glob("*.whl"))) == wanted
+
+
+def test_the_installed_package_uses_its_library(installed: Environment, tmp_path: Path) -> None:
+    code = "from xformer.ops import native; print(native.absent, native.__file__, sep='|')"
+    said = installed.run("python", "-c", code, cwd=tmp_path)
+    assert said.out == f"|{installed.packages / 'xformer/ops/native.py'}\n"
 
 
 STUDY = """
