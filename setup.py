@@ -2,7 +2,7 @@
 
 Two folders of the checkout are installed inside of the package xformer: preprocess/ as
 xformer.preprocess, and recipes/ as data. xformer/ops/native.cpp is compiled for the processor of
-this machine; $CXX names another compiler than c++. Where it cannot be compiled the installation
+this machine. Set $CXX to use a compiler other than c++. If it cannot be compiled, the installation
 goes on without it.
 """
 
@@ -30,11 +30,18 @@ class BuildNative(build_ext):
     """Compiles native.cpp, and writes into the library what it was made from and for."""
 
     def build_extension(self, extension: Extension) -> None:
+        """Raises CompileError if it fails; setuptools then installs without the library."""
+        try:
+            self.compile(extension)
+        except (OSError, ValueError) as error:
+            raise CompileError(str(error)) from None
+
+    def compile(self, extension: Extension) -> None:
         out = Path(self.get_ext_fullpath(extension.name))
         out.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
         features = processor_features()
-        # vectors of half the width are GCC's choice for some of these processors
+        # GCC would choose vectors of half the width for some of these processors.
         wide = ["-mprefer-vector-width=512"] if "avx512f" in features.split() else []
         version = run([*compiler, "--version"])
         source = hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()
@@ -56,10 +63,12 @@ def processor_features() -> str:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints. Raises CompileError, upon which setuptools leaves the library out."""
+    """What a command prints. Raises CompileError if it fails."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=300
+        )
+    except subprocess.TimeoutExpired as error:
         raise CompileError(f"{command[0]}: {error}") from None
     if ended.returncode:
         raise CompileError(f"{command[0]} failed: {ended.stderr[-2000:]}")

@@ -52,7 +52,6 @@ def asked(package: Path, code: str = "", **environment: str) -> str:
         "from xformer.ops import native\n"
         "x = torch.ones(2, 3)\n"
         "if not native.absent:\n"
-        "    assert torch.equal(torch.ops.aten.clone(x), x)\n"
         "    native.call('dropout', x.dtype, x, y := torch.empty(2, 3), 2, 3, 0.0, None)\n"
         "    assert torch.equal(x, y)\n"
         "print(native.absent, native.note(torch.device('cpu')), sep='|')"
@@ -78,7 +77,7 @@ def wrapped(folder: Path, text: str) -> str:
 
 
 def said(why: str) -> str:
-    return f"{why}|no C++ operations ({why}): steps take up to three fifths longer"
+    return f"{why}|no C++ operations ({why}): steps take up to twice as long"
 
 
 @linux
@@ -100,11 +99,17 @@ def test_a_library_is_compiled_and_loaded(package: Path) -> None:
 
 @linux
 @pytest.mark.parametrize(
-    "text", ["", '[ "$1" = --version ] && exit 0; echo "error: no" >&2; exit 1']
+    "text",
+    [
+        "",
+        '[ "$1" = --version ] && exit 0; echo "error: no" >&2; exit 1',
+        "printf '\\377'",
+        "exit 0",
+    ],
 )
 def test_without_a_compiler_the_installation_goes_on(package: Path, text: str) -> None:
     compiler = wrapped(package, text) if text else "/nowhere/c++"
-    assert compiler in compiled(package, compiler)
+    assert "_native" in compiled(package, compiler)
     assert asked(package) == said(f"they were not compiled; {AGAIN}, with a C++ compiler")
 
 
@@ -118,12 +123,11 @@ def test_a_library_of_another_source_is_not_used(package: Path) -> None:
 
 @linux
 def test_a_library_for_another_processor_is_not_used(package: Path) -> None:
-    other = """exec c++ "$@" -UXFORMER_PROCESSOR '-DXFORMER_PROCESSOR="fpu x1 x2 x3 x4"'"""
+    features = "hypervisor avx0 avx1 fma9 sse9"
+    other = f"""exec c++ "$@" -UXFORMER_PROCESSOR '-DXFORMER_PROCESSOR="{features}"'"""
     compiled(package, wrapped(package, other))
     found = asked(package)
-    assert found.startswith("they were compiled for a processor with ")
-    assert found.endswith(f"... ; {AGAIN}): steps take up to three fifths longer") or AGAIN in found
-    assert "x1 x2" in found
+    assert found == said(f"they were compiled for a processor with avx0 avx1 fma9 ...; {AGAIN}")
 
 
 @linux

@@ -301,8 +301,10 @@ def test_dropout_falls_on_the_probabilities() -> None:
 
 # ------------------------------------------------------------- what else PyTorch can do with them
 
+TWICE = [of_attention([3, 2], 2, 2), of_norm(3, 4), of_dropout(3, 4), of_vocabulary(3, 4, 5)]
 
-@pytest.mark.parametrize("case", CASES[:1] + CASES[-1:] + CASES[28:32], ids=lambda case: case.name)
+
+@pytest.mark.parametrize("case", TWICE, ids=lambda case: case.name)
 def test_the_plain_way_has_second_derivatives(case: Case) -> None:
     given = case.inputs(DOUBLE)
     with native.only_plain():
@@ -328,7 +330,15 @@ def test_dropout_in_cpp_is_differentiated_as_often_as_one_likes() -> None:
     assert torch.equal(second != 0, first != 0)
 
 
-SOME = [CASES[0], CASES[8], CASES[27], *CASES[29:32], CASES[-2]]
+SOME = [
+    of_attention([7, 1, 0, 13], 3, 5),
+    of_attention([64, 200], 2, 48),
+    of_norm(0, 5),
+    of_norm(5, 33),
+    of_dropout(13, 7, 99),
+    of_vocabulary(0, 7, 97),
+    of_vocabulary(29, 13, 500),
+]
 
 
 def without_content(case: Case, dtype: torch.dtype, way: str, device: str) -> list[Tensor]:
@@ -351,6 +361,22 @@ def test_a_way_runs_on_tensors_without_content(case: Case, way: str, dtype: torc
     real = results(case, dtype, way, RATE)
     for fake, wanted in zip(without_content(case, dtype, way, "cpu"), real, strict=True):
         assert (fake.shape, fake.dtype) == (wanted.shape, wanted.dtype)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, FP16])
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_cuda_equals_the_plain_way_in_fp64(case: Case, dtype: torch.dtype) -> None:
+    wanted = results(case, DOUBLE, "plain", 0.0)
+    given = [x.detach().cuda().requires_grad_() for x in case.inputs(dtype)]
+    out = list(case.run(*given, case.whole.cuda(), 0.0))
+    ahead = [
+        torch.randn(x.shape, generator=seeded(20 + i), dtype=DOUBLE) for i, x in enumerate(out)
+    ]
+    gradients = torch.autograd.grad(out, given, [a.to(x) for a, x in zip(ahead, out, strict=True)])
+    for one, two in zip([*out, *gradients], wanted, strict=True):
+        bound = 3 * ERRORS[dtype] * max(float(two.norm()), 1.0)
+        assert float((one.detach().cpu().double() - two).norm()) <= bound
 
 
 # what PyTorch without CUDA lacks to hold tensors without content on a CUDA device
@@ -422,6 +448,54 @@ def test_layouts_and_targets_that_do_not_fit_are_refused() -> None:
         for target in (-101, 50):
             with taking(way), pytest.raises(IndexError):
                 vocabulary_loss(h, word, bias, torch.tensor([1, target, 2]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_shapes_are_refused(way: str) -> None:
+    x, one = torch.randn(4, 8), torch.ones(8)
+    h, word, bias, targets = torch.randn(3, 8), torch.randn(50, 8), torch.zeros(50), torch.arange(3)
+    with taking(way):
+        for given in (
+            (x, x[0], one, one),
+            (x, x[:1], one, one),
+            (x, x, one[:3], one),
+            (x, x, one, one[:0]),
+        ):
+            with pytest.raises(ValueError, match="add_norm takes"):
+                add_norm(*given, 1e-5)
+        for other in (
+            (h, word, bias[:1], targets),
+            (h[:2], word, bias, targets),
+            (h, word[:, :5], bias, targets),
+            (h, word, bias, targets[:, None]),
+        ):
+            with pytest.raises(ValueError, match="vocabulary_loss takes"):
+                vocabulary_loss(*other)
+        with pytest.raises(ValueError, match="attention takes"):
+            attention(torch.randn(9, 2, 2, 8), layout([0, 9]))
+        for ends, longest in (([0, 12], 12), ([0, 9], 3), ([0, 3, 2], 3), ([1, 9], 8)):
+            where = Layout(torch.tensor(ends, dtype=torch.int32), longest)
+            with pytest.raises(ValueError, match="the layout does not fit"):
+                attention(torch.randn(9, 3, 2, 8), where)
+    for wrong in (
+        torch.tensor([0, 5, 9]),
+        torch.empty(0, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.int32)[::2],
+    ):
+        with pytest.raises(ValueError, match="cu_seqlens must be"):
+            Layout(wrong, 9)
+
+
+def test_a_layout_is_its_own() -> None:
+    bounds = np.array([0, 4, 9], np.int32)
+    where = layout(bounds)
+    bounds[2] = 10**6
+    assert where.cu_seqlens.tolist() == [0, 4, 9]
+
+
+def test_far_scores_in_fp16() -> None:
+    qkv = torch.full((3, 3, 1, 64), 60.0, dtype=FP16)
+    assert attention(qkv, layout([0, 3])).isfinite().all()
 
 
 def test_what_the_library_does_not_take_goes_the_plain_way() -> None:

@@ -44,7 +44,7 @@ class Packed:
 
 def layout(cu_seqlens: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
     """The layout of a packed batch from its boundaries, (N + 1,)."""
-    boundaries = np.ascontiguousarray(cu_seqlens, np.int32)
+    boundaries = np.array(cu_seqlens, np.int32)  # a copy, which nobody else changes
     on_host = torch.from_numpy(boundaries)
     if torch.device(device).type == "cuda":
         on_host = on_host.pin_memory()  # without it the copy would wait for the device

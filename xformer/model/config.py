@@ -51,7 +51,7 @@ class ModelConfig(Settings):
     norm: Literal["post", "pre"] = "post"
     """LayerNorm after each residual sum (BERT) or before each part (pre-LN)."""
     norm_form: Literal["variance", "deviation"] = "variance"
-    """What LayerNorm divides by the square root of: the variance, or the deviation (PLUS)."""
+    """LayerNorm divides by the square root of the variance, or of the deviation (PLUS)."""
     layer_norm_eps: float = Field(1e-12, gt=0)
     """Epsilon of every LayerNorm."""
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
@@ -66,9 +66,10 @@ class ModelConfig(Settings):
     attention_dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on attention probabilities."""
     dropout_form: Literal["bert", "roberta", "albert", "distilbert"] = "bert"
-    """Where dropout falls. Each family's is as BERT's, but RoBERTa drops before the pooler of a
-    head too, ALBERT not on the output of the feed-forward part (and before a head of pairs),
-    DistilBERT not on that of attention, and before heads of spans and words by `dropout`."""
+    """Where dropout falls. All families drop where BERT does, with these exceptions. RoBERTa also
+    drops before the pooler of a head. ALBERT does not drop the output of the feed-forward part,
+    but drops before a head of pairs. DistilBERT does not drop the output of attention, and uses
+    `dropout` before heads of spans and words."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
 

@@ -127,11 +127,12 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.attention_norm = Norm(config, C) if pre_norm else AddNorm(config, C, after_attention)
         self.mlp = MLP(config)
+        # A pre-LN layer adds attention's residual in mlp_norm.
         self.mlp_norm = AddNorm(config, C, after_attention if pre_norm else after_mlp)
         self.pre_norm, self.after_mlp = pre_norm, after_mlp
 
     def forward(self, x: Tensor, layout: Layout, places: Tensor | None = None) -> Tensor:
-        """x (T, C) -> (T, C); with `places` (P,) what leaves these tokens alone, (P, C)."""
+        """x (T, C) -> (T, C); with `places` (P,) only the outputs of these tokens, (P, C)."""
         before = self.attention_norm(x) if self.pre_norm else x
         y = self.attention(before, layout, places)
         x = x if places is None else x.index_select(0, places)
@@ -154,8 +155,8 @@ class Encoder(nn.Module):
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
 
     def forward(self, batch: Packed, places: Tensor | None = None) -> Tensor:
-        """The last hidden states, (T, C); with `places` (P,) those of these tokens alone, (P, C).
-        The last layer does no more than these need."""
+        """The last hidden states, (T, C); with `places` (P,) only those of these tokens, (P, C).
+        After its attention the last layer computes no others."""
         count = len(batch.tokens if places is None else places)
         batch, places = batch.with_room(), None if places is None else with_room(places)
         x = self.embeddings(batch)  # (T, C)
@@ -182,5 +183,5 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 def _table(rows: int, columns: int) -> nn.Embedding:
-    # PyTorch does not initialise a weight that is given. To do so it would import sympy, in 1.5 s.
+    # PyTorch does not initialise a given weight. Its initialisation imports sympy, in 1.5 s.
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))

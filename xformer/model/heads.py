@@ -65,7 +65,7 @@ class Model(nn.Module):
     `kind` says which one trains and predicts: "mlm"; "classify" (`outputs` classes) and "regress"
     (one score) on the pooled first token; "span" (start and end of an answer) and "tag" (`outputs`
     classes) on every token.
-    `parts` are further ones kept beside it: "pooler", and "pair_head", which tells of two texts
+    `parts` are further ones kept beside it: "pooler", and "pair_head", which predicts of two texts
     whether the second follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
     order; Min et al. 2019: whether they are of one family). With a `pair_scale` it trains with an
     MLM head: a pair counts as much as so many masked tokens.
@@ -167,7 +167,7 @@ class Model(nn.Module):
         return Loss(total, len(targets), correct), logits
 
     def _masked_loss(self, batch: Packed) -> tuple[Loss, Tensor]:
-        """Of masked tokens, and of pairs where they count, with the logits of the tokens."""
+        """The loss of masked tokens, plus that of pairs if they train, and the tokens' logits."""
         assert self.mlm_head is not None
         assert batch.places is not None
         assert batch.targets is not None

@@ -20,10 +20,14 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm(z) and z = x + dropout(y) (Ba et al. 2016, section 3).
 
-    A post-LN layer goes on with the first (Vaswani et al. 2017, section 5.4), a pre-LN layer with
+    A post-LN layer uses the first result (Vaswani et al. 2017, section 5.4). A pre-LN layer uses
     both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight, bias: (C,). `rate`
-    is that of dropout on y. Returns two (T, C). Can be differentiated once, in its plain way twice.
+    is the dropout rate of y. Returns two (T, C). It can be differentiated once; the plain way can
+    be differentiated twice. Raises ValueError if the shapes are others.
     """
+    if x.dim() != 2 or x.shape != y.shape or not x.shape[1:] == weight.shape == bias.shape:
+        shapes = [tuple(tensor.shape) for tensor in (x, y, weight, bias)]
+        raise ValueError(f"add_norm takes (T, C), (T, C), (C,) and (C,), not {shapes}")
     if native.serves(x, y, weight, bias) and {x.dtype, weight.dtype, bias.dtype} == {torch.float32}:
         seed = dropout.new_seed() if rate > 0.0 else None
         out, z, _ = _in_cpp(x, y, weight, bias, eps, rate, seed)
@@ -66,8 +70,8 @@ def _add_norm_backward(
     rate: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of y, and of weight and bias, (2, C). That of y is empty where it equals
-    that of x: without dropout, and of the same type. `half`: y is bf16."""
+    """The gradients of x, of y, and of weight and bias, (2, C). The gradient of y is empty if it
+    equals that of x. It does if there is no dropout and y is not `half` (bf16)."""
     d_x, d_y, d_affine = _empty_gradients(z, half, rate)
     same = d_x if d_y.dim() == 1 else d_y
     native.call(

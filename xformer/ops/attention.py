@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -17,52 +18,99 @@ from xformer.ops import dropout as dropouts
 from xformer.ops import native
 from xformer.ops.library import define, differentiate
 
+ALIKE = 16  # tokens: lengths between the same two multiples are similar
+
 
 @dataclass(frozen=True)
 class Layout:
     """Where the sequences of a packed batch lie: sequence i is the rows cu_seqlens[i] to
-    cu_seqlens[i + 1]. `longest` is the length of the longest one."""
+    cu_seqlens[i + 1]. `longest` is the length of the longest one. Raises ValueError for boundaries
+    of another form."""
 
     cu_seqlens: Tensor  # (N + 1,) int32, on the batch's device
     longest: int
+
+    def __post_init__(self) -> None:
+        ends = self.cu_seqlens
+        if ends.dtype != torch.int32 or ends.dim() != 1 or not len(ends) or ends.stride(0) != 1:
+            raise ValueError(
+                f"cu_seqlens must be (N + 1,) int32 without gaps, not {tuple(ends.shape)} "
+                f"{ends.dtype} with stride {ends.stride()}"
+            )
 
 
 def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
-    qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` falls
-    on the probabilities. On the CPU there may be rows after the last sequence, which become 0. Can
-    be differentiated once, in its plain way twice. Raises ValueError if the layout does not fit.
+    qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` is
+    the rate at which probabilities are dropped. On the CPU there may be rows after the last
+    sequence, which become 0. The result can be differentiated once; the plain way can be
+    differentiated twice. Raises ValueError for other shapes, and on the CPU if the layout does not
+    fit.
     """
+    if qkv.dim() != 4 or qkv.size(1) != 3:
+        raise ValueError(f"attention takes (T, 3, H, D), not {tuple(qkv.shape)}")
     if native.serves(qkv):
         seed = dropouts.new_seed() if dropout > 0.0 else None
         return _in_cpp(qkv, layout.cu_seqlens, layout.longest, dropout, seed)[0]
-    if qkv.is_cuda and not native.plain_is_asked():
+    if qkv.is_cuda and layout.longest and not native.plain_is_asked():
         if qkv.dtype in (torch.bfloat16, torch.float16) and qkv.size(3) <= 256:
             return _flash(qkv, layout, dropout)
-        if qkv.dtype == torch.float32:
-            return _efficient(qkv, layout, dropout)
+        if qkv.dtype == torch.float32 and dropout == 0.0:
+            return _efficient(qkv, layout)
+    if qkv.device.type == "cpu" and type(qkv) is Tensor and not torch.compiler.is_compiling():
+        return _run_by_run(qkv, layout, dropout)
     return plain(qkv, layout, dropout)
 
 
 # ------------------------------------------------------------------------------------- plain
 
 
-def plain(qkv: Tensor, layout: Layout, dropout: float = 0.0, seed: Tensor | None = None) -> Tensor:
-    """Attention by PyTorch's operations, with every sequence padded to the longest."""
+def plain(
+    qkv: Tensor, layout: Layout, dropout: float = 0.0, seed: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """Attention by PyTorch's operations, with every sequence padded to the longest. On the CPU the
+    masks of dropout depend on the `seed` and on the number of a token; `first` is that of qkv[0].
+    """
     token, ends = torch.arange(len(qkv), device=qkv.device), layout.cu_seqlens
     inside = (token < ends[-1])[:, None, None]
     if not len(ends) - 1 or not layout.longest:
         return torch.where(inside, qkv[:, 0], 0.0)
     weights, v = _probabilities(qkv, layout)
     if dropout > 0.0:
-        weights = _dropped(weights, layout, dropout, seed)
+        weights = _dropped(weights, layout.cu_seqlens + first, dropout, seed)
     out = (weights.to(v.dtype) @ v).transpose(1, 2).flatten(0, 1)  # (N L, H, D)
     sequence = torch.searchsorted(ends[1:], token, right=True, out_int32=True)  # (T,)
     sequence = sequence.clamp(max=len(ends) - 2)
     place = sequence * layout.longest + token - ends[sequence]
     place = place.clamp(max=len(out) - 1)  # rows after the last sequence
-    return torch.where(inside, out.index_select(0, place), 0.0)
+    return torch.where(inside, out.index_select(0, place), 0.0).to(qkv.dtype)
+
+
+def _run_by_run(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
+    """The plain way for each run of neighbours with similar lengths: padding a whole batch to its
+    longest sequence could take a hundred times the time and memory."""
+    ends = layout.cu_seqlens.tolist()
+    sizes = [end - begin for begin, end in pairwise(ends)]
+    fits = all(0 <= size <= layout.longest for size in sizes)
+    if not fits or ends[0] != 0 or ends[-1] > len(qkv):
+        raise ValueError(_misfit(len(qkv), layout.longest))
+    seed, out, i = dropouts.new_seed() if dropout > 0.0 else None, [], 0
+    for _, run in groupby(sizes, lambda size: size // ALIKE):
+        lengths = list(run)
+        some, begin = layout.cu_seqlens[i : i + len(lengths) + 1], ends[i]
+        rows = qkv[begin : ends[i + len(lengths)]]
+        out.append(plain(rows, Layout(some - begin, max(lengths)), dropout, seed, begin))
+        i += len(lengths)
+    after = qkv[ends[-1] :, 0]  # rows after the last sequence, with a gradient of 0
+    return torch.cat([*out, after.masked_fill(torch.ones((), dtype=torch.bool), 0.0)])
+
+
+def _misfit(tokens: int, longest: int) -> str:
+    return (
+        f"the layout does not fit: cu_seqlens must rise from 0 to {tokens} at most, in steps of "
+        f"{longest} at most"
+    )
 
 
 def probabilities(qkv: Tensor, layout: Layout) -> Tensor:
@@ -76,24 +124,26 @@ def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     position = torch.arange(layout.longest, device=qkv.device)
     # Padding repeats the last real token: a NaN must not reach another sequence.
     source = starts + torch.minimum(position, (sizes - 1).clamp(min=0))  # (N, L)
-    source = source.clamp(max=len(qkv) - 1)  # of an empty sequence
+    source = source.clamp(max=len(qkv) - 1)  # an empty sequence may begin at T
     padded = qkv.index_select(0, source.flatten()).unflatten(0, source.shape)
     q, k, v = padded.permute(2, 0, 3, 1, 4)  # (N, H, L, D) each
-    scores = q @ k.transpose(2, 3) / math.sqrt(qkv.size(3))  # (N, H, L, L)
+    scores = q / math.sqrt(qkv.size(3)) @ k.transpose(2, 3)  # (N, H, L, L)
     real = (position < sizes)[:, None, None]  # (N, 1, 1, L)
     # not -inf: an empty sequence has no real key, and the gradient of its softmax would be NaN
     scores = scores.masked_fill(~real, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, -1), v
 
 
-def _dropped(weights: Tensor, layout: Layout, rate: float, seed: Tensor | None) -> Tensor:
-    """Dropout on the probabilities (N, H, L, L), with the masks of the C++ way on the CPU."""
+def _dropped(weights: Tensor, bounds: Tensor, rate: float, seed: Tensor | None) -> Tensor:
+    """Dropout on the probabilities (N, H, L, L), with the masks of the C++ way on the CPU. `bounds`
+    (N + 1,) are the numbers of the sequences' first tokens."""
     if weights.device.type != "cpu":
         return F.dropout(weights, rate)
     seed = dropouts.new_seed() if seed is None else seed
     _, H, L, _ = weights.size()
-    position, head = torch.arange(L, dtype=torch.int32), torch.arange(H, dtype=torch.int32)
-    row = layout.cu_seqlens[:-1, None] + position  # (N, L): the number of the token in the batch
+    position = torch.arange(L, dtype=torch.int32, device="cpu")
+    head = torch.arange(H, dtype=torch.int32, device="cpu")
+    row = bounds[:-1, None] + position  # (N, L): the number of the token in the batch
     kept = dropouts.kept(rate, seed, row[:, None, :, None], position, head[:, None, None])
     return torch.where(kept, weights / (1.0 - rate), 0.0)
 
@@ -104,8 +154,7 @@ def _dropped(weights: Tensor, layout: Layout, rate: float, seed: Tensor | None) 
 def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     """FlashAttention-2 (Dao 2023), as PyTorch ships it: 16 bit, heads of 256 at most."""
     D = qkv.size(3)
-    qkv = F.pad(qkv, (0, -D % 8))  # it takes multiples of 8; more zeros change no score
-    q, k, v = qkv.unbind(1)
+    q, k, v = _padded(qkv, 8).unbind(1)  # (T, H, D) each
     ends, longest = layout.cu_seqlens, layout.longest
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, dropout, False, False, scale=1 / math.sqrt(D)
@@ -113,17 +162,26 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     return out.narrow(2, 0, D)
 
 
-def _efficient(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
-    """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: fp32."""
+def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
+    """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: fp32.
+
+    It is not used with dropout: on packed sequences its forward and backward passes number the
+    random draws differently (pytorch issue 115590), so their masks would differ.
+    """
     D = qkv.size(3)
-    qkv = F.pad(qkv, (0, -D % 4))  # it takes rows of 16 bytes
-    q, k, v = qkv.unsqueeze(0).unbind(2)  # (1, T, H, D) each
+    q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
     ends, longest = layout.cu_seqlens, layout.longest
     out = torch.ops.aten._efficient_attention_forward(
-        *(q, k, v, None, ends, ends, longest, longest, dropout, 0, True),
+        *(q, k, v, None, ends, ends, longest, longest, 0.0, 0, True),
         scale=1 / math.sqrt(D),
     )[0]
     return out.squeeze(0).narrow(2, 0, D)
+
+
+def _padded(qkv: Tensor, multiple: int) -> Tensor:
+    """qkv with each head padded by zeros to a multiple of numbers. They change no score."""
+    more = -qkv.size(3) % multiple
+    return F.pad(qkv, (0, more)) if more else qkv
 
 
 # --------------------------------------------------------------------------------------- C++
@@ -136,10 +194,7 @@ def _attention(
     out, sums = _empty_results(qkv)
     sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
     if native.call("attention", qkv.dtype, qkv, cu_seqlens, out, sums, *sizes, rate, seed):
-        raise ValueError(
-            f"the layout does not fit: cu_seqlens must rise from 0 to {len(qkv)} at most, "
-            f"by {longest} at most"
-        )
+        raise ValueError(_misfit(len(qkv), longest))
     return out, sums
 
 
@@ -167,7 +222,8 @@ def _attention_backward(
     d_qkv = torch.empty_like(qkv)
     sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
     tensors = qkv, cu_seqlens, sums, d_out, d_qkv
-    native.call("attention_backward", qkv.dtype, *tensors, *sizes, rate, seed)
+    if native.call("attention_backward", qkv.dtype, *tensors, *sizes, rate, seed):
+        raise ValueError(_misfit(len(qkv), longest))
     return d_qkv
 
 

@@ -39,7 +39,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 def new_seed() -> Tensor:
     """A seed for `dropout` on the CPU, () int64, from PyTorch's generator."""
-    return torch.randint(2**62, ())
+    return torch.randint(2**62, (), device="cpu")
 
 
 # ------------------------------------------------------------------------------------- plain
@@ -49,7 +49,8 @@ def plain(x: Tensor, rate: float, seed: Tensor) -> Tensor:
     """Dropout by PyTorch's operations."""
     columns = x.size(-1) if x.dim() else 1
     rows = torch.arange(x.numel() // max(1, columns), dtype=torch.int32, device=x.device)
-    keep = kept(rate, seed, rows[:, None], torch.arange(columns, dtype=torch.int32)[None])
+    place = torch.arange(columns, dtype=torch.int32, device=x.device)
+    keep = kept(rate, seed, rows[:, None], place)
     return torch.where(keep.view(x.shape), x / (1.0 - rate), 0.0)
 
 
@@ -59,10 +60,11 @@ def kept(
     """Which elements are kept: bool, of the shape to which the int32 tensors broadcast.
 
     The 32-bit hash of a kept element is at least rate * 2^32. A row is hashed with both words of
-    the seed: with one word, a few pairs among 10^5 rows would share a mask. So are heads.
+    the seed: with one word, a few pairs among 10^5 rows would share a mask. The number of a head
+    is mixed into both words too.
     """
     low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
-    # the finaliser sends 0 to 0: the constants (the digits of pi) keep seed 0 from doing the same
+    # The finaliser sends 0 to 0. The constants, digits of pi, keep seed 0 from giving a hash of 0.
     a, b = _mix(_mix(low ^ 0x243F6A88) ^ high), _mix(_mix(high ^ (0x85A308D3 - 2**32)) ^ low)
     if head is not None:
         a, b = _mix(a ^ head), _mix(b ^ head)

@@ -2,7 +2,7 @@
 
 PyTorch then sees it as one of its own: under FakeTensorMode, in torch.compile, and in every mode
 and profiler. `torch.library.custom_op` does the same in fewer words, but its forward and backward
-call take 160 us together and these 100, when the work itself takes next to nothing.
+calls take 160 us together on a tiny input, and ours take 100 us.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Keep = Callable[[Any, tuple[Any, ...], Any], None]
 
 
 def define(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Make a function `_NAME` of tensors on the CPU the operation NAME, which is returned. `fake`
+    """Register the CPU function `_NAME` as the operation NAME, and return the operation. `fake`
     takes the same arguments, and gives tensors of the right shapes and types without content."""
     name = function.__name__.lstrip("_")
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
@@ -27,8 +27,8 @@ def define(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
 
 
 def differentiate(operation: Any, keep: Keep, backward: Callable[..., Any]) -> None:
-    """Give an operation a derivative. `keep(ctx, inputs, output)` saves what `backward(ctx,
-    *gradients)` needs, which returns a gradient for every input; ctx is that of
+    """Give an operation a derivative. `keep(ctx, inputs, output)` saves what `backward` needs.
+    `backward(ctx, *gradients)` returns a gradient for every input. ctx is the context of
     torch.autograd.Function."""
 
     class Node(torch.autograd.Function):

@@ -138,8 +138,8 @@ int dropout(const T* x, T* out, int64_t rows, int64_t columns, double rate, cons
 
 // ------------------------------------------------------------------------------------- attention
 
-// Of one head and one sequence of L tokens at a time, in float: what it needs stays in the cache. Rows
-// and columns of the buffers go on to whole tiles, with zeros.
+// Each task is one head of one sequence of L tokens, in float. Its data stays in the cache. The rows
+// and columns of the buffers are filled up to whole tiles with zeros.
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, TALL = 8;  // of 32 registers 16 hold sums, two vectors of 8 rows
@@ -188,7 +188,7 @@ inline void product(const float* a, int64_t am, int64_t ak, const float* b, int6
     }
 }
 
-// Of a thread: room for one head of the longest sequence.
+// Each thread's room for one head of the longest sequence.
 struct Room {
     int64_t wide, rows, line;  // D and the longest length in whole tiles; of the scores a row's length
     std::vector<float> all;
@@ -248,18 +248,28 @@ void transpose(const float* from, int64_t rows, int64_t D, int64_t wide, float* 
     }
 }
 
+// The length of the longest sequence, or -1 if `ends` do not rise from 0 to at most `tokens` in steps of
+// at most `limit`.
+int64_t longest_of(const int32_t* ends, int64_t N, int64_t tokens, int64_t limit) {
+    int64_t longest = 0;
+    if (ends[0] != 0 || ends[N] > tokens) return -1;
+    for (int64_t i = 0; i < N; i++) {
+        int64_t length = int64_t(ends[i + 1]) - ends[i];
+        if (length < 0 || length > limit) return -1;
+        longest = std::max(longest, length);
+    }
+    return longest;
+}
+
 // out = dropout(softmax(q k^T / sqrt(D))) v of N packed sequences. Sequence i is rows ends[i] to
 // ends[i + 1]. qkv is (T, 3, H, D) and out (T, H, D); rows after the last sequence become 0.
 // `sums` (T, H, 2) holds each row's largest score, and 1 / the sum of its exponentials.
-// Returns 1, and does nothing, if a sequence is longer than `longest` or `ends` do not rise from 0
-// to T at most.
+// Returns 1, and does nothing, if the layout does not fit (see `longest_of`).
 template <class T>
 int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t tokens, int64_t N,
-              int64_t H, int64_t D, int64_t longest, double rate, const int64_t* seed) {
-    bool good = ends[0] == 0 && ends[N] <= tokens;
-    for (int64_t i = 0; i < N; i++)
-        good = good && ends[i] <= ends[i + 1] && ends[i + 1] - ends[i] <= longest;
-    if (!good) return 1;
+              int64_t H, int64_t D, int64_t limit, double rate, const int64_t* seed) {
+    int64_t longest = longest_of(ends, N, tokens, limit);
+    if (longest < 0) return 1;
     std::fill(out + ends[N] * H * D, out + tokens * H * D, T{});
     Mask mask(seed, rate);
     float scale = 1.0f / std::sqrt(float(D));
@@ -309,8 +319,10 @@ int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t to
 // The gradient of qkv from that of out; the probabilities are computed anew (Dao 2023, section 3).
 template <class T>
 int attention_backward(const T* qkv, const int32_t* ends, const float* sums, const T* d_out, T* d_qkv,
-                       int64_t tokens, int64_t N, int64_t H, int64_t D, int64_t longest, double rate,
+                       int64_t tokens, int64_t N, int64_t H, int64_t D, int64_t limit, double rate,
                        const int64_t* seed) {
+    int64_t longest = longest_of(ends, N, tokens, limit);
+    if (longest < 0) return 1;
     std::fill(d_qkv + ends[N] * 3 * H * D, d_qkv + tokens * 3 * H * D, T{});
     Mask mask(seed, rate);
     float scale = 1.0f / std::sqrt(float(D));

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import re
 import sys
 import sysconfig
@@ -35,6 +36,9 @@ FUNCTIONS = {  # by name: the pointers, integers and doubles that native.cpp tak
     "add_norm_backward": "pppppppppnndp",
     "cross_entropy": "ppppppnnnn",
 }
+# What a compiler may use of the features of an x86-64 processor; on ARM all are compared.
+X86 = "avx|amx|s?sse|fma|f16c|bmi|aes|vaes|v?pclmul|gfni|sha|popcnt|abm|adx|movbe|xsave"
+INSTRUCTIONS = re.compile(X86 if platform.machine() == "x86_64" else "")
 Functions = dict[tuple[str, torch.dtype], Callable[..., int]]
 
 
@@ -59,19 +63,22 @@ def _loaded() -> tuple[Functions, str, str]:
             for name, passed in FUNCTIONS.items()
             for dtype, kind in TYPES.items()
         }
+        changed = source != hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
         return {}, "", f"{' '.join(str(error).split())}; {AGAIN}"
-    if source != hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+    if changed:
         return {}, "", f"{SOURCE.name} has changed since it was compiled; {AGAIN}"
     here = {word for line in processor_lines("flags", "Features") for word in line.split()}
-    if lacking := [name for name in processor.split() if name not in here]:
+    needed = filter(INSTRUCTIONS.match, processor.split())
+    if lacking := [name for name in needed if name not in here]:
         some = " ".join(lacking[:3]) + " ..." * (len(lacking) > 3)
         return {}, "", f"they were compiled for a processor with {some}; {AGAIN}"
     return functions, build, ""
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Open the library upon the OpenMP that torch has loaded, whose symbols are usually global."""
+    """Open the library. It uses the OpenMP that torch has loaded. Those symbols are usually
+    global."""
     try:
         return ctypes.CDLL(str(path))
     except OSError:
@@ -138,10 +145,10 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def note(device: torch.device) -> str:
-    """What to tell those who work on the CPU without the C++ ways and could have them, or ""."""
+    """The line for a user on the CPU who could have the C++ ways but does not, or ""."""
     if device.type != "cpu" or absent in ("", OFF, ELSEWHERE):
         return ""
-    return f"no C++ operations ({absent}): steps take up to three fifths longer"
+    return f"no C++ operations ({absent}): steps take up to twice as long"
 
 
 def identity() -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xformer.ops import native
 from xformer.ops.library import define, differentiate
 
-ALIGNED = 16  # numbers: products are faster into rows that begin at a multiple of 64 bytes
+ALIGNED = 16  # numbers: a product is faster if the rows it writes begin at multiples of 64 bytes
 
 
 def vocabulary_loss(
@@ -22,14 +22,21 @@ def vocabulary_loss(
 ) -> tuple[Tensor, Tensor]:
     """The sum over M of the cross-entropy of the logits h W^T + b, and how many are right.
 
-    h: (at least M, E); rows after those of the targets do not count. word: (V, E). bias: (V,).
-    targets: (M,) in [0, V), M may be 0. Returns two scalars: the sum in fp32 (in fp64 of such
-    logits), and how often the target has the largest logit (the first of equal ones), which is not
-    differentiable. Can be differentiated once, in its plain way twice. Raises IndexError if a
-    target is not in [0, V).
+    h: (at least M, E); rows after those of the targets do not count, but must be finite. word:
+    (V, E). bias: (V,). targets: (M,) in [0, V), M may be 0. Returns two scalars: the sum in fp32
+    (in fp64 if h is fp64), and how often the target has the largest logit (the first of equal
+    ones), which is not differentiable. It can be differentiated once; the plain way can be
+    differentiated twice. Raises ValueError if the shapes are others, and IndexError if a target is
+    not in [0, V).
     """
+    shapes = [tuple(tensor.shape) for tensor in (h, word, bias, targets)]
+    if [len(shape) for shape in shapes] != [2, 2, 1, 1] or (
+        h.size(1) != word.size(1) or len(word) != len(bias) or len(targets) > len(h)
+    ):
+        raise ValueError(f"vocabulary_loss takes (M, E), (V, E), (V,) and (M,), not {shapes}")
     device = h.device.type
-    if torch.is_autocast_enabled(device):
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and h.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         h, word = h.to(dtype), word.to(dtype)
     if native.serves(h, word, bias) and h.dtype == word.dtype and bias.dtype == torch.float32:
