@@ -23,7 +23,7 @@ from xformer.prepare import Job
 from xformer.run import SINCE_LOG, State
 from xformer.session import Session
 
-WINDOW = 100  # steps that mean and deviation are taken of, with weights that fade out behind it
+WINDOW = 100  # steps over which mean and deviation are taken; the weight of older steps fades
 LEAST = 1e-3  # of the mean: a smaller deviation counts as this one
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)  # how early trouble arises
 LIMIT = 10  # dropped updates in a row that end a run
@@ -31,11 +31,11 @@ LossOf = Callable[[Job, Model, Packed, int, int], Loss]  # step and micro-batch 
 
 
 class Guard:
-    """What the device knows since the last line of the log, and which of its steps are in trouble.
+    """Sums over the steps since the last line of the log, and which of these steps are in trouble.
 
-    `sums` (4,) are the loss, what it is a sum over, how many are right, and the norm of the newest
-    gradient, without dropped steps; `seen` (5,) how many steps the statistics are of, the means of
-    loss and norm, and their variances.
+    `sums` (4,) holds the loss, the count it is a sum over, the count of right predictions, and the
+    norm of the newest gradient. Dropped steps are left out. `seen` (5,) holds the number of steps
+    seen, the means of loss and norm, and their variances.
     """
 
     def __init__(self, spike: float, state: State, device: torch.device):
@@ -48,8 +48,8 @@ class Guard:
         self.unread: list[tuple[int, int, Tensor, Tensor]] = []
 
     def judge(self, sums: Sums, norm: Tensor) -> Tensor:
-        """Take the step that the state stands before to account, with the `norm` () of its
-        gradient: (), 1 if its update is to be dropped, else 0."""
+        """Count the current step, whose gradient has this `norm` (). Returns 1 if its update must
+        be dropped, else 0, ()."""
         values = torch.stack([sums.loss, sums.count, sums.correct, norm]).double()
         good = values.isfinite().all()
         if self.spike:
@@ -74,9 +74,9 @@ class Guard:
         return torch.cat([n, mean + weight * change, spread])
 
     def settle(self, session: Session, model: Model, loss_of: LossOf) -> None:
-        """Bring the state up to date, and trace, log and count the steps that were dropped since
-        the last call. All ranks call it together. Waits for the device. Raises Failure if the run
-        is to stop."""
+        """Bring the state up to date. Trace, log and count the steps that were dropped since the
+        last call. All ranks call it together. It waits for the device. Raises Failure if the run
+        must stop."""
         job, state, monitor = session.job, self.state, session.monitor
         policy = job.recipe.train.trouble
         for step, position, what in self.read():

@@ -1,4 +1,4 @@
-"""From a recipe to a job: everything that it names is opened, built and checked."""
+"""From a recipe to a job: everything that the recipe names is opened, built and checked."""
 
 from __future__ import annotations
 

@@ -48,7 +48,11 @@ class Due:
 
 
 class Session:
-    """A run while it trains. Use as a context manager; all ranks have one."""
+    """A run while it trains. Every rank has one. Use it as a context manager.
+
+    `state` says where the run stands. The session decides what is due after a step, writes the log,
+    and keeps checkpoints in the background.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""THE loop: pre-training and fine-tuning are one loop with another head and recipe."""
+"""The loop. Pre-training and fine-tuning are the same loop with another head and recipe."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def loop(
 def loss_of(
     job: Job, model: Model | Replicas, batch: Packed | None, step: int, micro_batch: int
 ) -> Loss:
-    """The loss of a micro-batch, with the dropout that is its own."""
+    """The loss of a micro-batch, with a seed of dropout of its own."""
     number = key(job.recipe.seed.of("dropout"), DROPOUT, step, micro_batch, job.ranks.rank)
     torch.manual_seed(int(number >> 1))
     with job.ranks.autocast(job.recipe.system.precision):

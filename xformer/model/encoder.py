@@ -161,7 +161,7 @@ class Encoder(nn.Module):
         batch, places = batch.with_room(), None if places is None else with_room(places)
         x = self.embeddings(batch)  # (T, C)
         for i in range(self.config.layers):
-            layer = self.layers[i % len(self.layers)]  # ALBERT's layers are one
+            layer = self.layers[i % len(self.layers)]  # ALBERT has one
             last = i == self.config.layers - 1
             x = layer(x, batch.layout, places if last else None)
         x = x if len(x) == count else x[:count]
@@ -176,7 +176,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Positions (T,) -> (T, width), sines and cosines by turns (Vaswani et al. 2017, 3.5)."""
+    """Positions (T,) -> (T, width), alternating sines and cosines (Vaswani et al. 2017, 3.5)."""
     even = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     angles = positions[:, None] * torch.exp(even * (-math.log(10000.0) / width))
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
