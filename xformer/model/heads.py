@@ -65,10 +65,10 @@ class Model(nn.Module):
     `kind` says which one trains and predicts: "mlm"; "classify" (`outputs` classes) and "regress"
     (one score) on the pooled first token; "span" (start and end of an answer) and "tag" (`outputs`
     classes) on every token.
-    `parts` are further ones kept beside it: "pooler", and "pair_head", which predicts of two texts
-    whether the second follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
-    order; Min et al. 2019: whether they are of one family). With a `pair_scale` it trains with an
-    MLM head: a pair counts as much as so many masked tokens.
+    `parts` are further heads kept beside it: "pooler", and "pair_head", which predicts whether the
+    second of two texts follows the first (Devlin et al. 2019: next sentence; Lan et al. 2020: their
+    order; Min et al. 2019: whether both are of one family). With a `pair_scale` it trains together
+    with an MLM head, and a pair counts as much as `pair_scale` masked tokens.
     """
 
     def __init__(
