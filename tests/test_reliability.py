@@ -19,7 +19,7 @@ from test_train import AT_STEP, drawn_once, log, same
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
-from xformer import provenance
+from xformer import provenance, watch
 from xformer.data.errors import Failure
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.monitor import cut_log, records
@@ -603,3 +603,15 @@ batch = {{ rows = 8, max_tokens = 20 }}
 train = {{ steps = 2 }}
 [scales.mini]
 """
+
+
+def test_a_watch_that_is_closed_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread in a call of the store while Python ends would abort the process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(watch.Watch, "_meet", lambda self, device: store)
+    monkeypatch.setattr(watch, "BEAT", 0.001)  # it is hardly ever out of a call
+    for _ in range(20):
+        one = watch.Watch(0, 2, torch.device("cpu"))
+        one.close()
+        assert not any(thread.is_alive() for thread in one.threads)
+    assert store.get("0") == watch.ENDED.encode()

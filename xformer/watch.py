@@ -36,8 +36,12 @@ class Watch:
         self.heard = {other: (b"0", now) for other in range(world_size) if other != rank}
         self.through = now  # when the server answered last
         self.store = self._meet(device)
-        for work in (self._tell, self._guard):
-            threading.Thread(target=work, name="watch", daemon=True).start()
+        self.threads = [
+            threading.Thread(target=work, name="watch", daemon=True)
+            for work in (self._tell, self._guard)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def _meet(self, device: torch.device) -> dist.TCPStore:
         """The server of rank 0, whose port it tells the others."""
@@ -111,8 +115,14 @@ class Watch:
         return ""
 
     def close(self) -> None:
-        """This rank ends as it should, and is not to be missed."""
+        """This rank ends as it should, and is not to be missed.
+
+        Its threads end first: one that is in a call of the store while Python ends aborts the
+        process.
+        """
         self.over.set()
+        for thread in self.threads:
+            thread.join(2 * BEAT)  # longer only if rank 0 is gone
         with suppress(RuntimeError):
             self.store.set(str(self.rank), ENDED)
 
