@@ -218,7 +218,9 @@ train.validate = validate
         killer = AT_STEP.format(step=step, signal=number.name, ranks="0")
         status = forks.run(*line, before=prescribed + killer).status
         assert status == (-9 if number == signal.SIGKILL else 128 + number)
-    good(forks.run(*line, before=prescribed))
+    done = good(forks.run(*line, before=prescribed))
+    early = "the run ends early: 3 validations were not better than step 6 (train.patience=3)"
+    assert early in done.err
     same(*runs)
     assert result(runs[1])["steps"] == 12
     steps = [record["step"] for record in log(runs[1]) if record["event"] == "train"]

@@ -95,7 +95,10 @@ class Guard:
                 raise Failure(f"{line}; {_way_out(session, stage)}")
             monitor.say(f"{line}; its update is dropped")
             if state.in_a_row >= LIMIT:
-                raise Failure(f"{line}: {LIMIT} updates in a row were dropped")
+                raise Failure(
+                    f"{line}: {LIMIT} updates in a row were dropped; if the rows are good, lower "
+                    f"optim.lr, now {job.recipe.optim.lr:g}"
+                )
         state.since_log |= dict(zip(SINCE_LOG[:4], self.sums.tolist(), strict=True))
         state.statistics = self.seen.tolist() if self.spike else []
 

@@ -196,6 +196,11 @@ def validate(session: Session, model: Model) -> bool:
         else:
             state.worse += 1
         session.monitor.event("validation", state.step, **scores)
+        if job.share(state.step, state.position) < 1 and session.done:
+            session.monitor.say(
+                f"the run ends early: {state.worse} validations were not better than step "
+                f"{state.best_step} (train.patience={job.recipe.train.patience})"
+            )
     return better
 
 
