@@ -20,23 +20,21 @@ from typing import Any
 
 COUNT, KILL, POWER, SHORT = "count", "kill", "power", "short"
 ERRORS = {"full": errno.ENOSPC, "error": errno.EIO, "read-only": errno.EROFS}
-_real = {
-    name: getattr(os, name)
-    for name in (
-        "open",
-        "mkdir",
-        "rename",
-        "replace",
-        "unlink",
-        "remove",
-        "rmdir",
-        "fsync",
-        "link",
-        "symlink",
-        "truncate",
-        "ftruncate",
-    )
-}
+OPERATIONS = (
+    "open",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "remove",
+    "rmdir",
+    "fsync",
+    "link",
+    "symlink",
+    "truncate",
+    "ftruncate",
+)
+_real = {name: getattr(os, name) for name in OPERATIONS}
 _open = io.open
 
 

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.directory_watcher import DirectoryDele
 from test_train import drawn_once, same
 from toys import Toys
 
-from faults.inject import COUNT, armed
+from faults.inject import COUNT, OPERATIONS, armed
 from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers
 from xformer.data.errors import BadInput
@@ -234,25 +234,8 @@ class Bench:
         self.reference(name)
         with self.place(self.works[name]) as place:
             said = self.run(name, place, armed(place, COUNT)).out
-        kinds = r"(?:begin|" + "|".join(KINDS) + r") /"
+        kinds = r"(?:begin|" + "|".join(("write", *OPERATIONS)) + r") /"
         return [line for line in said.splitlines() if re.match(kinds, line)]
-
-
-KINDS = (
-    "open",
-    "write",
-    "mkdir",
-    "rename",
-    "replace",
-    "unlink",
-    "remove",
-    "rmdir",
-    "fsync",
-    "link",
-    "symlink",
-    "truncate",
-    "ftruncate",
-)
 
 
 def clear_line(done: Done) -> str:
