@@ -62,6 +62,7 @@ class Joined(Store):
         first, self.stores = stores[0], stores
         self.path, self.name = first.path, " and ".join(store.name for store in stores)
         self.kind, self.labels, self.metric = first.kind, first.labels, first.metric
+        self.choices = first.choices
         self.fingerprint, self.vocab_size = first.fingerprint, first.vocab_size
         self.meta = {"origin": first.meta["origin"]}  # raw rows are read as the first one's
         self.key = sha256("\n".join(store.key for store in stores).encode()).hexdigest()
@@ -102,6 +103,7 @@ def _refuse_unlike(first: Store, other: Store) -> None:
         ("kind", first.kind, other.kind),
         ("labels", ", ".join(first.labels), ", ".join(other.labels)),
         ("metric", first.metric, other.metric),
+        ("the number of endings", str(first.choices), str(other.choices)),
         ("tokenizer", first.fingerprint[:12], other.fingerprint[:12]),
         ("columns", _columns(first), _columns(other)),
     ):
@@ -128,7 +130,7 @@ def _join(a: Split, b: Split) -> Split:
     """The rows of one split, then those of another of the same columns."""
     columns = {name: _column(name, a.columns, b.columns) for name in a.columns}
     words = None if a.words is None or b.words is None else a.words + b.words
-    return Split(a.name, a.rows + b.rows, a.tokens + b.tokens, columns, words)
+    return Split(a.name, a.rows + b.rows, a.tokens + b.tokens, columns, words, a.together)
 
 
 def _column(name: str, a: dict[str, Any], b: dict[str, Any]) -> Any:

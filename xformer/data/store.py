@@ -83,18 +83,21 @@ class Split:
 
     A column named `table.column` belongs to a table beside the rows, with an entry for each of its
     own (a passage that many rows share). `words` is how many words with white space between them
-    the raw text has; None where nobody counted them."""
+    the raw text has; None where nobody counted them. `together` rows, one after the other, belong
+    to one example: the endings of a question."""
 
     name: str
     rows: int
     tokens: int
     columns: dict[str, Any]
     words: int | None = None
+    together: int = 1
 
 
 class Store:
-    """An opened store. `kind` is "text", "class", "score", "span" or "tag"; `labels` the class
-    names."""
+    """An opened store. `kind` is "text", "class", "score", "span", "tag" or "choice"; `labels` the
+    class names; `choices` how many rows, one for each ending, a question has (1 if the kind is not
+    "choice")."""
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path
@@ -103,6 +106,9 @@ class Store:
         self.kind: str = meta["kind"]
         self.labels: list[str] = meta["labels"]
         self.metric: str | None = meta["metric"]
+        self.choices: int = meta["choices"] if self.kind == "choice" else 1
+        if type(self.choices) is not int or (self.kind == "choice" and self.choices < 2):
+            raise ValueError(f"choices is {self.choices!r}")
         self.fingerprint: str = meta["tokenizer"]["fingerprint"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
         if type(self.vocab_size) is not int or not 0 < self.vocab_size <= PIECES:
@@ -153,6 +159,8 @@ class Store:
         least, most = 0, self.vocab_size
         if column in ("label", "labels") and self.kind in ("class", "tag"):
             least, most = UNSEEN if column == "label" else LEAST, len(self.labels)
+        elif column == "label" and self.kind == "choice":
+            least, most = UNLABELLED, self.choices
         elif not offsets and column not in TEXTS:
             return
         values = found
@@ -245,7 +253,12 @@ class Store:
         words = meta.get("words")
         if words is not None and (type(words) is not int or words < 0):
             raise ValueError(f"words is {words!r}")
-        return Split(name, meta["rows"], meta["tokens"], columns, words)
+        if meta["rows"] % self.choices:
+            raise BadInput(
+                f"{self.path / name} holds {meta['rows']} rows, which are no whole number of "
+                f"questions with {self.choices} endings: make the store again"
+            )
+        return Split(name, meta["rows"], meta["tokens"], columns, words, self.choices)
 
     def _map(self, file: str, meta: dict[str, Any]) -> np.ndarray:
         path = self.path / file
@@ -454,15 +467,26 @@ class StoreWriter:
             raise BadInput(f"the split {name!r} would be empty: its input holds no example")
 
     def finish(
-        self, kind: str, labels: Sequence[str], metric: str | None, origin: dict[str, Any]
+        self,
+        kind: str,
+        labels: Sequence[str],
+        metric: str | None,
+        origin: dict[str, Any],
+        choices: int = 1,
     ) -> None:
-        """Write the tokenizer and `store.json`, last. `origin`: command, sources, choices."""
+        """Write the tokenizer and `store.json`, last. `origin`: command, sources, options.
+        `choices`: the rows of a question, for the kind "choice" alone."""
+        if (choices > 1) != (kind == "choice"):
+            raise ValueError(f"a store of kind {kind} cannot have {choices} rows a question")
+        if torn := [name for name, split in self.splits.items() if split["rows"] % choices]:
+            raise ValueError(f"the split {torn[0]} ends within a question of {choices} rows")
         self.tokenizer.save(self.directory)
         meta = {
             "format": FORMAT,
             "kind": kind,
             "metric": metric,
             "labels": list(labels),
+            **({"choices": choices} if kind == "choice" else {}),
             "tokenizer": {
                 "kind": self.tokenizer.kind,
                 "vocab_size": len(self.tokenizer),
