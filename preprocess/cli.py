@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from xformer.data.errors import Interrupted, typed
 
 from . import (
+    choice,
     dna,
     fetch,
     glue,
@@ -119,6 +120,7 @@ TASKS = {
         for name, form in (dna.TASKS | protein.TASKS).items()
     },
     "music/maestro": Reader(music.add_arguments, music.read, music.ABOUT),
+    "choice": Reader(choice.add_arguments, choice.read, choice.ABOUT),
     "conll": Reader(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
     **{
         name: Reader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])

@@ -161,8 +161,8 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
 
 
 def _classes(found: dict[str, Any]) -> list[str]:
-    """The labels to draw, the most frequent first, of a store with classes, spans or tags."""
-    if found["kind"] not in ("class", "span", "tag"):
+    """The labels to draw, the most frequent first, of a store whose labels can be counted."""
+    if found["kind"] not in ("class", "span", "tag", "choice"):
         return []
     total: Counter[str] = Counter()
     for split in found["splits"].values():
@@ -197,5 +197,5 @@ def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
     axes.set_yticks(places, names, fontsize=8.5, parse_math=False)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    what = "words" if found["kind"] == "tag" else "rows"
+    what = {"tag": "words", "choice": "questions"}.get(found["kind"], "rows")
     axes.set(title=f"{what.title()} by label (splits coloured as beside)", xlabel=what)

@@ -18,7 +18,7 @@ from xformer.data.files import read_json
 from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer
 
-from . import dna, glue, music, protein, sequences, squad, tags, tasks, tsv
+from . import choice, dna, glue, music, protein, sequences, squad, tags, tasks, tsv
 from .bad import BadRows
 from .binarize import check_files, read_lines
 from .sequences import FASTA, SEQUENCE, Sequences
@@ -27,8 +27,9 @@ from .tasks import Row
 from .words import Encoder
 
 INPUT = "input"  # the split, and the column of the texts as they were read
-KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span"}
+KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
 SEQUENCES = dna.TASKS | protein.TASKS
+ENDINGS = ["endings"]
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
 BAD = BadRows(skip=False)  # the first row that cannot be read ends the work
 Names = Sequence[Sequence[str]]  # of each text, what its column may be called
@@ -61,8 +62,9 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
     a row that cannot be read.
     """
+    pair = head["pair"] or head["kind"] == "choice"
     known = Head(
-        head["kind"], list(head["labels"]), head["pair"], head["max_tokens"], head["columns"] or {}
+        head["kind"], list(head["labels"]), pair, head["max_tokens"], head["columns"] or {}
     )
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInput(f"{path} is a device or a pipe, and it is read more than once; give a file")
@@ -74,9 +76,13 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     rows = list(_rows(path, known, tokenizer))
     if not rows:
         raise BadInput(f"{path} has a header and no row")
+    classes, choices = known.labels, 1
+    if known.kind == "choice":
+        choices = len(rows[0].texts) - 1
+        rows, classes = list(tasks.each_ending(rows)), tasks.ending_numbers(choices)
     texts = ["tokens", "tokens_b"] if known.pair else ["tokens"]
     shown = [INPUT, "input_b"] if known.pair else [INPUT]
-    label = {"classify": "int64", "regress": "float32", "tag": "int16"}[known.kind]
+    label = {"regress": "float32", "tag": "int16"}.get(known.kind, "int64")
     columns = {**dict.fromkeys(texts, ""), "labels" if known.kind == "tag" else "label": label}
     columns |= dict.fromkeys(shown, "uint8")
     columns |= {"id": "uint8"} if any(row.id is not None for row in rows) else {}
@@ -84,10 +90,10 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     ragged = [*texts, *shown, *(name for name in ("id", "labels") if name in columns)]
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
-            writer = tasks.Writer({INPUT: split}, Encoder(tokenizer), known.labels)
+            writer = tasks.Writer({INPUT: split}, Encoder(tokenizer), classes)
             for batch in tasks.batches(rows):
                 writer.append(batch)
-        store.finish(KINDS[known.kind], known.labels, None, {})
+        store.finish(KINDS[known.kind], known.labels, None, {}, choices)
 
 
 def _rows(path: Path, head: Head, tokenizer: Tokenizer) -> Iterator[Row]:
@@ -101,6 +107,8 @@ def _rows(path: Path, head: Head, tokenizer: Tokenizer) -> Iterator[Row]:
         raise BadInput(f"{path}: this checkpoint was trained on text, not on {ending(path)} files")
     if head.kind == "tag":
         return _sentences(path, head)
+    if head.kind == "choice":
+        return _endings(path, head)
     return _texts(path, head)
 
 
@@ -137,16 +145,35 @@ def _texts(path: Path, head: Head) -> Iterator[Row]:
         yield Row(INPUT, tuple(texts), None, path, line, name)
 
 
+def _endings(path: Path, head: Head) -> Iterator[Row]:
+    """A question a row, in the columns of training. Without them they are `context` and `endings`,
+    a list."""
+    options = head.options
+    cells = choice.Cells(options.get("context") or ["context"], options.get("endings") or ENDINGS)
+    form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
+    names = [[name] for name in cells.columns]
+    for line, texts, name in _table(path, names, form, loud=True, lists=cells.lists):
+        try:
+            yield Row(INPUT, cells.texts(texts), None, path, line, name)
+        except ValueError as error:
+            BAD(path, line, str(error))
+
+
 def _table(
-    path: Path, names: Names, form: Form | None = None, loud: bool = False
+    path: Path,
+    names: Names,
+    form: Form | None = None,
+    loud: bool = False,
+    lists: Sequence[str] = (),
 ) -> Iterator[tuple[int, list[str], str | None]]:
     """(line, texts, id) of the rows of a table whose columns are called by one of their `names`, or
     of a delimited file without a header that has just these columns.
 
     `form` is that of the training file. If `loud`, a first line that is taken for a row is told.
-    Raises BadInput if the columns are not there.
+    `lists` as in Table. Raises BadInput if the columns are not there.
     """
     table, columns = _open(path, names, form)
+    table.lists = lists
     if columns is None:
         for line, row in table.delimited(BAD):
             if len(row) != len(names):

@@ -94,15 +94,18 @@ def _summary(found: Counter[int]) -> dict[str, float]:
 
 
 def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
-    if store.kind in ("class", "tag"):
-        names = ["(not in training)", "(none)", *store.labels]  # -2, -1, 0, ...
+    if store.kind in ("class", "tag", "choice"):
+        labels = store.labels
+        if store.kind == "choice":  # all rows of a question have its label
+            labels, values = [f"ending {i}" for i in range(store.choices)], values[:: store.choices]
+        names = ["(not in training)", "(none)", *labels]  # -2, -1, 0, ...
         counts = np.zeros(len(names), np.int64)
         for block in _blocks(values):
-            if len(block) and (block.min() < IGNORED or block.max() >= len(store.labels)):
+            if len(block) and (block.min() < IGNORED or block.max() >= len(labels)):
                 raise BadInput(f"{store.path}: a label is none of the classes: it is damaged")
             counts += np.bincount(block[block != IGNORED] + 2, minlength=len(names))
         found = dict(zip(names, counts.tolist(), strict=True))
-        named = {name: found[name] for name in store.labels}
+        named = {name: found[name] for name in labels}
         return named | {
             name: found[name] for name in ("(none)", "(not in training)") if found[name]
         }
@@ -169,6 +172,8 @@ def describe(store: Store, surveys: dict[str, Survey] | None = None) -> dict[str
     for name, split in surveys.items():
         counts, tokens = split.counts, int(split.counts.sum())
         found: dict[str, Any] = {"rows": split.rows, "tokens": tokens}
+        if store.kind == "choice":
+            found["questions"] = split.rows // store.choices
         if (words := store.split(name).words) is not None:
             found["words"] = words
         found["lengths"] = {column: _summary(rows) for column, rows in split.lengths.items()}
@@ -185,6 +190,7 @@ def describe(store: Store, surveys: dict[str, Survey] | None = None) -> dict[str
     return {
         "store": store.path.resolve().name,
         "kind": store.kind,
+        **({"choices": store.choices} if store.kind == "choice" else {}),
         "metric": store.metric,
         "vocab_size": store.vocab_size,
         "splits": splits,
@@ -194,10 +200,12 @@ def describe(store: Store, surveys: dict[str, Survey] | None = None) -> dict[str
 def show(found: dict[str, Any]) -> None:
     """Print a description, a block of lines a split."""
     metric = f", metric {found['metric']}" if found["metric"] else ""
-    say(f"{found['store']}: {found['kind']}{metric}, vocabulary {found['vocab_size']:,}")
+    kind = f"{found['kind']} of {found['choices']}" if "choices" in found else found["kind"]
+    say(f"{found['store']}: {kind}{metric}, vocabulary {found['vocab_size']:,}")
     for name, split in found["splits"].items():
         words = f", {split['words']:,} words" if "words" in split else ""
-        say(f"{name}: {split['rows']:,} rows, {split['tokens']:,} tokens{words}")
+        questions = f"{split['questions']:,} questions, " if "questions" in split else ""
+        say(f"{name}: {questions}{split['rows']:,} rows, {split['tokens']:,} tokens{words}")
         for column, lengths in split["lengths"].items():
             say(
                 f"  {column} a row: mean {lengths['mean']:.1f}, min {lengths['min']}, "

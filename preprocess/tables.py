@@ -22,7 +22,7 @@ ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
 CELL = 2**24  # characters in a quoted column at most: a quote left open must not swallow a file
 BROKEN = object()  # what a text that is not JSON is read as
-_HALF = re.compile("[\ud800-\udfff]")
+HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ def stem(path: Path) -> str:
 
 class Table:
     """One file of rows; `columns` are the names in its header, its first object or its schema.
+    A list in one of the columns `lists` of JSON or parquet is given as JSON.
 
     Raises BadInput where the file has no row or its format is not that of its ending.
     """
 
-    def __init__(self, path: Path, form: Form | None = None):
-        self.path, self.form = path, form or Form.of(path)
+    def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
+        self.path, self.form, self.lists = path, form or Form.of(path), lists
         self.kind = ending(path)
         # a bad row above the first good one is for `rows` to judge; a bad header ends the work
         bad = BadRows(self.kind in (".jsonl", ".json") or not self.form.header)
@@ -110,7 +111,7 @@ class Table:
                 if lacking := [n for n in names if n not in found and n not in optional]:
                     bad(self.path, line, f"there is no {lacking[0]!r}")
                     continue
-                values = self._values(line, [found.get(name) for name in names], bad)
+                values = self._values(line, [(name, found.get(name)) for name in names], bad)
                 if values is not None:
                     yield line, values
         else:
@@ -192,11 +193,16 @@ class Table:
             bad(self.path, line, f"not valid JSON: {error}")
             return BROKEN
 
-    def _values(self, line: int, values: list[Any], bad: BadRows) -> list[str | None] | None:
-        """Strings of JSON values; a list of one (as in TAPE's files) stands for its item."""
+    def _values(
+        self, line: int, cells: Sequence[tuple[str, Any]], bad: BadRows
+    ) -> list[str | None] | None:
+        """Strings of the JSON values of columns; a list of one (as in TAPE's files) stands for its
+        item."""
         made: list[str | None] = []
-        for value in values:
-            if isinstance(value, list) and len(value) == 1:
+        for name, value in cells:
+            if isinstance(value, list) and name in self.lists:
+                value = json.dumps(value, default=lambda _: None)
+            elif isinstance(value, list) and len(value) == 1:
                 value = value[0]
             if isinstance(value, bool):
                 value = int(value)
@@ -204,7 +210,7 @@ class Table:
                 bad(self.path, line, f"{str(value)[:40]!r} is neither text nor a number")
                 return None
             text = None if value is None else str(value)
-            if text is not None and not text.isascii() and _HALF.search(text):
+            if text is not None and not text.isascii() and HALF.search(text):
                 bad(self.path, line, "half a surrogate pair, which is no character")
                 return None
             made.append(text)
@@ -234,7 +240,7 @@ class Table:
                 if row is None:
                     bad(self.path, line, "not valid UTF-8")
                     continue
-                values = self._values(line, [row[name] for name in names], bad)
+                values = self._values(line, [(name, row[name]) for name in names], bad)
                 if values is not None:
                     yield line, values
 

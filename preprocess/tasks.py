@@ -48,7 +48,8 @@ LONGEST_TEXT = 2**24  # characters of a row: it is held in memory as a whole, wi
 
 class Row(NamedTuple):
     """One example: one text or two, the label as it is written (None: there is none); of a task of
-    tags the labels of the text's words, separated by spaces."""
+    tags the labels of the text's words, separated by spaces. A question of a task of the kind
+    "choice" is a context and all its endings; its label is the number of the right one, from 0."""
 
     split: str  # "" where the source does not say: it is drawn
     texts: tuple[str, ...]
@@ -74,7 +75,7 @@ class Task:
 
     rows: Callable[[], Iterator[Row]]
     files: list[Path]
-    kind: str  # "class", "score" or "tag"
+    kind: str  # "class", "score", "tag" or "choice"
     metric: str | None  # None: by the classes, of tags alone
     columns: dict[str, Any]
     bad: BadRows
@@ -90,11 +91,17 @@ class Task:
         """What has a label."""
         return "words" if self.kind == "tag" else "rows"
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether labels are names of classes."""
+        return self.kind in ("class", "tag")
+
 
 @dataclass
 class Survey:
     """What one pass over the rows finds: rows and labels by split, the keys of the texts in order,
-    whether ids and groups are given. Memory grows by 8 bytes a row, 16 where splits are drawn."""
+    whether ids and groups are given, how many endings a question has. Memory grows by 8 bytes a
+    row, 16 where splits are drawn."""
 
     rows: dict[str, int] = field(default_factory=dict)
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
@@ -103,6 +110,7 @@ class Survey:
     to_draw: array[int] = field(default_factory=lambda: array("L"))  # classes of rows without split
     ids: bool = False
     groups: bool = False
+    choices: int = 1
 
 
 def check_metric(kind: str, metric: str | None) -> str:
@@ -146,17 +154,22 @@ def write_task(
     if "train" not in survey.rows:
         raise BadInput(f"{task.files[0]} holds no row for training")
     twice = _twice(survey)
-    labels = _class_names(task, survey) if task.kind != "score" else []
-    unseen = _unseen(survey, labels, task.noun) if task.kind != "score" else {}
+    labels = _class_names(task, survey) if task.has_classes else []
+    unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
     _say_lacking(survey, labels, task.noun)
+    _say_unlabelled(task, survey)
     names: list[str] = [name for name in ORDER if name in survey.rows]
     columns, ragged = _store_columns(task, survey)
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
-            writer = Writer(splits, Encoder(tokenizer), labels)
-            with progress("encoding", sum(survey.rows.values()), "rows") as shown:
-                for batch in batches(_rows(task, drawn)):
+            rows, classes = _rows(task, drawn), labels
+            if task.kind == "choice":
+                rows, classes = each_ending(rows), ending_numbers(survey.choices)
+            writer = Writer(splits, Encoder(tokenizer), classes)
+            total = sum(survey.rows.values()) * survey.choices
+            with progress("encoding", total, "rows") as shown:
+                for batch in batches(rows):
                     writer.append(batch)
                     shown.add(len(batch))
         origin = {**origin, "sources": sources(task.files), "columns": task.columns}
@@ -167,15 +180,15 @@ def write_task(
         # splits close in reverse; the store lists them in their usual order
         store.splits = {name: store.splits[name] for name in names}
         metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
-        store.finish(task.kind, labels, metric, origin)
+        store.finish(task.kind, labels, metric, origin, survey.choices)
         return store.splits
 
 
 def _store_columns(task: Task, survey: Survey) -> tuple[dict[str, str], list[str]]:
     """The type of every column of the store, and the names of the ragged ones."""
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
-    label = {"class": {"label": "int64"}, "score": {"label": "float32"}, "tag": {"labels": "int16"}}
-    columns = {**dict.fromkeys(texts, ""), **label[task.kind]}
+    label = {"score": {"label": "float32"}, "tag": {"labels": "int16"}}
+    columns = {**dict.fromkeys(texts, ""), **label.get(task.kind, {"label": "int64"})}
     columns |= {"id": "uint8"} if survey.ids else {}
     columns |= {"group": "int64"} if survey.groups else {}
     return columns, [name for name in columns if name in (*texts, "id", "labels")]
@@ -202,7 +215,8 @@ def _wrong(task: Task, row: Row) -> str | None:
     if size > LONGEST_TEXT:
         return f"a text of {size:,} characters; a row may hold {LONGEST_TEXT:,}"
     if row.label is None:
-        return None if row.split.startswith("test") else "the label is empty"
+        hidden = row.split.startswith("test") or (task.kind == "choice" and row.split == "valid")
+        return None if hidden else "the label is empty"
     if task.kind == "score":
         fine = math.isfinite(_number(row.label))
         return None if fine else f"the score {row.label!r} is not a number"
@@ -245,6 +259,8 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
                 )
         survey.ids |= row.id is not None
         survey.groups |= row.group is not None
+        if task.kind == "choice":  # the reader gives all questions as many endings
+            survey.choices = len(row.texts) - 1
         text = row.key or "\0".join(text.strip() for text in row.texts)
         key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
         survey.keys.setdefault(row.split, array("Q")).append(int.from_bytes(key, "little"))
@@ -299,6 +315,14 @@ def _say_lacking(survey: Survey, labels: list[str], what: str) -> None:
                 f"classes: {named}",
                 error=True,
             )
+
+
+def _say_unlabelled(task: Task, survey: Survey) -> None:
+    """Warn of questions to validate on that have no label: they are read, and not scored."""
+    rows, labelled = survey.rows.get("valid", 0), survey.labels.get("valid", Counter()).total()
+    if task.kind == "choice" and rows > labelled:
+        number = f"{rows - labelled:,} of the {rows:,} questions"
+        say(f"warning: {number} of valid have no label and are not scored", error=True)
 
 
 def _draw_splits(task: Task, survey: Survey, stratify: bool) -> list[str]:
@@ -369,6 +393,18 @@ def _unseen(survey: Survey, labels: list[str], what: str) -> dict[str, dict[str,
                 error=True,
             )
     return found
+
+
+def each_ending(questions: Iterable[Row]) -> Iterator[Row]:
+    """A row for each ending of each question: the context, the ending, the question's label."""
+    for row in questions:
+        context, *endings = row.texts
+        yield from (row._replace(texts=(context, ending)) for ending in endings)
+
+
+def ending_numbers(choices: int) -> list[str]:
+    """The labels that a question with so many endings may have."""
+    return [str(i) for i in range(choices)]
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

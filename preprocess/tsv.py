@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xformer.data.errors import BadInput
@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="What evaluation reports and "
         "selection maximises (default: accuracy for classes, spearman for scores).",
     )
+    add_form(parser)
+
+
+def add_form(parser: argparse.ArgumentParser) -> None:
+    """The options that say how lines fall into columns; see `form_of`."""
+    add = parser.add_argument
     add(
         "--delimiter",
         metavar="CHAR",
@@ -83,6 +89,33 @@ def form_of(path: Path, arguments: argparse.Namespace) -> Form:
     return Form(delimiter, None if quote == "none" else quote, not arguments.no_header, hint)
 
 
+def open_tables(
+    files: dict[str, list[Path]],
+    names: Sequence[str],
+    arguments: argparse.Namespace,
+    used: set[str],
+    unlabelled: Sequence[str] = ("test",),
+    lists: Sequence[str] = (),
+) -> list[tuple[Table, bool, splits.SplitColumns]]:
+    """(table, whether it has the label, the columns that name the splits of its rows) of every
+    file. All must have the columns `names`; the label's may lack in files of the splits
+    `unlabelled`. `used` gathers the columns that name splits; `lists` as in Table.
+
+    Raises BadInput for a missing column, naming those there are.
+    """
+    tables, others = [], [*names, arguments.label]
+    for split, paths in files.items():
+        for path in paths:
+            table = Table(path, form_of(path, arguments), lists)
+            labelled = arguments.label in table.columns
+            for name in names if not labelled and split in unlabelled else others:
+                if name not in table.columns:
+                    raise table.missing(name)
+            marks = splits.find(table, arguments.split_column, others, split, used)
+            tables.append((table, labelled, marks))
+    return tables
+
+
 def read(arguments: argparse.Namespace) -> Task:
     """The task that a file of rows, or a directory with one a split, describes.
 
@@ -92,18 +125,9 @@ def read(arguments: argparse.Namespace) -> Task:
     names = [arguments.text] + ([arguments.text_b] if arguments.text_b else [])
     if len({*names, arguments.label}) <= len(names):
         raise BadInput("--text, --text-b and --label must be different columns")
-    tables: list[tuple[Table, bool, splits.SplitColumns]] = []
-    others, used = [*names, arguments.label], set[str]()
-    for split, paths in files.items():
-        for path in paths:
-            table = Table(path, form_of(path, arguments))
-            labelled = arguments.label in table.columns
-            for name in names if not labelled and split == "test" else [*names, arguments.label]:
-                if name not in table.columns:
-                    raise table.missing(name)
-            marks = splits.find(table, arguments.split_column, others, split, used)
-            tables.append((table, labelled, marks))
-    bad = BadRows(arguments.skip_bad)
+    used = set[str]()
+    tables = open_tables(files, names, arguments, used)
+    bad, others = BadRows(arguments.skip_bad), [*names, arguments.label]
 
     def rows() -> Iterator[Row]:
         for table, labelled, marks in tables:

@@ -166,6 +166,8 @@ def made_kind(command: Sequence[str]) -> str | None:
             return "class"
         case ("preprocess.py", "task", "squad", *_):
             return "span"
+        case ("preprocess.py", "task", "choice", *_):
+            return "choice"
         case ("preprocess.py", "task", task, *options) if task in OPEN:
             return _option(options, "--kind") or "class"
         case ("preprocess.py", "task", task, *_):

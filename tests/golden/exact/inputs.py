@@ -49,7 +49,18 @@ def table(path: Path, head: list[str], rows: list[list[Any]], delimiter: str = "
 
 def write(raw: Path) -> None:
     """Write all of them below a directory."""
-    for part in (_text, _code, _tables, _glue, _sequences, _words, _squad, _music, _library):
+    for part in (
+        _text,
+        _code,
+        _tables,
+        _glue,
+        _choice,
+        _sequences,
+        _words,
+        _squad,
+        _music,
+        _library,
+    ):
         part(raw)
 
 
@@ -103,6 +114,20 @@ def _tables(raw: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(lines), raw / "one.parquet")
+
+
+def _choice(raw: Path) -> None:
+    for split, rows in (("train", 12), ("valid", 5), ("test", 4)):
+        texts = [sentences(70 + len(split) + i, rows) for i in range(5)]
+        right = ["" if split == "test" else "ABC"[i * i % 3] for i in range(rows)]
+        columns = ["setting", "start", "a", "b", "c", "right"]
+        cells = zip(*texts, right, strict=True)
+        table(raw / f"choice/{split}.tsv", columns, [*map(list, cells)])
+    lines = [
+        {"setting": a, "endings": [b, c], "right": 1 + i % 2}
+        for i, (a, b, c) in enumerate(zip(*(sentences(80 + i, 40) for i in range(3)), strict=True))
+    ]
+    put(raw / "choice.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _glue(raw: Path) -> None:

@@ -84,6 +84,10 @@ STORES = {
     "protein-secondary": "task protein/secondary --input {raw}/secondary",
     "protein-conservation": "task protein/conservation --input {raw}/conservation",
     "music": "task music/maestro --input {raw}/maestro --segment 12",
+    "choice": f"task choice --input {{raw}}/choice --context setting start --endings a b c "
+    f"--label right {TOK}",
+    "choice-list": "task choice --input {raw}/choice.jsonl --context setting --endings endings "
+    "--label right --first 1 --seed 3 --tokenizer {out}/cased",
     "conll": f"task conll --input {{raw}}/conll {TOK}",
     "conllu": "task conll --input {raw}/conllu --word 2 --label 4 --tokenizer {out}/bpe",
     "squad": f"task squad --input {{raw}}/squad --max-tokens 40 --stride 12 --max-question 7 {TOK}",
