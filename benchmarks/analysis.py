@@ -46,11 +46,13 @@ from benchmarks import machine
 from xformer import checkpoint as checkpoints
 from xformer.analysis import attention, capture, gradients, jacobian, perturbation, pwcca
 from xformer.analysis.examples import inside, open_examples
+from xformer.data.batch import Batch
 from xformer.data.store import open_store
 from xformer.distributed import SystemConfig, start
+from xformer.feed import to_device
 from xformer.model.config import ModelConfig
-from xformer.model.heads import Model
-from xformer.packed import Packed, layout, to_device
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head, Model
 
 SHAPE = {"vocab_size": 30_522, "layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536}
 CONDITION = 5e3  # of the networks' representations
@@ -59,10 +61,10 @@ ROOT = Path(__file__).parents[1]
 CHUNK = 4096  # rows that come at once
 
 
-def model_of(kind: Any, outputs: int = 0) -> Model:
+def model_of(head: Head | None) -> Model:
     """Random weights, in evaluation mode."""
     torch.manual_seed(0)
-    model = Model(ModelConfig(**SHAPE), kind, outputs).eval()
+    model = Model(ModelConfig(**SHAPE), task_of(head)).eval()
     for name, weight in model.named_parameters():
         weight.data = torch.ones_like(weight) if "norm.weight" in name else weight.data
         if weight.ndim > 1:
@@ -72,13 +74,13 @@ def model_of(kind: Any, outputs: int = 0) -> Model:
     return model
 
 
-def packed(lengths: list[int], masked: bool = False) -> Packed:
+def packed(lengths: list[int], masked: bool = False) -> Batch[Tensor]:
     """Rows of random words; 15 % of them masked, or a label for each."""
     draw = np.random.default_rng(1)
     T = sum(lengths)
     tokens = torch.from_numpy(draw.integers(1000, 30_000, T))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    ends = np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
     places = targets = labels = None
     if masked:
         starts = zip(ends[:-1], lengths, strict=True)
@@ -87,24 +89,32 @@ def packed(lengths: list[int], masked: bool = False) -> Packed:
         targets = tokens[places]
     else:
         labels = torch.from_numpy(draw.integers(0, 2, len(lengths)))
-    return Packed(
-        tokens, positions, torch.zeros_like(tokens), layout(ends), labels, places, targets
+    return Batch(
+        tokens,
+        positions,
+        torch.zeros_like(tokens),
+        torch.from_numpy(ends),
+        max(lengths),
+        labels,
+        places,
+        targets,
     )
 
 
-def alone(batch: Packed, i: int) -> Packed:
+def alone(batch: Batch[Tensor], i: int) -> Batch[Tensor]:
     """Example i as a batch of its own."""
-    a, b = batch.layout.cu_seqlens[i : i + 2].tolist()
+    a, b = batch.cu_seqlens[i : i + 2].tolist()
     places = targets = None
     if batch.places is not None and batch.targets is not None:
         here = (batch.places >= a) & (batch.places < b)
         places, targets = batch.places[here] - a, batch.targets[here]
     labels = None if batch.labels is None else batch.labels[i : i + 1]
-    return Packed(
+    return Batch(
         batch.tokens[a:b],
         batch.positions[a:b],
         batch.segments[a:b],
-        layout([0, b - a]),
+        torch.tensor([0, b - a], dtype=torch.int32),
+        b - a,
         labels,
         places,
         targets,
@@ -114,7 +124,7 @@ def alone(batch: Packed, i: int) -> Packed:
 def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> Case:
     """`count` examples of about `mean` tokens; the obvious way takes the cosine of each of the
     `pairs`, or else one product of all gradients."""
-    model = model_of(kind, 2 if kind == "classify" else 0)
+    model = model_of(Head(kind, ("no", "yes")))
     lengths = np.random.default_rng(2).integers(mean // 2, mean * 3 // 2 + 1, count)
     batch = packed(sorted(lengths.tolist()), kind == "mlm")
 
@@ -123,7 +133,7 @@ def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> 
         every = torch.empty(count, sum(p.numel() for p in parameters))
         for i in range(count):
             model.zero_grad()
-            model.loss(alone(batch, i))[0].total.backward()
+            model.loss(alone(batch, i)).total.backward()
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             torch.cat([part.flatten() for part in parts], out=every[i])
         model.zero_grad()
@@ -185,7 +195,8 @@ def jacobian_case(length: int = 64) -> Case:
     def function(x: Tensor) -> Tensor:
         B, L = x.shape[:2]
         each, none = torch.arange(L).repeat(B), torch.zeros(B * L, dtype=torch.int64)
-        batch = Packed(torch.arange(B * L), each, none, layout(np.arange(B + 1) * L))
+        ends = L * torch.arange(B + 1, dtype=torch.int32)
+        batch = Batch(torch.arange(B * L), each, none, ends, L)
         table = {"embeddings.word.weight": x.flatten(0, 1)}
         return torch.func.functional_call(encoder, table, (batch,)).unflatten(0, (B, L))
 

@@ -34,8 +34,8 @@ from xformer.data.batch import Assembler
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
-from xformer.ops.attention import attention
-from xformer.packed import layout, roomy
+from xformer.ops.attention import attention, layout
+from xformer.ops.room import roomy
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from benchmarks import ours, prepare
 from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
 from benchmarks.parts import OURS, ours_on, theirs
 from xformer import cost
+from xformer.data.batch import Work
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
+from xformer.tasks.mlm import MLM
+from xformer.tasks.task import Head
 
 COMPILED = "`transformers`, SDPA, compiled, length-grouped"
 PAPER_STEPS, PAPER_ROWS = 200_000, 150  # Chiang & Lee 2020, section 3, in rows of 128
@@ -42,8 +45,8 @@ def peak(name: str) -> float:
 def training_flops(config: ModelConfig, length: int, masked: float) -> float:
     """Operations a token of a training step on rows of this length, of which a share is masked."""
     rows = 10_000  # many, so that the masked tokens come in whole numbers
-    work = cost.Work.even(rows, length, masked)
-    return cost.training_flops(config, "mlm", work) / work.tokens
+    work = Work.even(rows, length, masked)
+    return cost.training_flops(config, MLM(Head("mlm")), work) / work.tokens
 
 
 def at(bench: Bench, length: int, rows: int = 0) -> Bench:

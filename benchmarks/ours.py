@@ -27,9 +27,9 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import Failure
 from xformer.data.store import open_store
 from xformer.distributed import SystemConfig
-from xformer.evaluate import score
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
+from xformer.scoring import score
 from xformer.train import train as training
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
@@ -100,7 +100,7 @@ def evaluate(
     seconds = []
     for _ in range(1 + passes):
         started = time.perf_counter()
-        score(net, rows, checkpoint.head, ranks, precision)
+        score(net, rows, ranks, precision)
         seconds.append(time.perf_counter() - started)
     return {
         "rate": tokens * passes / sum(seconds[1:]),

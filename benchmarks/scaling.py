@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer import cost
-from xformer.cost import Work
+from xformer.data.batch import Work
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind
+from xformer.tasks.classify import Classify
+from xformer.tasks.mlm import MLM
+from xformer.tasks.span import Span
+from xformer.tasks.task import Head
 
 BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"
 MASKING = 0.15
+MASKED, SPANS = MLM(Head("mlm")), Span(Head("span"))
+CLASSES = Classify(Head("classify", ("no", "yes")))
 BYTES = 4  # of a weight, of its gradient and of each of Adam's two moments: all are fp32
 # assumed, not measured: share of the peak in pre-training and in fine-tuning, bytes a second
 # between the GPUs of a machine and from a machine to the network (200 Gbit/s)
@@ -109,7 +114,7 @@ class Part(NamedTuple):
 
 def pretraining(config: ModelConfig, steps: int, rows: int, length: int) -> float:
     """Operations of a pre-training on full rows."""
-    return steps * cost.training_flops(config, "mlm", Work.even(rows, length, MASKING))
+    return steps * cost.training_flops(config, MASKED, Work.even(rows, length, MASKING))
 
 
 def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: float = 1) -> float:
@@ -118,8 +123,8 @@ def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: 
 
 
 def _row_flops(config: ModelConfig, task: str) -> float:
-    kind: HeadKind = "span" if task == "squad" else "classify"
-    return cost.training_flops(config, kind, Work.even(1, TASKS[task].tokens), 2)
+    work = Work.even(1, TASKS[task].tokens)
+    return cost.training_flops(config, SPANS if task == "squad" else CLASSES, work)
 
 
 def chiang() -> list[Part]:
@@ -245,15 +250,15 @@ def number(value: float) -> str:
 
 
 def count(config: ModelConfig) -> int:
-    return sum(cost.parameters(config, "mlm").values())
+    return sum(cost.parameters(config, MASKED).values())
 
 
 def models() -> list[str]:
     rows = []
     for name, config in MODELS.items():
-        parts, whole = cost.parameters(config, "mlm"), count(config)
+        parts, whole = cost.parameters(config, MASKED), count(config)
         flops = [
-            cost.training_flops(config, "mlm", Work.even(64, length, MASKING)) / (64 * length)
+            cost.training_flops(config, MASKED, Work.even(64, length, MASKING)) / (64 * length)
             for length in (128, 512)
         ]
         rows.append(
@@ -279,7 +284,7 @@ def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> f
 def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tuple[float, float]:
     """(computing, reducing) seconds of a step of so many tokens on so many H200."""
     work = Work.even(tokens // length, length, MASKING)
-    flops = cost.training_flops(config, "mlm", work)
+    flops = cost.training_flops(config, MASKED, work)
     speed = NVLINK if gpus <= PER_NODE else NETWORK
     return flops / (gpus * H200 * PRETRAIN), reduction_seconds(count(config), gpus, speed)
 

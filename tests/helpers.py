@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xformer.tasks.task import Task
 
 ROOT = Path(__file__).parents[1]
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # tests share two cores
@@ -35,6 +38,17 @@ TINY = [
     "optim.lr=1e-3",
 ]
 NO_DROPOUT = ["model.dropout=0", "model.attention_dropout=0"]
+
+
+def task(kind: str, outputs: int = 0, pair_scale: float = 0.0, **more: Any) -> Task:
+    """The task of a head, with a class name for each output; `more` are other fields of Head."""
+    from xformer.tasks.known import task_of
+    from xformer.tasks.task import Head
+
+    labels = tuple(f"class {i}" for i in range(outputs))
+    made = task_of(Head(kind, labels, pair_scale=pair_scale, **more))
+    assert made is not None
+    return made
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,13 @@ from xformer import optim
 from xformer.analysis.examples import inside
 from xformer.convert import hf
 from xformer.convert.names import Family, Table
-from xformer.data.batch import Assembler
+from xformer.data.batch import Assembler, Batch
 from xformer.data.store import Ragged, Split
-from xformer.model import heads
-from xformer.model.heads import Model
+from xformer.feed import to_device
 from xformer.ops.native import only_plain
 from xformer.optim import OptimConfig, learning_rate
-from xformer.packed import Packed, to_device
+from xformer.tasks import span
+from xformer.tasks.task import Model
 
 FAMILIES = ["Bert", "Roberta", "Albert", "DistilBert"]
 HEADS = {
@@ -62,10 +62,10 @@ def class_of(name: str, kind: str) -> str:
     return f"{name}For{HEADS.get(kind, 'PreTraining')}"
 
 
-def labels_of(batch: Packed, kind: str) -> Tensor:
+def labels_of(batch: Batch[Tensor], kind: str) -> Tensor:
     """Labels that fit the kind of head; a span begins before it ends, or is 0, 0."""
     assert batch.places is not None
-    sizes = batch.layout.cu_seqlens.diff()
+    sizes = batch.cu_seqlens.diff()
     if kind == "span":
         places = torch.rand(len(sizes), 2, generator=seeded(6)).sort(1).values * sizes[:, None]
         places[::3] = 0  # no answer
@@ -77,7 +77,7 @@ def labels_of(batch: Packed, kind: str) -> Tensor:
     return torch.randint(2 if kind == "pair" else 4, sizes.shape, generator=seeded(5))
 
 
-def masked_labels(batch: Packed) -> Tensor:
+def masked_labels(batch: Batch[Tensor]) -> Tensor:
     """(N, L): what was masked, -100 elsewhere."""
     assert batch.places is not None
     assert batch.targets is not None
@@ -85,7 +85,7 @@ def masked_labels(batch: Packed) -> Tensor:
     return pad_sequence(labels.split(lengths_of(batch)), True, -100)
 
 
-def their_labels(batch: Packed, kind: str, family: Family) -> dict[str, Tensor]:
+def their_labels(batch: Batch[Tensor], kind: str, family: Family) -> dict[str, Tensor]:
     assert batch.labels is not None
     if kind == "span":
         return {"start_positions": batch.labels[:, 0], "end_positions": batch.labels[:, 1]}
@@ -98,7 +98,7 @@ def their_labels(batch: Packed, kind: str, family: Family) -> dict[str, Tensor]:
     return {"labels": batch.labels}
 
 
-def our_loss(model: Model, batch: Packed, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def our_loss(model: Model, batch: Batch[Tensor], kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """The mean loss in the model's own precision, the logits, and those of the pair head."""
     assert batch.labels is not None
     logits = model.logits(batch)
@@ -111,13 +111,13 @@ def our_loss(model: Model, batch: Packed, kind: str) -> tuple[Tensor, Tensor, Te
         pair = model.pair_head(model.pooled(model.encoder(batch, places=batch.first)))
         return loss + F.cross_entropy(pair, batch.labels), logits, pair
     if kind == "span":
-        return F.cross_entropy(heads.padded(logits, batch), batch.labels), logits, None
+        return F.cross_entropy(span.padded(logits, batch), batch.labels), logits, None
     if kind == "regress":
         return F.mse_loss(logits[:, 0], batch.labels.to(logits.dtype)), logits, None
     return F.cross_entropy(logits, batch.labels), logits, None
 
 
-def one_by_one(batch: Packed) -> list[Packed]:
+def one_by_one(batch: Batch[Tensor]) -> list[Batch[Tensor]]:
     """The batch as batches of one sequence."""
     assert batch.labels is not None
     lengths = lengths_of(batch)
@@ -130,7 +130,7 @@ def one_by_one(batch: Packed) -> list[Packed]:
     ]
 
 
-def their_loss(theirs: Any, batch: Packed, kind: str, family: Family, whole: Any) -> Tensor:
+def their_loss(theirs: Any, batch: Batch[Tensor], kind: str, family: Family, whole: Any) -> Tensor:
     """Their loss; of spans the mean of every sequence's own, as theirs would have the padding
     after a shorter one compete with its tokens."""
     if kind != "span":
@@ -211,8 +211,9 @@ def real_parity(directory: Path, dtype: torch.dtype) -> dict[str, float]:
     ids = checkpoint.tokenizer.encode_batch(SENTENCES)
     columns = {"tokens": Ragged(np.concatenate(ids), np.cumsum([0, *map(len, ids)]))}
     plain = Assembler(Split("x", len(ids), 0, columns), checkpoint.tokenizer, 512)
-    batch = to_device(plain.batch(np.arange(len(ids))), torch.device("cpu"))
-    order = [int(i) for i in plain.batch(np.arange(len(ids))).rows]
+    on_host = plain.batch(np.arange(len(ids)))
+    assert on_host.rows is not None
+    batch, order = to_device(on_host, torch.device("cpu")), on_host.rows.tolist()
     with only_plain():
         written = inside(ours.encoder, batch, maps=True)
     states = zip(written.hidden, expected.hidden_states, strict=True)
@@ -234,7 +235,7 @@ def real_parity(directory: Path, dtype: torch.dtype) -> dict[str, float]:
     return errors
 
 
-def their_logits(expected: Any, batch: Packed, kind: str) -> Tensor:
+def their_logits(expected: Any, batch: Batch[Tensor], kind: str) -> Tensor:
     if kind in ("mlm", "pair", "tag"):
         logits = expected.prediction_logits if kind == "pair" else expected.logits
         return packed(logits, batch)[batch.places]
@@ -246,11 +247,13 @@ def their_logits(expected: Any, batch: Packed, kind: str) -> Tensor:
 def table_of(family: Family, model: Model) -> Table:
     """The names of all that a model has."""
     table = dict(family.encoder)
-    if model.kind in ("classify", "regress"):
+    assert model.task is not None
+    kind = model.task.name
+    if kind in ("classify", "regress"):
         return table | family.pooler | family.classify
     table |= family.pooler if model.pooler is not None else {}
     table |= family.pair if model.pair_head is not None else {}
-    return table | {"mlm": family.mlm, "span": family.span, "tag": family.tag}[str(model.kind)]
+    return table | {"mlm": family.mlm, "span": family.span, "tag": family.tag}[kind]
 
 
 def gradient_error(model: Model, theirs: Any, family: Family, table: Table) -> float:
@@ -259,7 +262,8 @@ def gradient_error(model: Model, theirs: Any, family: Family, table: Table) -> f
     expected = in_our_names(given, family, table, model.config.stored_layers)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(found) == set(expected) == set(dict(model.named_parameters()))
-    if model.kind == "span":  # the same added to all logits changes nothing: 0 but for rounding
+    spans = model.task is not None and model.task.name == "span"
+    if spans:  # the same added to all logits changes nothing: 0 but for rounding
         scale = float(found["task_head.weight"].norm())
         last = model.config.stored_layers - 1
         alone = [] if model.config.shared_layers else [f"encoder.layers.{last}.mlp_norm.bias"]

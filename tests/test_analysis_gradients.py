@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import task
 from tiny import HEADS, HIDDEN, INNER, LAYERS, LONGEST, PIECES, random_batch, seeded
 from torch import Tensor, nn
 
 from xformer.analysis import gradients
 from xformer.analysis.gradients import Use, cosines, gram, inner_products
+from xformer.data.batch import Batch
 from xformer.data.errors import Failure
 from xformer.model.config import ModelConfig
-from xformer.model.heads import Model
-from xformer.packed import Packed, layout
+from xformer.tasks.task import Model
 
 LENGTHS = [9, 5, 5, 2, LONGEST, 3]
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -40,7 +41,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def model_of(
-    kind: Any, changes: dict[str, Any], dtype: torch.dtype, parts: Any = (), pair_scale: float = 0.0
+    kind: str, changes: dict[str, Any], dtype: torch.dtype, pair_scale: float = 0.0
 ) -> Model:
     """A tiny model, every weight random."""
     shape = {
@@ -52,8 +53,8 @@ def model_of(
         "max_positions": LONGEST,
         "layer_norm_eps": 1e-2,
     }
-    outputs = {"classify": 4, "regress": 1, "span": 2}.get(kind, 0)
-    model = Model(ModelConfig(**{**shape, **changes}), kind, outputs, parts, pair_scale).eval()
+    config = ModelConfig(**{**shape, **changes})
+    model = Model(config, task(kind, 4, pair_scale)).eval()
     generator = seeded(3)
     for name, weight in model.named_parameters():
         norm = "norm" in name and name.endswith("weight")
@@ -61,7 +62,7 @@ def model_of(
     return model.to(dtype)
 
 
-def batch_of(kind: str, dtype: torch.dtype) -> Packed:
+def batch_of(kind: str, dtype: torch.dtype) -> Batch[Tensor]:
     batch = random_batch(LENGTHS)
     labels = batch.labels
     assert labels is not None
@@ -72,30 +73,31 @@ def batch_of(kind: str, dtype: torch.dtype) -> Packed:
     return replace(batch, labels=labels)
 
 
-def alone(batch: Packed, i: int) -> Packed:
+def alone(batch: Batch[Tensor], i: int) -> Batch[Tensor]:
     """Example i as a batch of its own."""
-    start, end = batch.layout.cu_seqlens[i : i + 2].tolist()
+    start, end = batch.cu_seqlens[i : i + 2].tolist()
     assert batch.places is not None
     assert batch.targets is not None
     assert batch.labels is not None
     here = (batch.places >= start) & (batch.places < end)
-    return Packed(
+    return Batch(
         batch.tokens[start:end],
         batch.positions[start:end],
         batch.segments[start:end],
-        layout([0, end - start]),
+        torch.tensor([0, end - start], dtype=torch.int32),
+        end - start,
         batch.labels[i : i + 1],
         batch.places[here] - start,
         batch.targets[here],
     )
 
 
-def one_by_one(model: Model, batch: Packed) -> Tensor:
+def one_by_one(model: Model, batch: Batch[Tensor]) -> Tensor:
     """Each example's gradient from a backward pass of its own, (N, all parameters)."""
     rows = []
     for i in range(len(batch.first)):
         model.zero_grad()
-        model.loss(alone(batch, i))[0].total.backward()
+        model.loss(alone(batch, i)).total.backward()
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         rows.append(torch.cat([part.flatten() for part in parts]))
     model.zero_grad()
@@ -113,7 +115,7 @@ def test_equals_one_backward_an_example(variant: str) -> None:
 
 
 def test_a_pair_head_that_trains_beside_masked_words() -> None:
-    model = model_of("mlm", {}, torch.float64, ("pooler", "pair_head"), 3.0)
+    model = model_of("mlm", {}, torch.float64, 3.0)
     batch = replace(batch_of("mlm", torch.float64), labels=torch.tensor([0, 1, 1, 0, 1, 0]))
     expected = one_by_one(model, batch)
     assert torch.allclose(inner_products(model, batch), expected @ expected.T, rtol=1e-10)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Forks, command, good
+from helpers import Forks, command, good, task
 from tiny import padded
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,14 +19,16 @@ from benchmarks.machine import has_bf16
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer import checkpoint as checkpoints
+from xformer.data.batch import Batch
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
+from xformer.feed import to_device
 from xformer.model.config import ModelConfig
-from xformer.model.heads import Model
 from xformer.ops.native import only_plain
-from xformer.packed import Packed, layout, roomy, to_device
+from xformer.ops.room import roomy
+from xformer.tasks.task import Model
 
 CPU = torch.device("cpu")
 transformers = pytest.importorskip("transformers")
@@ -52,7 +54,7 @@ def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------- the same on both sides
 
 
-def batch_of(quick: Bench, store: Any, rows: int, masked: bool) -> Packed:
+def batch_of(quick: Bench, store: Any, rows: int, masked: bool) -> Batch[torch.Tensor]:
     assembler = prepare.assembler(quick, store)
     some, zeros = np.arange(rows), np.zeros(rows, np.int64)
     return to_device(
@@ -63,14 +65,15 @@ def batch_of(quick: Bench, store: Any, rows: int, masked: bool) -> Packed:
 def test_both_mlm_models_have_one_loss(quick: Bench) -> None:
     our_model, their_model = prepare.model(quick)
     batch = batch_of(quick, prepare.lines(quick), 13, masked=True)
-    loss, logits = checkpoints.load(our_model).model().loss(batch)
+    ours = checkpoints.load(our_model).model()
+    loss, logits = ours.loss(batch), ours.logits(batch)
     assert batch.places is not None
     assert batch.targets is not None
     labels = torch.full((len(batch.tokens),), -100)
     labels[batch.places] = batch.targets
     given = padded(batch)
     grid = torch.nn.utils.rnn.pad_sequence(
-        labels.split(batch.layout.cu_seqlens.diff().tolist()), True, -100
+        labels.split(batch.cu_seqlens.diff().tolist()), True, -100
     )
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(their_model).eval()
     with torch.no_grad():
@@ -194,20 +197,21 @@ def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
 def test_the_operations_of_a_step_are_those_torch_counts() -> None:
     config = ModelConfig(layers=3, hidden=48, heads=4, intermediate=99, vocab_size=101)
     length, rows, masked = 13, 7, 26
-    model = Model(config, "mlm")
+    model = Model(config, task("mlm"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     T = rows * length
-    batch = Packed(
+    batch = Batch(
         torch.arange(T),
         torch.arange(length).repeat(rows),
         torch.zeros(T, dtype=torch.int64),
-        layout(np.arange(0, T + 1, length)),
+        torch.arange(0, T + 1, length, dtype=torch.int32),
+        length,
         places=torch.arange(masked),
         targets=torch.arange(masked),
     )
     with only_plain(), FlopCounterMode(display=False) as counter:
-        model.train().loss(batch)[0].total.backward()
+        model.train().loss(batch).total.backward()
     expected = gpu.training_flops(config, length, masked / T) * T
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-5)
 

@@ -19,7 +19,7 @@ from tiny import HIDDEN, PIECES, VOCABULARY, tiny
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
-from xformer import predict, start
+from xformer import start
 from xformer.analysis.examples import inside
 from xformer.checkpoint import Head
 from xformer.convert import __main__ as convert
@@ -29,7 +29,8 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.store import Ragged, Split
-from xformer.packed import to_device
+from xformer.evaluate import fill_mask
+from xformer.feed import to_device
 
 Weights = dict[str, Tensor]
 
@@ -855,8 +856,8 @@ def test_the_installed_encoders_fill_masks() -> None:
         ("he opened the [MASK] and went out .", "door"),
         ("he put his [MASK] in his pocket .", "hand"),
     ):
-        assert word == predict.fill_mask(found, text, 1)[0][0][1]
+        assert word == fill_mask(found, text, 1)[0][0][1]
     brackets = checkpoints.load("micro/brackets")
-    assert predict.fill_mask(brackets, "w7 w9 w9 [MASK]", 1)[0][0][1] == "w7"  # closes it
+    assert fill_mask(brackets, "w7 w9 w9 [MASK]", 1)[0][0][1] == "w7"  # closes it
     shown = command("-m", "xformer.convert", "inspect", "micro/english").out
     assert "installed with the package" in shown

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import task
 from tiny import random_batch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.scaling import reduction_seconds
 from xformer import cost
-from xformer.cost import Work
+from xformer.data.batch import Work
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, Model
 from xformer.ops.native import only_plain
+from xformer.tasks.task import Model, Task
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -37,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "plus": {"norm": "pre", "pooler": "none"},
 }
 BASE = ModelConfig(vocab_size=30522)
+MLM, TWO, FOUR = task("mlm"), task("classify", 2), task("classify", 4)
 
 
 LENGTHS = [7] * 6  # plain attention pads sequences to the longest, and torch counts padding too
@@ -46,9 +49,9 @@ def counted(model: Model, labels: torch.Tensor | None = None) -> int:
     """Operations that torch counts in a forward and backward pass of random_batch."""
     batch = random_batch(LENGTHS)
     if labels is not None:
-        batch = type(batch)(**{**batch.__dict__, "labels": labels})
+        batch = replace(batch, labels=labels)
     with only_plain(), FlopCounterMode(display=False) as counter:
-        model.loss(batch)[0].total.backward()
+        model.loss(batch).total.backward()
     return int(counter.get_total_flops())
 
 
@@ -61,9 +64,9 @@ def work(masked: bool) -> Work:
     )
 
 
-def initialised(config: ModelConfig, kind: HeadKind, outputs: int, **more: Any) -> Model:
+def initialised(config: ModelConfig, task: Task) -> Model:
     """A model of finite weights, in training mode."""
-    model = Model(config, kind, outputs, **more).train()
+    model = Model(config, task).train()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)
     return model
@@ -72,51 +75,51 @@ def initialised(config: ModelConfig, kind: HeadKind, outputs: int, **more: Any) 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_operations_are_those_that_torch_counts(shape: str) -> None:
     config = ModelConfig(**{**SMALL, **SHAPES[shape]})
-    found = counted(initialised(config, "mlm", 0))
-    assert found == cost.training_flops(config, "mlm", work(masked=True))
-    classes = counted(initialised(config, "classify", 4))
-    assert classes == cost.training_flops(config, "classify", work(False), outputs=4)
-    scores = counted(initialised(config, "regress", 1), torch.rand(len(LENGTHS)))
-    assert scores == cost.training_flops(config, "regress", work(False))
-    spans = counted(initialised(config, "span", 2), torch.zeros(len(LENGTHS), 2, dtype=torch.long))
-    assert spans == cost.training_flops(config, "span", work(False))
+    found = counted(initialised(config, MLM))
+    assert found == cost.training_flops(config, MLM, work(masked=True))
+    classes = counted(initialised(config, FOUR))
+    assert classes == cost.training_flops(config, FOUR, work(False))
+    scores = counted(initialised(config, task("regress")), torch.rand(len(LENGTHS)))
+    assert scores == cost.training_flops(config, task("regress"), work(False))
+    ends = torch.zeros(len(LENGTHS), 2, dtype=torch.long)
+    spans = counted(initialised(config, task("span")), ends)
+    assert spans == cost.training_flops(config, task("span"), work(False))
 
 
 def test_operations_of_a_pair_head_beside_masked_tokens() -> None:
     config = ModelConfig(**SMALL)
-    model = initialised(config, "mlm", 0, parts=("pooler", "pair_head"), pair_scale=1.5)
+    pairs = task("mlm", pair_scale=1.5)
     labels = torch.arange(len(LENGTHS)) % 2
-    assert counted(model, labels) == cost.training_flops(
-        config, "mlm", work(masked=True), pairs=True
-    )
+    found = counted(initialised(config, pairs), labels)
+    assert found == cost.training_flops(config, pairs, work(masked=True))
 
 
 def test_operations_of_the_convolutional_network() -> None:
     config = ModelConfig(
         architecture="hilbert_cnn", vocab_size=97, kmer=2, letters=(5, 6, 7, 8), max_positions=17
     )
-    found = counted(initialised(config, "classify", 4))
-    assert found == cost.training_flops(config, "classify", work(False), outputs=4)
+    found = counted(initialised(config, FOUR))
+    assert found == cost.training_flops(config, FOUR, work(False))
 
 
 def test_evaluation_is_a_third_of_training() -> None:
     some = Work.even(150, 128, 0.15)
     assert some == Work(19_200, 150 * 128**2, 150, 2_880)
-    assert cost.training_flops(BASE, "mlm", some) == 3 * cost.forward_flops(BASE, "mlm", some)
+    assert cost.training_flops(BASE, MLM, some) == 3 * cost.forward_flops(BASE, MLM, some)
     # Chiang & Lee 2020's step by hand: layers, attention, MLM head
     layers = 12 * 6 * 768**2 * 19_200
     layers += (2 * 768**2 + 4 * 768 * 3072) * (11 * 19_200 + 2_880)
     attention = 12 * 4 * 768 * 128 * 19_200
     head = (2 * 768 * 768 + 2 * 768 * 30_522) * 2_880
-    assert cost.forward_flops(BASE, "mlm", some) == layers + attention + head
+    assert cost.forward_flops(BASE, MLM, some) == layers + attention + head
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_by_part_are_all_of_them(shape: str) -> None:
     config = ModelConfig(**{**SMALL, **SHAPES[shape]})
-    parts = cost.parameters(config, "mlm", parts=("pooler",))
+    parts = cost.parameters(config, MLM, parts=("pooler",))
     assert sum(parts.values()) == sum(
-        p.numel() for p in Model(config, "mlm", parts=("pooler",)).parameters()
+        p.numel() for p in Model(config, MLM, parts=("pooler",)).parameters()
     )
     assert parts["word embeddings"] == 97 * config.width
     assert parts["attention"] == config.stored_layers * (4 * 39 * 39 + 4 * 39)
@@ -132,14 +135,14 @@ def test_published_sizes() -> None:
     distil = ModelConfig(vocab_size=30522, layers=6, token_types=0)
     cnn = ModelConfig(architecture="hilbert_cnn", vocab_size=9, max_positions=502)
 
-    def millions(config: ModelConfig, *more: Any) -> float:
-        return sum(cost.parameters(config, *more).values()) / 1e6
+    def millions(config: ModelConfig, task: Task | None = None) -> float:
+        return sum(cost.parameters(config, task).values()) / 1e6
 
-    assert millions(BASE, "classify", 2) == pytest.approx(109.5, abs=0.05)
-    assert millions(large, "classify", 2) == pytest.approx(335.1, abs=0.1)
+    assert millions(BASE, TWO) == pytest.approx(109.5, abs=0.05)
+    assert millions(large, TWO) == pytest.approx(335.1, abs=0.1)
     assert millions(albert) == pytest.approx(11.1, abs=0.1)
     assert millions(distil) == pytest.approx(66.4, abs=0.1)
-    assert millions(cnn, "classify", 2) == pytest.approx(0.963, abs=0.001)
+    assert millions(cnn, TWO) == pytest.approx(0.963, abs=0.001)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +185,6 @@ def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
     runs = {row[0]: int(row[1]) for row in rows if row[0].startswith("Zhang")}
     assert sum(runs.values()) == 3 * 9 * 21 + 9 * 6  # three runs in sections 3-4, one in 5-6
     flops = 200_000 * cost.training_flops(
-        ModelConfig(vocab_size=30_000), "mlm", Work.even(150, 126, 0.15)
+        ModelConfig(vocab_size=30_000), MLM, Work.even(150, 126, 0.15)
     )
     assert f"{flops / 1e18:.2f} EFLOP: 200,000 steps" in done.stdout

@@ -13,7 +13,6 @@ from scipy.stats import spearmanr
 from toys import TOPICS, Toys
 
 from xformer import checkpoint as checkpoints
-from xformer import metrics
 from xformer.config import all_keys
 from xformer.convert.describe import describe
 from xformer.data.files import read_json
@@ -21,6 +20,7 @@ from xformer.data.store import create_store, open_store
 from xformer.data.tokenizers import symbols
 from xformer.distributed import slow_precision
 from xformer.evaluate import EvaluateConfig
+from xformer.tasks import classify
 
 Runs = dict[str, Path]
 
@@ -254,7 +254,11 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("text", ["text="], ["put [MASK] where a word is wanted"]),
     ("text", ["text=[MASK] {long}"], ["tokens; the model takes 64"]),
     ("classes", ["text=bam [MASK]"], ["no MLM head"]),
-    ("text", ["input={others}/header.tsv"], ["needs a checkpoint with a class, score, span or"]),
+    (
+        "text",
+        ["input={others}/header.tsv"],
+        ["with a class, score, span, tag or choice head"],
+    ),
     ("classes", ["input={others}/absent.tsv"], ["absent.tsv does not exist"]),
     ("classes", ["input={others}"], ["is a directory"]),
     ("classes", ["input={others}/empty.tsv"], ["empty.tsv is empty"]),
@@ -348,8 +352,8 @@ def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
 def test_f1_follows_the_task_not_the_split() -> None:
     """Three classes of which a split shows two: the mean over three, not the F1 of class 1."""
     labels, answers = np.array([0, 1, 1, 0]), np.array([1, 1, 1, 1])
-    assert metrics.classification(answers, labels, 2)["f1"] == pytest.approx(2 / 3)
-    assert metrics.classification(answers, labels, 3)["f1"] == pytest.approx(2 / 9)
+    assert classify.classification(answers, labels, 2)["f1"] == pytest.approx(2 / 3)
+    assert classify.classification(answers, labels, 3)["f1"] == pytest.approx(2 / 9)
 
 
 def test_a_mapping_belongs_to_its_tokenizer(
@@ -379,7 +383,7 @@ def test_votes_are_those_of_a_plain_loop() -> None:
     draw = np.random.default_rng(0)
     scores = draw.dirichlet(np.full(4, 0.3), 300)
     groups = draw.integers(0, 90, 300) * 7 - 20  # some of two or four rows: ties
-    found = metrics.vote(np.log(scores), groups).argmax(1)
+    found = classify.vote(np.log(scores), groups).argmax(1)
     ties = 0
     expected = []
     for group in sorted(set(groups.tolist())):
@@ -391,27 +395,27 @@ def test_votes_are_those_of_a_plain_loop() -> None:
     assert found.tolist() == expected
     assert ties > 10
     sure = np.log(np.array([[1 - 1e-12, 1e-12], [0.51, 0.49], [0.51, 0.49], [1e-12, 1 - 1e-12]]))
-    assert metrics.vote(sure, np.array([0, 1, 1, 1])).argmax(1).tolist() == [0, 0]
-    assert metrics.vote(sure, np.zeros(4, int)).argmax(1).tolist() == [0]
+    assert classify.vote(sure, np.array([0, 1, 1, 1])).argmax(1).tolist() == [0, 0]
+    assert classify.vote(sure, np.zeros(4, int)).argmax(1).tolist() == [0]
 
 
 def test_groups_of_scores() -> None:
     values = np.array([[1.0], [2.0], [6.0], [4.0]])
     groups = np.array([5, 3, 5, 3])
-    assert metrics.mean_by_group(values, groups).tolist() == [[3.0], [3.5]]
-    assert metrics.first_by_group(np.array([10, 20, 10, 20]), groups).tolist() == [20, 10]
+    assert classify.mean_by_group(values, groups).tolist() == [[3.0], [3.5]]
+    assert classify.first_by_group(np.array([10, 20, 10, 20]), groups).tolist() == [20, 10]
 
 
 def test_classes_that_training_has_not_are_wrong() -> None:
     """A label of -2 is never right: it costs accuracy, precision and Matthews' coefficient."""
     labels, answers = np.array([0, 1, 1, -2, -2]), np.array([0, 1, 0, 1, 0])
-    found = metrics.classification(answers, labels, 2)
+    found = classify.classification(answers, labels, 2)
     assert found["accuracy"] == pytest.approx(2 / 5)
     assert found["f1"] == pytest.approx(2 * 1 / (2 + 2))  # two said to be 1, two that are
     # 5 rows, 2 right, 3 and 2 answers, 1, 2 and 2 labels: Gorodkin 2004, equation 8
     covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
     assert found["mcc"] == pytest.approx(covariance / spread**0.5)
-    three = metrics.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
+    three = classify.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
     assert three["f1"] == pytest.approx((1 + 0 + 1) / 3)
 
 

@@ -23,7 +23,7 @@ from tiny import LONGEST, PIECES, distance, family_of, packed, padded, random_ba
 from tokenizers import AddedToken
 
 from xformer import checkpoint as checkpoints
-from xformer import predict, start
+from xformer import start
 from xformer.checkpoint import Checkpoint, Head
 from xformer.convert import __main__ as convert
 from xformer.convert import hf
@@ -33,8 +33,9 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.store import Ragged, Split
+from xformer.evaluate import fill_mask
+from xformer.feed import to_device
 from xformer.model.config import ModelConfig
-from xformer.packed import to_device
 
 ROBERTA = [*tokenizers.ROBERTA_SPECIAL.values()]
 AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name in CLASSES.items()}}
@@ -219,7 +220,7 @@ def test_masks_are_filled_as_transformers_does(
     with torch.inference_mode():
         logits = theirs(**given).logits[given["input_ids"] == tokenizer.mask_token_id]
     best = logits.softmax(1).topk(3)
-    found = predict.fill_mask(made, text, 3)
+    found = fill_mask(made, text, 3)
     assert len(found) == 3
     for one, values, ids in zip(found, best.values, best.indices, strict=True):
         assert [piece for _, piece in one] == tokenizer.convert_ids_to_tokens(ids)

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import task
 from tiny import HEADS, HIDDEN, INNER, LONGEST, PIECES, distance, random_batch, seeded
 from torch import Tensor
 
-from xformer import packed
+from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, MLMHead, Model
+from xformer.ops import room
 from xformer.ops.native import only_plain
-from xformer.packed import roomy
+from xformer.ops.room import roomy
+from xformer.tasks.mlm import MLM, MLMHead
+from xformer.tasks.task import Model
 
 
 def mlm_head() -> tuple[MLMHead, Tensor, Tensor, Tensor]:
@@ -83,7 +86,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def model(rate: float, kind: HeadKind = "mlm", outputs: int = 0, **changes: Any) -> Model:
+def model(rate: float, kind: str = "mlm", outputs: int = 0, **changes: Any) -> Model:
     config = ModelConfig(
         vocab_size=PIECES,
         layers=2,
@@ -96,7 +99,7 @@ def model(rate: float, kind: HeadKind = "mlm", outputs: int = 0, **changes: Any)
         attention_dropout=rate,
         **changes,
     )
-    made = Model(config, kind, outputs)
+    made = Model(config, task(kind, outputs))
     for i, weight in enumerate(made.parameters()):
         weight.data = torch.randn(weight.shape, generator=seeded(i)) * 0.3
     return made.train()
@@ -104,14 +107,17 @@ def model(rate: float, kind: HeadKind = "mlm", outputs: int = 0, **changes: Any)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_equals_the_plain_one_under_the_same_masks(shape: str) -> None:
+def test_a_step_equals_the_plain_one_under_the_same_masks(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, batch = model(0.2, **SHAPES[shape]), random_batch()
     assert made.mlm_head is not None
     assert batch.places is not None
     assert batch.targets is not None
     torch.manual_seed(11)
-    loss, logits = made.loss(batch)
-    assert logits.shape == (0,)
+    with monkeypatch.context() as patch:
+        patch.delattr(MLMHead, "forward")  # training does without logits
+        loss = made.loss(batch)
     torch.manual_seed(11)
     with only_plain():
         x = made.encoder(batch, batch.places)
@@ -130,6 +136,22 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(shape: str) -> None:
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0), name
 
 
+def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
+    """What evaluation keeps of each row, (N, 3)."""
+    assert isinstance(model.task, MLM)
+    assert batch.places is not None
+    host = Batch(
+        batch.tokens.numpy(),
+        batch.positions.numpy(),
+        batch.segments.numpy(),
+        batch.cu_seqlens.numpy(),
+        batch.longest,
+        places=batch.places.numpy(),
+    )
+    x = model.encoder(batch, places=room.with_room(batch.places))
+    return model.task.by_row(model, x, batch, host)
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("more", [1, 61])
@@ -138,17 +160,19 @@ def test_rows_that_belong_to_no_sequence_change_nothing(
 ) -> None:
     made, batch, found = model(0.2, **SHAPES[shape]), random_batch(), []
     for rows in (0, more):
-        monkeypatch.setattr(packed, "roomy", lambda count, _, rows=rows: count + rows)
+        monkeypatch.setattr(room, "roomy", lambda count, _, rows=rows: count + rows)
         torch.manual_seed(11)
         made.train()
-        loss, _ = made.loss(batch)
+        loss = made.loss(batch)
         gradients = torch.autograd.grad(loss.total, list(made.parameters()))
         with only_plain():
             plain = made.encoder(batch)
         with torch.no_grad():
-            scored, logits = made.eval().loss(batch)
-            states = made.encoder(batch)
-        found.append([loss.total, loss.correct, *gradients, plain, scored.total, logits, states])
+            scored, logits = made.eval().loss(batch), made.logits(batch)
+            kept, states = of_rows(made, batch), made.encoder(batch)
+        found.append(
+            [loss.total, loss.correct, *gradients, plain, scored.total, logits, kept, states]
+        )
     for one, two in zip(*found, strict=True):
         assert one.shape == two.shape
         assert float((one - two).detach().norm()) <= 1e-5 * max(float(two.detach().norm()), 1.0)
@@ -185,25 +209,25 @@ def test_some_places_come_out_as_of_all(shape: str) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_the_loss_in_training_is_that_of_scoring() -> None:
     made, batch = model(0.0), random_batch()
-    training, _ = made.loss(batch)
-    scoring, logits = made.eval().loss(replace(batch))
-    assert logits.shape == (training.count, PIECES)
+    training = made.loss(batch)
+    scoring = made.eval().loss(replace(batch))
+    assert made.logits(batch).shape == (training.count, PIECES)
     assert distance(training.total, scoring.total) <= 1e-6
     assert int(training.correct) == int(scoring.correct)
 
 
 @pytest.mark.parametrize(("kind", "outputs"), [("mlm", 0), ("classify", 4), ("span", 2)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: HeadKind, outputs: int) -> None:
+def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: str, outputs: int) -> None:
     """Without a break, and with the same loss and gradients under the same masks."""
     torch._dynamo.reset()  # it counts how often one line was compiled anew
     made = model(0.2, kind, outputs, **SHAPES[shape])
     batch = random_batch()
     if kind == "span":
         batch = replace(batch, labels=torch.zeros(len(batch.first), 2, dtype=torch.long))
-    compiled = torch.compile(lambda: made.loss(batch)[0].total, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda: made.loss(batch).total, backend="aot_eager", fullgraph=True)
     found = []
-    for step in (compiled, lambda: made.loss(batch)[0].total):
+    for step in (compiled, lambda: made.loss(batch).total):
         torch.manual_seed(11)
         total = step()
         weights = list(made.parameters())

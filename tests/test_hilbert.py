@@ -23,10 +23,10 @@ from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.tokenizers import symbols
+from xformer.feed import to_device
 from xformer.model.config import ModelConfig
-from xformer.model.heads import Model
 from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, spread
-from xformer.packed import Packed, to_device
+from xformer.tasks.task import Model
 
 LETTERS = "ACGTDNRS"
 TOKENIZER = symbols(LETTERS)
@@ -54,7 +54,7 @@ def fresh(kmer: int = 2, longest: int = 62, outputs: int = 3, **settings: float)
     return checkpoints.fresh(config, TOKENIZER, 1).with_head(head, 1)[0]
 
 
-def pack(rows: list[str], seconds: list[str] | None = None) -> Packed:
+def pack(rows: list[str], seconds: list[str] | None = None) -> Batch[Tensor]:
     """Rows of letters, and of a second text, as a packed batch."""
     special, tokens = TOKENIZER.special, []
     for i, row in enumerate(rows):
@@ -67,9 +67,9 @@ def pack(rows: list[str], seconds: list[str] | None = None) -> Packed:
     flat = np.concatenate(tokens)
     positions = np.concatenate([np.arange(len(t)) for t in tokens])
     labels = np.arange(len(rows)) % 3
-    return to_device(
-        Batch(flat, positions, np.zeros_like(flat), ends, labels, labels), torch.device("cpu")
-    )
+    longest = max(map(len, tokens))
+    batch = Batch(flat, positions, np.zeros_like(flat), ends, longest, labels, rows=labels)
+    return to_device(batch, torch.device("cpu"))
 
 
 def lively(model: Model) -> Model:
@@ -285,13 +285,13 @@ def test_a_score_is_one_number_a_row() -> None:
     start = fresh(1).with_head(Head("regress"), 2)[0]
     batch = replace(pack(ROWS), labels=torch.linspace(-1, 1, len(ROWS)))
     model = start.model().requires_grad_(False)
-    loss, outputs = model.loss(batch)
+    loss, outputs = model.loss(batch), model.logits(batch)
     assert outputs.shape == (len(ROWS), 1)
     assert batch.labels is not None
     assert float(loss.total) == pytest.approx(float(((outputs[:, 0] - batch.labels) ** 2).sum()))
 
 
-def _loss(model: Model, batch: Packed) -> Tensor:
+def _loss(model: Model, batch: Batch[Tensor]) -> Tensor:
     """The loss in double precision (Model.loss rounds logits to single)."""
     assert batch.labels is not None
     return F.cross_entropy(model.logits(batch), batch.labels, reduction="sum")

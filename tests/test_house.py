@@ -13,8 +13,9 @@ import torch
 from helpers import ROOT
 
 from xformer import config
-from xformer.model.heads import Model
 from xformer.recipe import Recipe
+from xformer.tasks.known import TASKS
+from xformer.tasks.task import Head, Model
 
 # A module may import from the floors above its own and from its own floor, never from below.
 FLOORS = (
@@ -24,13 +25,15 @@ FLOORS = (
     ("xformer.watch",),
     ("xformer.distributed",),
     ("xformer.ops.native", "xformer.ops.library"),
-    ("xformer.ops.dropout",),
+    ("xformer.ops.dropout", "xformer.ops.room"),
     ("xformer.ops.add_norm", "xformer.ops.attention", "xformer.ops.vocabulary_loss"),
-    ("xformer.packed",),
     ("xformer.model.config",),
     ("xformer.model.encoder",),
     ("xformer.model.hilbert",),
-    ("xformer.model.heads",),
+    ("xformer.tasks.task",),
+    ("xformer.tasks.classify", "xformer.tasks.mlm", "xformer.tasks.span", "xformer.tasks.tag"),
+    ("xformer.tasks.choice", "xformer.tasks.pairs", "xformer.tasks.regress"),
+    ("xformer.tasks.known",),
     ("xformer.cost",),
     ("xformer.checkpoint",),
     ("xformer.parallel", "xformer.optim"),
@@ -38,7 +41,6 @@ FLOORS = (
         "xformer.convert",
         "xformer.surgery",
         "xformer.analysis",
-        "xformer.metrics",
         "xformer.monitor",
         "xformer.run",
         "xformer.profile",
@@ -51,7 +53,8 @@ FLOORS = (
         "xformer.snapshot",
     ),
     ("xformer.recipe",),
-    ("xformer.evaluate", "xformer.predict", "xformer.spans", "xformer.tags"),
+    ("xformer.scoring",),
+    ("xformer.evaluate",),
     ("xformer.prepare",),
     ("xformer.session",),
     ("xformer.guard",),
@@ -177,6 +180,24 @@ def test_the_model_does_not_know_the_machine() -> None:
         assert not re.search(r"autograd|kernel|native|sparse|stream|cuda|triton", text), name
 
 
+def test_only_a_task_knows_its_kind() -> None:
+    """Everything that depends on the kind of output is a task's attribute or method. A comparison
+    with the name of a task, or with a class of tasks, would be a branch on the kind."""
+    kinds = set(TASKS) | {task.__name__ for task in TASKS.values()} | {"Pairs"}
+    # whoever reads a foreign format must name the task that it finds there
+    allowed = {"xformer.convert.hf", "xformer.convert.plus", "xformer.predictions"}
+    for name, tree in TREES.items():
+        if not name.startswith("xformer.") or name.startswith("xformer.tasks.") or name in allowed:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare) and "kind" not in ast.unparse(node.left):
+                words = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
+                named = {str(word) for word in words} & {"mlm", "classify", "regress", "tag"}
+                assert not named, f"{name}:{node.lineno}: {ast.unparse(node)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                assert ast.unparse(node.args[1]) not in kinds, f"{name}:{node.lineno}"
+
+
 def test_init_files_are_empty() -> None:
     for name in filter(is_package, MODULES):
         statements = [ast.unparse(statement) for statement in TREES[name].body]
@@ -207,7 +228,7 @@ def test_every_recipe_parses_and_builds(recipe: str) -> None:
     settings = config.load(Recipe, [str(ROOT / recipe), "data=some/store", "run=runs/some"])
     shape = settings.model.model_copy(update={"vocab_size": settings.model.vocab_size or 101})
     with torch.device("meta"):
-        model = Model(shape, settings.head, outputs=0 if settings.head == "mlm" else 3)
+        model = Model(shape, TASKS[settings.head](Head(settings.head, ("a", "b", "c"))))
     assert sum(p.numel() for p in model.parameters()) > 0
     assert settings.batch.max_tokens <= shape.max_positions
     assert (ROOT / recipe).read_text(encoding="utf-8").startswith("# "), "a recipe says what it is"

@@ -25,9 +25,9 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.joined import Joined, Parts, open_stores
-from xformer.data.spans import answer
 from xformer.data.store import Ragged, Split, Store, create_store, open_store
 from xformer.data.tokenizers import symbols
+from xformer.tasks.span import answer
 
 tokenizer = test_squad.tokenizer  # a fixture
 

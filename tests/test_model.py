@@ -27,11 +27,10 @@ from xformer.data import tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.config import ModelConfig
-from xformer.model.heads import Model
-from xformer.ops.attention import attention, probabilities
+from xformer.ops.attention import attention, layout, probabilities
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
-from xformer.packed import layout
 from xformer.surgery.operations import Clean
+from xformer.tasks.task import Model
 
 # ---------------------------------------------------------------------------------- attention
 

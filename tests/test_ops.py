@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xformer.ops import native
 from xformer.ops.add_norm import add_norm
-from xformer.ops.attention import Layout, attention, probabilities
+from xformer.ops.attention import Layout, attention, layout, probabilities
 from xformer.ops.dropout import dropout, kept, new_seed, plain
 from xformer.ops.vocabulary_loss import vocabulary_loss
-from xformer.packed import layout
 
 HALF, FP16, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # the largest error of a type, relative to the reference's norm

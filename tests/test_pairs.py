@@ -15,8 +15,9 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import create_store, open_store
-from xformer.packed import to_device
+from xformer.feed import to_device
 from xformer.preprocess import cli, pairs
+from xformer.tasks.pairs import Pairs
 
 LETTERS = "ABCDEFGH"
 SIZES = [1, 40, 7, 150, 2, 100]  # rows of each family, or document
@@ -149,14 +150,16 @@ def test_the_joint_loss_is_a_sum_that_may_be_cut(
     totals = []
     for part in (whole, *halves):
         batch = assembler.masked_batch(part, np.zeros_like(part), 0, 0.15)
-        loss, logits = model.loss(to_device(batch, torch.device("cpu")))
-        assert loss.pairs is not None
+        moved = to_device(batch, torch.device("cpu"))
+        loss, logits = model.loss(moved), model.logits(moved)
+        assert isinstance(model.task, Pairs)
         assert batch.labels is not None
+        assert batch.targets is not None
         tokens = torch.nn.functional.cross_entropy(
             logits, torch.from_numpy(batch.targets), reduction="sum"
         )
         kinds = torch.nn.functional.cross_entropy(
-            loss.pairs, torch.from_numpy(batch.labels), reduction="sum"
+            model.task._both(model, moved)[1], torch.from_numpy(batch.labels), reduction="sum"
         )
         assert loss.total.item() == pytest.approx((tokens + head.pair_scale * kinds).item())
         totals.append((loss.total.item(), loss.count))

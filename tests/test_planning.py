@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import test_study
 import torch
-from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
+from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, task, training
 from test_study import changed, finish, plan_of
 from toys import Toys
 
-from xformer.checkpoint import Head
 from xformer.config import each, read_recipe, validate
+from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, Model
-from xformer.packed import Packed, layout
 from xformer.preprocess import cli, dna, glue, protein, tags
 from xformer.recipe import Recipe
 from xformer.study import page
@@ -34,6 +32,7 @@ from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
 from xformer.study.stores import Stores, made_kind
 from xformer.study.write import markdown
+from xformer.tasks.task import Model
 
 file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
@@ -474,9 +473,7 @@ def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> N
     assert "?" not in "".join(said)  # every value is known where the models are
 
 
-def longest_rows(
-    config: ModelConfig, head: HeadKind, length: int, outputs: int
-) -> tuple[Model, Packed]:
+def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Batch[torch.Tensor]]:
     """A model without storage, and a batch of two rows of `length` tokens for it."""
     assert length <= config.max_positions
     ids = np.full(2 * length, config.vocab_size - 1)
@@ -493,18 +490,19 @@ def longest_rows(
         return torch.from_numpy(array).to("meta")
 
     asked = None if some is None else meta(some)
-    ends = layout(np.array([0, length, 2 * length]), "meta")
+    ends = meta(np.array([0, length, 2 * length], np.int32))
     with torch.device("meta"):
-        model = Model(config, head, outputs).eval()
+        model = Model(config, task(head, 3)).eval()
     table = model.encoder.embeddings.position
     assert table is None or config.first_position + length <= table.num_embeddings
-    return model, Packed(meta(ids), meta(places), meta(second), ends, meta(label), asked, asked)
+    rows = meta(ids), meta(places), meta(second), ends
+    return model, Batch(*rows, length, meta(label), asked, asked)
 
 
 @pytest.mark.parametrize("scale", ["mini", "small", "paper"])
 def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
     """Its longest rows, through the model that it trains, once for each shape."""
-    kinds: set[tuple[ModelConfig, HeadKind, int, int]] = set()
+    kinds: set[tuple[ModelConfig, str, int]] = set()
     for (path, of), (plan, shapes) in plans.items():
         if of != scale:
             continue
@@ -523,12 +521,11 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
                 assert size, f"{path}: {work.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
             config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike
-            outputs = Head(recipe.head, ("a", "b", "c")).outputs
-            kinds.add((config, recipe.head, recipe.batch.max_tokens, outputs))
+            kinds.add((config, recipe.head, recipe.batch.max_tokens))
     assert len(kinds) > 5
-    for config, head, length, outputs in kinds:
-        model, batch = longest_rows(config, head, length, outputs)
-        loss, _ = model.loss(batch)
+    for config, head, length in kinds:
+        model, batch = longest_rows(config, head, length)
+        loss = model.loss(batch)
         assert loss.total.shape == ()
         assert loss.count
 

@@ -21,7 +21,7 @@ from xformer.data import tokenizers
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
-from xformer.packed import to_device
+from xformer.feed import to_device
 
 C, H, INNER, LAYERS, LONGEST = 12, 3, 17, 2, 31
 SEQUENCES = ["MKTAYIAKQROUBZX", "GG", "ACDEFGHIKLMNPQRSTVWY", "M"]
@@ -136,6 +136,7 @@ def test_an_imported_checkpoint_computes_the_published_formulas(
     most = most if learned else 1e-5  # sines and cosines are computed in single precision
     if not learned:  # the table itself is kept in single precision
         wide["transformer.embed.pos_embed.pe"] = sinusoids().to(dtype)
+    assert batch.rows is not None
     for i, row in enumerate(batch.rows):
         here = slice(*batch.cu_seqlens[i : i + 2])
         hidden, wanted, pair = reference([23, *ids[row].tolist(), 24], wide)

@@ -21,7 +21,7 @@ from toys import Toys
 from xformer import checkpoint as checkpoints
 from xformer.data.files import read_json
 from xformer.data.store import open_store
-from xformer.predict import as_table
+from xformer.tasks.task import as_table
 
 LIVELY = ["optim.lr=5e-3", "batch.rows=16", "train.epochs=2", "optim.warmup=0.1"]
 SQUAD, TAG = "recipes/finetune/squad.toml", "recipes/finetune/tag.toml"

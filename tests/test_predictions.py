@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import pytest
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, kept_as_scored, training
 from toys import Toys
 
-from xformer import metrics
 from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json
 from xformer.data.store import open_store
-from xformer.predictions import Predictions, read, small, write
+from xformer.predictions import read, write
+from xformer.tasks import classify
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head, Predictions, Task, small
 
 STEPS = ["train.steps=4", "train.validate_every=2"]
 KILLED = """
@@ -30,6 +33,12 @@ def write(path, *rest):
         os.kill(os.getpid(), signal.SIGKILL)
 train.write = write
 """
+
+
+def classes(*names: str) -> Task:
+    task = task_of(Head("classify", names))
+    assert task is not None
+    return task
 
 
 @pytest.mark.parametrize("name", ["text", "classes", "scores", "pairs", "splice"])
@@ -74,16 +83,21 @@ def test_evaluation_writes_the_same_file(
             assert out.read_bytes() == (learned[name] / "predictions/test.npz").read_bytes()
 
 
-def test_reading_needs_neither_torch_nor_the_store(learned: dict[str, Path]) -> None:
-    file = learned["classes"] / "predictions/test.npz"
-    code = (
-        "import sys; from xformer.predictions import read; "
-        f"print(read({str(file)!r}).metrics(), 'torch' in sys.modules)"
-    )
+def test_reading_needs_neither_the_store_nor_the_checkpoint(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """A new process reads them when both are deleted."""
+    run, store = tmp_path / "run", tmp_path / "store"
+    shutil.copytree(data.classes, store)
+    good(forks.run(*training(CLASSIFY, store, run, *STEPS)))
+    shutil.rmtree(store)
+    shutil.rmtree(run / "checkpoints")
+    file = run / "predictions/test.npz"
+    code = f"from xformer.predictions import read; print(read({str(file)!r}).metrics())"
     line = [sys.executable, "-c", code]
     ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    scores = read_json(learned["classes"] / "result.json")["metrics"]["test"]
-    assert (ended.stdout, ended.stderr) == (f"{scores} False\n", "")
+    scores = read_json(run / "result.json")["metrics"]["test"]
+    assert (ended.stdout, ended.stderr) == (f"{scores}\n", "")
 
 
 def test_old_predictions_go_with_the_old_result(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -149,7 +163,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ({"row": np.arange(3)}, "it holds the arrays row"),
         ({"row": np.arange(3), "outputs": np.zeros((2, 2)), "label": np.zeros(3)}, "one length"),
     ):
-        write(file, Predictions("classify", "valid", ("a", "b"), arrays), "key")
+        write(file, Predictions(classes("a", "b"), "valid", arrays), "key")
         with pytest.raises(BadInput, match=words):
             read(file)
 
@@ -163,9 +177,8 @@ def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
     arrays: dict[str, np.ndarray] = {"row": np.arange(rows), "outputs": outputs, "label": label}
     arrays["group"] = group
     made = Predictions(
-        "classify",
+        classes("a", "b", "c"),
         "test",
-        ("a", "b", "c"),
         {name: small(values) for name, values in arrays.items()},
     )
     file = tmp_path / "test.npz"
@@ -175,11 +188,11 @@ def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
     assert [found.arrays[n].dtype for n in arrays] == [np.uint8, np.float32, np.int8, np.uint16]
     known = label != -1
     chances = np.exp(outputs[known].astype(float))
-    votes = metrics.vote(np.log(chances / chances.sum(1, keepdims=True)), group[known])
-    right = votes.argmax(1) == metrics.first_by_group(label[known], group[known])
+    votes = classify.vote(np.log(chances / chances.sum(1, keepdims=True)), group[known])
+    right = votes.argmax(1) == classify.first_by_group(label[known], group[known])
     assert found.metrics()["accuracy"] == right.mean()
     with pytest.raises(BadInput, match="the split 'test' has no labels to score against"):
-        Predictions("classify", "test", (), {**arrays, "label": label * 0 - 1}).metrics()
+        Predictions(classes(), "test", {**arrays, "label": label * 0 - 1}).metrics()
 
 
 def test_integers_take_the_smallest_type() -> None:

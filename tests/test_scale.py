@@ -24,6 +24,7 @@ from helpers import (
     _free_port,
     good,
     refused,
+    task,
     training,
 )
 from safetensors.torch import load_file
@@ -34,10 +35,11 @@ from torch.testing import assert_close
 from toys import Toys
 
 from xformer import cost, distributed
+from xformer.data.batch import Work
 from xformer.data.files import read_json
 from xformer.model.config import ModelConfig
-from xformer.model.heads import Model
 from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
+from xformer.tasks.task import Model
 
 SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", "train.log_every=3"]
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
@@ -103,9 +105,9 @@ def test_every_weight_has_a_gradient(kind: str) -> None:
     config = ModelConfig(
         vocab_size=PIECES, layers=1, hidden=HIDDEN, heads=HEADS, intermediate=INNER
     )
-    parts, scale = (("pooler", "pair_head"), 2.0) if kind == "pairs" else ((), 0.0)
-    head: Any = "mlm" if kind == "pairs" else kind
-    model = Model(config, head, {"regress": 1, "tag": PIECES}.get(kind, 2), parts, scale).train()
+    outputs = PIECES if kind == "tag" else 2
+    trained = task("mlm", pair_scale=2.0) if kind == "pairs" else task(kind, outputs)
+    model = Model(config, trained).train()
     for weight in model.parameters():
         weight.data.normal_(0, 0.1, generator=seeded(len(weight)))
     batch = random_batch(classes=2)
@@ -216,8 +218,8 @@ def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: 
     for line in lines:
         # of 8 rows of at most 20 tokens no step has more work than full rows, nor a tenth of it
         seconds = 1.0 / line["real_tokens_per_second"]
-        most = cost.training_flops(config, "mlm", cost.Work(100, 2000, 100, 40)) / 100
-        least = cost.training_flops(config, "mlm", cost.Work(100, 300, 5, 5)) / 100
+        most = cost.training_flops(config, task("mlm"), Work(100, 2000, 100, 40)) / 100
+        least = cost.training_flops(config, task("mlm"), Work(100, 300, 5, 5)) / 100
         assert least < line["mfu"] * 2 * 0.5e12 * seconds < most
     plain = tmp_path / "plain"
     good(forks.run(*training(SMOKE, data.text, plain, *steps[:3])))

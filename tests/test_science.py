@@ -15,7 +15,6 @@ from test_tags import toy
 from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
-from xformer import metrics
 from xformer.analysis.command import Output, publish
 from xformer.config import load, validate
 from xformer.data.errors import BadInput, Failure
@@ -28,6 +27,7 @@ from xformer.study.plan import Plan, Work, content_key, identity
 from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
 from xformer.study.statistics import compare, summarise
+from xformer.tasks.regress import regression
 
 TWO_STEPS = ["train.steps=2", "train.select=last"]
 
@@ -433,12 +433,12 @@ def test_correlations_refuse_what_is_not_finite() -> None:
     rising = np.arange(5.0)
     nan = np.where(rising == 3, np.nan, rising)
     with pytest.raises(Failure, match=r"the predictions are not finite in 1 of 5 rows: 3"):
-        metrics.regression(nan, rising)
+        regression(nan, rising)
     with pytest.raises(Failure, match=r"the labels are not finite in 1 of 5 rows: 3"):
-        metrics.regression(rising, nan)
-    constant = metrics.regression(np.ones(5), rising)
+        regression(rising, nan)
+    constant = regression(np.ones(5), rising)
     assert constant == {"pearson": 0.0, "spearman": 0.0}  # undefined, and not NaN
-    assert metrics.regression(rising, 2 * rising)["pearson"] == pytest.approx(1.0)
+    assert regression(rising, 2 * rising)["pearson"] == pytest.approx(1.0)
 
 
 def test_statistics_refuse_what_is_not_finite() -> None:

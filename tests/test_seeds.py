@@ -14,7 +14,7 @@ from toys import Toys
 from xformer import config, train
 from xformer.data.files import read_json
 from xformer.distributed import ALONE
-from xformer.packed import to_device
+from xformer.feed import to_device
 from xformer.recipe import Recipe, Seeds
 from xformer.study.plan import content_key, identity
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import toys
-from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, training
+from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, task, training
 
-from xformer import metrics, spans
 from xformer.data.errors import BadInput
-from xformer.data.spans import answer
 from xformer.data.store import Split, open_store
 from xformer.predictions import read
+from xformer.tasks import span
+from xformer.tasks.task import Predictions
 
 SQUAD = "recipes/finetune/squad.toml"
 
@@ -35,11 +35,11 @@ def test_the_best_span_equals_a_triple_loop(length: int) -> None:
     lengths[0] = length - second[0]
     # the highest start and end are further apart than an answer may be
     logits[0, second[0], 0] = logits[0, length - 1, 1] = 50.0
-    found = spans.best_spans(logits, second, lengths)
+    found = span.best_spans(logits, second, lengths)
     for row in range(rows):
         best = (-np.inf, -1, -1)
         for first in range(int(lengths[row])):
-            for last in range(first, min(int(lengths[row]), first + spans.LONGEST)):
+            for last in range(first, min(int(lengths[row]), first + span.LONGEST)):
                 start, end = logits[row, second[row] + first, 0], logits[row, second[row] + last, 1]
                 best = max(best, (float(start + end), first, last))
         assert found[row, 0] == logits[row, 0].sum()
@@ -48,7 +48,7 @@ def test_the_best_span_equals_a_triple_loop(length: int) -> None:
 
 
 def test_a_window_of_nothing_has_no_answer() -> None:
-    found = spans.best_spans(torch.zeros(1, 4, 2), torch.tensor([3]), torch.tensor([0]))
+    found = span.best_spans(torch.zeros(1, 4, 2), torch.tensor([3]), torch.tensor([0]))
     assert found[0, 1] == -torch.inf
     assert found[0, 2] < 0
 
@@ -114,7 +114,7 @@ def slow_answers(outputs: np.ndarray, split: Split) -> tuple[list[str], list[flo
                 null = min(null, outputs[row, 0])
                 if outputs[row, 1] > best:
                     best = outputs[row, 1]
-                    text = answer(split, row, int(outputs[row, 2]), int(outputs[row, 3]))
+                    text = span.answer(split, row, int(outputs[row, 2]), int(outputs[row, 3]))
         texts.append(text)
         margins.append(null - best)
     return texts, margins
@@ -129,57 +129,61 @@ def random_outputs(split: Split, seed: int) -> np.ndarray:
     return np.column_stack([scores, first, last, losses]).astype(np.float32)
 
 
+def kept(outputs: np.ndarray, split: Split, threshold: float | None = None) -> Predictions:
+    return task("span").predictions(outputs, split, threshold)
+
+
 def test_windows_are_merged_by_question(store: Path) -> None:
     split = open_store(store).split("train")
     assert split.rows > 2 * 20
     for seed in range(5):
         outputs = random_outputs(split, seed)
-        texts, margins = spans.answers(outputs, split)
+        texts, margins = span.answers(outputs, split)
         slow = slow_answers(outputs, split)
         assert texts == slow[0]
         assert margins == pytest.approx(slow[1])
-        found = spans.predictions(outputs, split)
+        found = span.by_question(outputs, split)
         wanted = ["" if m > 0 else t for t, m in zip(*slow, strict=True)]
         assert list(found.values()) == wanted
         assert list(found)[:6] == ["0-0", "0-1", "0-2", "0-3", "0-4", "1-0"]
-        scores = spans.kept(outputs, split).metrics()
-        golds = [g or [] for g in spans.wanted_answers(split)]
-        assert scores["exact_match"] == metrics.squad(wanted, golds)["exact_match"]
+        scores = kept(outputs, split).metrics()
+        golds = [g or [] for g in span.right_answers(split)]
+        assert scores["exact_match"] == span.squad(wanted, golds)["exact_match"]
 
 
 def test_a_threshold_is_applied(store: Path) -> None:
     split = open_store(store).split("train")
     outputs = random_outputs(split, 7)
     texts, margins = slow_answers(outputs, split)
-    golds = [g or [] for g in spans.wanted_answers(split)]
-    best = spans.kept(outputs, split).metrics()["best_threshold"]
+    golds = [g or [] for g in span.right_answers(split)]
+    best = kept(outputs, split).metrics()["best_threshold"]
     for threshold in (best, -99.0, 99.0, sorted(margins)[4]):
         wanted = ["" if m > threshold else t for t, m in zip(texts, margins, strict=True)]
-        assert list(spans.predictions(outputs, split, threshold).values()) == wanted
+        assert list(span.by_question(outputs, split, threshold).values()) == wanted
         loss = {"loss": outputs[:, 4].mean()}
-        assert spans.kept(outputs, split, threshold).metrics() == pytest.approx(
-            loss | metrics.squad(wanted, golds) | spans_best(texts, margins, golds)
+        assert kept(outputs, split, threshold).metrics() == pytest.approx(
+            loss | span.squad(wanted, golds) | spans_best(texts, margins, golds)
         )
-    found = spans.kept(outputs, split, best).metrics()
+    found = kept(outputs, split, best).metrics()
     assert found["f1"] == pytest.approx(found["best_f1"])
     # also where nobody knows the answers: there all questions are answered by default
     hidden = open_store(store).split("test")
     outputs = random_outputs(hidden, 7)
     _, margins = slow_answers(outputs, hidden)
-    said = spans.predictions(outputs, hidden, sorted(margins)[1]).values()
+    said = span.by_question(outputs, hidden, sorted(margins)[1]).values()
     assert [text == "" for text in said] == [m > sorted(margins)[1] for m in margins]
-    assert "" not in spans.predictions(outputs, hidden).values()
+    assert "" not in span.by_question(outputs, hidden).values()
 
 
 def spans_best(texts: list[str], margins: list[float], golds: list[list[str]]) -> dict[str, float]:
-    return metrics.squad_with_threshold(texts, np.array(margins), golds)
+    return span.squad_with_threshold(texts, np.array(margins), golds)
 
 
 def test_hidden_answers_are_not_scored(store: Path) -> None:
     split = open_store(store).split("test")
     with pytest.raises(BadInput, match="the split 'test' has no answers to score against"):
-        spans.kept(random_outputs(split, 0), split).metrics()
-    assert set(spans.predictions(random_outputs(split, 0), split)) == {"0-0", "0-1", "0-2"}
+        kept(random_outputs(split, 0), split).metrics()
+    assert set(span.by_question(random_outputs(split, 0), split)) == {"0-0", "0-1", "0-2"}
 
 
 # ------------------------------------------------------------------------------------- metrics
@@ -194,16 +198,16 @@ def test_the_best_threshold_equals_trying_all(ties: bool) -> None:
         answers = [str(word) for word in rng.choice(vocabulary, n)]
         wanted = [[str(rng.choice(vocabulary[:4]))] if rng.random() < 0.6 else [] for _ in range(n)]
         margin = rng.integers(-2, 3, n).astype(float) if ties else rng.normal(size=n)
-        found = metrics.squad_with_threshold(answers, margin, wanted)
+        found = span.squad_with_threshold(answers, margin, wanted)
         tried = []
         for threshold in [margin.min() - 1, *margin]:
             chosen = ["" if m > threshold else a for a, m in zip(answers, margin, strict=True)]
-            tried.append(metrics.squad(chosen, wanted))
+            tried.append(span.squad(chosen, wanted))
         assert found["best_exact_match"] == pytest.approx(max(t["exact_match"] for t in tried))
         assert found["best_f1"] == pytest.approx(max(t["f1"] for t in tried))
         at = found["best_threshold"]
         chosen = ["" if m > at else a for a, m in zip(answers, margin, strict=True)]
-        assert metrics.squad(chosen, wanted)["f1"] == pytest.approx(found["best_f1"])
+        assert span.squad(chosen, wanted)["f1"] == pytest.approx(found["best_f1"])
 
 
 # what the official script says, in percent: EM and F1 of all, with an answer, without
@@ -238,7 +242,7 @@ OFFICIAL = {
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_metrics_equal_the_official_script(shared: Path, name: str) -> None:
     texts, wanted = official(shared, name)
-    found = metrics.squad(texts, wanted)
+    found = span.squad(texts, wanted)
     kinds = ("", "answerable_", "unanswerable_")
     values = [100 * found[f"{kind}{m}"] for kind in kinds for m in ("exact_match", "f1")]
     assert values == pytest.approx(OFFICIAL[name], rel=1e-12)
@@ -263,17 +267,17 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
     rng = np.random.default_rng(3)
     # as a model would say it: mostly high where its answer is none
     margin = np.array([(1.0 if text == "" else -1.0) for text in texts]) + rng.normal(size=11873)
-    each = np.array([metrics.answer_scores(t, w) for t, w in zip(texts, wanted, strict=True)])
+    each = np.array([span.answer_scores(t, w) for t, w in zip(texts, wanted, strict=True)])
     none = np.array([float(not w) for w in wanted])
     for threshold in (0.0, -0.7, 1.5):
         scores = np.where(margin[:, None] > threshold, none[:, None], each)
-        found = metrics.squad(metrics.answered(texts, margin, threshold), wanted)
+        found = span.squad(span.answered(texts, margin, threshold), wanted)
         assert [found["exact_match"], found["f1"]] == pytest.approx(scores.mean(0), rel=1e-12)
         for kind, which in (("answerable_", none == 0), ("unanswerable_", none == 1)):
             assert found[f"{kind}f1"] == pytest.approx(scores[which, 1].mean(), rel=1e-12)
-    everything = metrics.answered(texts, margin, 99.0)  # a threshold that all stay below
-    assert 100 * metrics.squad(everything, wanted)["f1"] == pytest.approx(OFFICIAL[name][1])
-    nothing = metrics.squad(metrics.answered(texts, margin, -99.0), wanted)
+    everything = span.answered(texts, margin, 99.0)  # a threshold that all stay below
+    assert 100 * span.squad(everything, wanted)["f1"] == pytest.approx(OFFICIAL[name][1])
+    nothing = span.squad(span.answered(texts, margin, -99.0), wanted)
     assert nothing["exact_match"] == nothing["f1"] == pytest.approx(5945 / 11873)
     # the script's find_best_thresh, line by line
     current = best = none.sum()
@@ -282,10 +286,10 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
         current += each[i, 1] if wanted[i] else (-1 if texts[i] else 0)
         if current > best:
             best, at = current, margin[i]
-    found = metrics.squad_with_threshold(texts, margin, wanted)
+    found = span.squad_with_threshold(texts, margin, wanted)
     assert found["best_f1"] == pytest.approx(best / 11873, rel=1e-12)
     assert found["best_threshold"] == at
-    best_answers = metrics.squad(metrics.answered(texts, margin, at), wanted)
+    best_answers = span.squad(span.answered(texts, margin, at), wanted)
     assert best_answers["f1"] == pytest.approx(found["best_f1"], rel=1e-12)
 
 
@@ -363,12 +367,12 @@ def a_threshold_is_kept(forks: Forks, run: Path, store: Path, file: Path) -> Non
         assert done.out.splitlines() == shown
     split = open_store(store).split("valid")
     assert np.array_equal(found.arrays["label"], split.columns["label"])
-    names = ("no_answer", "best", "first", "last")
+    names = ("no_answer", "best", "first", "last", "loss")
     outputs = np.column_stack([found.arrays[name] for name in names])
     assert found.questions is not None
-    assert found.questions.right == spans.wanted_answers(split)
+    assert found.questions.right == span.right_answers(split)
     said = dict(zip(found.questions.id, found.questions.answer, strict=True))
-    assert said == spans.predictions(outputs, split, 1e9)
+    assert said == span.by_question(outputs, split, 1e9)
 
 
 def answered_there(forks: Forks, run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:

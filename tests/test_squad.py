@@ -13,9 +13,9 @@ from helpers import command
 from xformer.data import tokenizers
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
-from xformer.data.spans import answer
 from xformer.data.store import Split, Store, open_store
 from xformer.preprocess import cli
+from xformer.tasks.span import answer
 
 CONTEXT = (
     "\u00c9milie's caf\u00e9 (opened in 1973) sold 3,000 cups; the \u5317\u4eac branch did not. "

@@ -20,7 +20,6 @@ import torch
 from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, training
 from toys import TOPICS, WORDS, Toys
 
-from xformer import metrics, tags
 from xformer.data import published, tokenizers
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
@@ -28,6 +27,9 @@ from xformer.data.store import UNLABELLED, UNSEEN, Ragged, Split, Store, open_st
 from xformer.data.tags import IGNORED, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.preprocess import cli
+from xformer.tasks import tag
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head, Predictions
 
 TAG = "recipes/finetune/tag.toml"
 Make = Callable[..., Store]
@@ -329,13 +331,19 @@ def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
 
 
 def test_entities() -> None:
-    found = metrics.entities(["B-A", "I-A", "I-B", "O", "I-A", "B-A", "B-B", "I-B"])
+    found = tag.entities(["B-A", "I-A", "I-B", "O", "I-A", "B-A", "B-B", "I-B"])
     assert found == {(0, 1, "A"), (2, 2, "B"), (4, 4, "A"), (5, 5, "A"), (6, 7, "B")}
-    assert metrics.entities(["O", "O"]) == metrics.entities([]) == set()
+    assert tag.entities(["O", "O"]) == tag.entities([]) == set()
     draw = np.random.default_rng(1)
     for _ in range(200):
         labels = [str(x) for x in draw.choice(["O", "B-A", "I-A", "B-B", "I-B"], 9)]
-        assert metrics.entities(labels) == set(chunks_of(labels))
+        assert tag.entities(labels) == set(chunks_of(labels))
+
+
+def kept(outputs: np.ndarray, split: Split, names: tuple[str, ...]) -> Predictions:
+    task = task_of(Head("tag", names))
+    assert task is not None
+    return task.predictions(outputs, split)
 
 
 def test_scores_equal_slow_loops() -> None:
@@ -348,7 +356,7 @@ def test_scores_equal_slow_loops() -> None:
     losses = draw.random(offsets[-1]).astype(np.float32)
     split = Split("x", 40, len(gold), {"labels": Ragged(gold, offsets)})
     outputs = np.column_stack([said + 1, losses]).astype(np.float32)
-    found = tags.kept(outputs, split, names).metrics()
+    found = kept(outputs, split, names).metrics()
     scored = [i for i in range(len(gold)) if gold[i] not in (IGNORED, UNLABELLED) and said[i] >= 0]
     assert found["accuracy"] == np.mean([gold[i] == said[i] for i in scored])
     assert found["loss"] == pytest.approx(np.mean([losses[i] for i in scored if gold[i] >= 0]))
@@ -364,9 +372,9 @@ def test_scores_equal_slow_loops() -> None:
         wanted = set(chunks_of([names[gold[i]] if gold[i] >= 0 else "O" for i in row]))
         right, total = right + len(ours & wanted), total + len(ours) + len(wanted)
     assert 0 < found["entity_f1"] == pytest.approx(2 * right / total)
-    assert "entity_f1" not in tags.kept(outputs, split, ("a", "b", "c", "d", "e")).metrics()
+    assert "entity_f1" not in kept(outputs, split, ("a", "b", "c", "d", "e")).metrics()
     with pytest.raises(BadInput, match="the split 'x' has no labels to score against"):
-        tags.kept(outputs * 0, split, names).metrics()
+        kept(outputs * 0, split, names).metrics()
 
 
 # ---------------------------------------------------------------------------------- end to end

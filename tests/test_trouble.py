@@ -18,11 +18,11 @@ from xformer.config import load
 from xformer.data.sampler import Samples
 from xformer.distributed import Ranks
 from xformer.guard import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Guard, first_layer
-from xformer.model.heads import Loss
 from xformer.parallel import Sums
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.run import State
+from xformer.tasks.task import Loss
 
 STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
 
@@ -30,7 +30,7 @@ STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
 BAD_ROW = """
 import torch
 from xformer import feed, guard
-from xformer.model.heads import Model
+from xformer.tasks.task import Model
 poisoned, loss, to_device = [], Model.loss, feed.to_device
 def spy(batch, device):
     packed = to_device(batch, device)
@@ -64,7 +64,7 @@ train.loss_of = spoil
 # Python that makes every loss after the fifth step infinite
 BAD_LOSSES = """
 from xformer import train
-from xformer.model.heads import Loss
+from xformer.tasks.task import Loss
 loss_of = train.loss_of
 def spoil(job, model, batch, step, i):
     loss = loss_of(job, model, batch, step, i)
@@ -266,7 +266,9 @@ def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
     rows = in_step(6)
     recipe = load(Recipe, training(SMOKE, data.text, tmp_path / "run", *STEPS)[1:])
     feed = prepare(recipe, Ranks(1, 2, torch.device("cpu"))).feed()
-    theirs = sorted(feed.take(40).batches[0].rows.tolist())
+    batch = feed.take(40).batches[0]
+    assert batch.rows is not None
+    theirs = sorted(batch.rows.tolist())
     assert set(theirs) < set(rows)
     bad = BAD_ROW.format(row=theirs[0])
     more = [*STEPS, *NO_DROPOUT, "train.trouble=skip"]
@@ -285,7 +287,7 @@ def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
     in between, as the statistics go with the checkpoint."""
     spike = """
 from xformer import train
-from xformer.model.heads import Loss
+from xformer.tasks.task import Loss
 loss_of = train.loss_of
 def spiky(job, model, batch, step, i):
     loss = loss_of(job, model, batch, step, i)

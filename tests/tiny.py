@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published, tokenizers
+from xformer.data.batch import Batch
 from xformer.data.files import write_json
-from xformer.packed import Packed, layout
 
 LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17, 11
 VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
@@ -115,29 +115,30 @@ def write_vocabulary(family: str, directory: Path) -> None:
         (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
 
 
-def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Packed:
+def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Batch[Tensor]:
     """A packed batch of random tokens and segments, with labels and a third of it masked."""
     total, generator = sum(lengths), seeded(seed)
     # not those of padding: they have no gradient, and RoBERTa no position
     tokens = torch.randint(2, PIECES, (total,), generator=generator)
     places = torch.randperm(total, generator=generator)[: total // 3 + 1].sort().values
-    return Packed(
+    return Batch(
         tokens=tokens,
         positions=torch.cat([torch.arange(n) for n in lengths]),
         segments=torch.randint(2, (total,), generator=generator),
-        layout=layout(np.cumsum([0, *lengths])),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        longest=max(lengths),
         labels=torch.randint(classes, (len(lengths),), generator=generator),
         places=places,
         targets=torch.randint(PIECES, places.shape, generator=generator),
     )
 
 
-def lengths_of(batch: Packed) -> list[int]:
+def lengths_of(batch: Batch[Tensor]) -> list[int]:
     """The length of every sequence."""
-    return batch.layout.cu_seqlens.diff().tolist()
+    return batch.cu_seqlens.diff().tolist()
 
 
-def padded(batch: Packed, family: str = "bert") -> dict[str, Tensor]:
+def padded(batch: Batch[Tensor], family: str = "bert") -> dict[str, Tensor]:
     """The batch as transformers takes it."""
     lengths = lengths_of(batch)
     given = {
@@ -149,7 +150,7 @@ def padded(batch: Packed, family: str = "bert") -> dict[str, Tensor]:
     return given
 
 
-def packed(x: Tensor, batch: Packed) -> Tensor:
+def packed(x: Tensor, batch: Batch[Tensor]) -> Tensor:
     """(N, L, ...) of transformers -> (T, ...), padding left out."""
     return torch.cat([row[:n] for row, n in zip(x, lengths_of(batch), strict=True)])
 

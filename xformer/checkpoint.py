@@ -42,36 +42,13 @@ from xformer.data.files import (
 from xformer.data.tokenizers import Tokenizer
 from xformer.model import hilbert
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, Model
+from xformer.tasks.known import TASKS, task_of
+from xformer.tasks.task import Head, Model, Task
 
 FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # of a run, beside the checkpoint proper
 HALF = (torch.float16, torch.bfloat16)  # widened to fp32 when they are read
 Distribution = Literal["normal", "truncated"]
-
-
-@dataclass(frozen=True)
-class Head:
-    """What a checkpoint was trained to predict, and how its input was read.
-
-    `labels` are the class names, `columns` the names of the raw columns; `mapping`, `max_tokens`
-    and `masking` (the share of tokens an MLM head is asked for) the run's; `pair`: the input is
-    two texts; `pair_scale`: as how many masked tokens a pair counts, where a pair head trains too.
-    """
-
-    kind: HeadKind
-    labels: tuple[str, ...] = ()
-    metric: str | None = None
-    mapping: str = "none"
-    max_tokens: int = 512
-    masking: float = 0.15
-    pair: bool = False
-    pair_scale: float = 0.0
-    columns: dict[str, Any] | None = None
-
-    @property
-    def outputs(self) -> int:
-        return {"mlm": 0, "regress": 1, "span": 2}.get(self.kind, len(self.labels))
 
 
 @dataclass(frozen=True)
@@ -90,6 +67,11 @@ class Checkpoint:
     source: Tokenizer | None = None
     mapping: np.ndarray | None = None
 
+    @property
+    def task(self) -> Task | None:
+        """What the head is trained for; None without a head."""
+        return task_of(self.head)
+
     def model(self) -> Model:
         """The model with these weights (copied, float32), on the CPU in evaluation mode.
 
@@ -106,9 +88,7 @@ class Checkpoint:
 
     def _empty_model(self) -> Model:
         with torch.device("meta"):
-            kind, outputs = (self.head.kind, self.head.outputs) if self.head else (None, 0)
-            scale = self.head.pair_scale if self.head else 0.0
-            return Model(self.config, kind, outputs, parts_of(self.weights), scale)
+            return Model(self.config, self.task, parts_of(self.weights))
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
         """This checkpoint with another head: what fits is kept, the rest is fresh or dropped.
@@ -118,11 +98,12 @@ class Checkpoint:
         Returns the checkpoint, the names of the fresh weights and those of the dropped ones. Raises
         BadInput for a head that the architecture cannot bear.
         """
-        check_head(self.config, head.kind)
+        task = task_of(head)
+        assert task is not None
+        check_head(self.config, task)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
-        parts = ("pooler", "pair_head") if head.pair_scale else ()
         with torch.device("meta"):
-            wanted = Model(self.config, head.kind, head.outputs, parts).state_dict()
+            wanted = Model(self.config, task).state_dict()
         kept = {k: v for k, v in kept.items() if k in wanted}
         fresh = [name for name in wanted if name not in kept]
         dropped = [name for name in self.weights if name not in kept]
@@ -133,10 +114,12 @@ class Checkpoint:
         return replace(self, weights=weights, head=head), fresh, dropped
 
 
-def check_head(config: ModelConfig, kind: HeadKind) -> None:
-    """Raise BadInput for a head that the architecture cannot bear."""
-    if config.architecture == "hilbert_cnn" and kind not in ("classify", "regress"):
-        raise BadInput(f"head={kind}: model.architecture=hilbert_cnn predicts classes and scores")
+def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
+    """Raise BadInput for a task whose head the architecture cannot bear."""
+    if config.architecture == "hilbert_cnn" and not task.pools:
+        raise BadInput(
+            f"head={task.name}: model.architecture=hilbert_cnn predicts classes and scores"
+        )
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
@@ -216,7 +199,7 @@ def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
     if config.architecture == "hilbert_cnn" and not config.letters:
         config = config.model_copy(update={"letters": hilbert.letters_of(tokenizer)})
     with torch.device("meta"):
-        shapes = {name: w.shape for name, w in Model(config, None).state_dict().items()}
+        shapes = {name: w.shape for name, w in Model(config).state_dict().items()}
     weights = {name: initialise(name, shape, config, seed) for name, shape in shapes.items()}
     return Checkpoint(config, weights, tokenizer, history=({"op": "fresh", "seed": seed},))
 
@@ -255,7 +238,7 @@ def save(
         config = {
             "format": FORMAT,
             "model": checkpoint.config.model_dump(),
-            "head": asdict(checkpoint.head) if checkpoint.head else None,
+            "head": _head_record(checkpoint.head) if checkpoint.head else None,
             "history": list(checkpoint.history),
         }
         write_json(directory / "config.json", config)
@@ -263,6 +246,12 @@ def save(
         sums = {str(file.relative_to(directory)): file_checksum(file) for file in files}
         write_json(directory / "manifest.json", {"sha256": sums})
         check()
+
+
+def _head_record(head: Head) -> dict[str, Any]:
+    """A head as config.json holds it: without what older versions do not know, unless it is set."""
+    newer = [name for name in ("smoothing", "class_weights") if not getattr(head, name)]
+    return {name: value for name, value in asdict(head).items() if name not in newer}
 
 
 def size(checkpoint: Checkpoint) -> int:
@@ -407,8 +396,11 @@ def _read(path: Path) -> Checkpoint:
         history = tuple(meta["history"])
     except (KeyError, TypeError, ValidationError) as error:
         raise BadInput(f"{path / 'config.json'} is damaged: {error!r}") from None
+    if head is not None and head.kind not in TASKS:
+        raise BadInput(f"{path / 'config.json'}: head {head.kind!r} is none of {', '.join(TASKS)}")
     if head is not None:
-        head = replace(head, labels=tuple(head.labels))
+        weights_of_classes = tuple(head.class_weights)
+        head = replace(head, labels=tuple(head.labels), class_weights=weights_of_classes)
     source = mapping = None
     if (path / "input").is_dir():
         source = tokenizers.load(path / "input")

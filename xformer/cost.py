@@ -13,12 +13,13 @@ predicted: the others are not needed.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 
+from xformer.data.batch import Work
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, Model
+from xformer.tasks.classify import Classify
+from xformer.tasks.task import Head, Model, Task
 
 BACKWARD = 2  # a product's backward pass is two products of its size
 
@@ -40,25 +41,8 @@ PEAKS = (
 )
 
 
-@dataclass(frozen=True)
-class Work:
-    """How much went through a model. `squares` is the sum over rows of their squared lengths; the
-    cost of attention depends on it. `masked` counts the tokens that an MLM head predicted."""
-
-    tokens: int
-    squares: int
-    rows: int
-    masked: int = 0
-
-    @staticmethod
-    def even(rows: int, length: int, masking: float = 0.0) -> Work:
-        """`rows` rows of one length; the share `masking` of their tokens is predicted."""
-        tokens = rows * length
-        return Work(tokens, tokens * length, rows, round(tokens * masking))
-
-
 def parameters(
-    config: ModelConfig, kind: HeadKind | None = None, outputs: int = 0, parts: Collection[str] = ()
+    config: ModelConfig, task: Task | None = None, parts: Collection[str] = ()
 ) -> dict[str, int]:
     """Parameters by part, tied and shared ones once; arguments as of `Model`.
 
@@ -66,7 +50,7 @@ def parameters(
     convolutions and heads; a part that a model lacks has no entry.
     """
     with torch.device("meta"):
-        model = Model(config, kind, outputs, parts)
+        model = Model(config, task, parts)
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = _part(name)
@@ -85,44 +69,32 @@ def _part(name: str) -> str:
     return "convolutions" if name.startswith("cnn") else "heads"
 
 
-def forward_flops(
-    config: ModelConfig, kind: HeadKind | None, work: Work, outputs: int = 0, pairs: bool = False
-) -> int:
-    """Operations of a forward pass; `outputs` of a task head, `pairs` whether a pair head runs
-    beside an MLM head."""
+def forward_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
+    """Operations of a forward pass with the head of a task."""
     if config.architecture == "hilbert_cnn":
-        return sum(_convolutions(config, outputs)) * work.rows
-    C, E, F, V = config.hidden, config.width, config.intermediate, config.vocab_size
-    judged = {None: work.tokens, "span": work.tokens, "tag": work.masked}.get(kind, work.rows)
-    last = work.masked + pairs * work.rows if kind == "mlm" else judged
+        return sum(_convolutions(config, task)) * work.rows
+    C, E, F = config.hidden, config.width, config.intermediate
+    last = work.tokens if task is None else task.read(work)
     # qkv 3CC; out CC, up CF, down CF; a token has a score and a sum for each token of its row
     flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
     flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
-    if kind == "mlm":
-        flops += (2 * C * E + 2 * E * V) * work.masked
-    pooled = kind in ("classify", "regress") or pairs
-    if pooled and config.pooler != "none":
-        flops += 2 * C * C * work.rows
-    K = {"regress": 1, "span": 2}.get(kind or "", 2 if pairs else outputs)
-    return flops + 2 * C * K * judged
+    return flops if task is None else flops + task.head_flops(config, work)
 
 
-def training_flops(
-    config: ModelConfig, kind: HeadKind, work: Work, outputs: int = 0, pairs: bool = False
-) -> int:
+def training_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
     """Operations of forward and backward passes that train all weights."""
-    flops = (1 + BACKWARD) * forward_flops(config, kind, work, outputs, pairs)
+    flops = (1 + BACKWARD) * forward_flops(config, task, work)
     if config.architecture == "hilbert_cnn":  # its input, one-hot words, takes no gradient
-        flops -= _convolutions(config, outputs)[0] * work.rows
+        flops -= _convolutions(config, task)[0] * work.rows
     return flops
 
 
-def _convolutions(config: ModelConfig, outputs: int) -> list[int]:
+def _convolutions(config: ModelConfig, task: Task | None) -> list[int]:
     """Operations of each product of a HilbertCNN's forward pass, the first convolution first."""
     with torch.device("meta"):
-        model = Model(config, "classify", outputs)
+        model = Model(config, task or Classify(Head("classify")))
     assert model.cnn is not None
     cells, (height, width) = [], model.cnn.size
     for _ in range(3):

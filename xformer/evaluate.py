@@ -1,4 +1,4 @@
-"""Scores of a model on a split, and the command that prints them."""
+"""The command that scores a checkpoint, predicts rows of a file, and fills masks."""
 
 from __future__ import annotations
 
@@ -10,38 +10,35 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, metrics, predict, provenance, spans, tags
-from xformer.checkpoint import Checkpoint, Head
+from xformer import distributed, provenance
+from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
-from xformer.data import mapping
-from xformer.data.batch import Assembler, Batch, chunks, ragged_arange
-from xformer.data.errors import BadInput, put, say, typed
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput, put, say
 from xformer.data.files import write_text
 from xformer.data.joined import open_stores
-from xformer.data.store import UNSEEN, Split, Store, open_store
+from xformer.data.store import open_store
 from xformer.data.tokenizers import Tokenizer
-from xformer.distributed import Ranks, SystemConfig
-from xformer.model.heads import HeadKind, Loss, Model, padded
+from xformer.distributed import ALONE, Ranks, SystemConfig
+from xformer.feed import to_device
 from xformer.ops import native
-from xformer.packed import to_device
-from xformer.predictions import FOLDER, Predictions, small, write
+from xformer.predictions import FOLDER, write
 from xformer.run import is_run
+from xformer.scoring import assembler_for, outputs_of, score
+from xformer.tasks.mlm import likeliest, with_masks
+from xformer.tasks.task import Task, as_table, check_finite
 
 # writes a file's rows as the split `input` of a new store: path, head, tokenizer, store
 Read = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
-MLM_WIDTH = 5  # numbers kept of every row for an MLM head: see `_by_row`
-SPAN_WIDTH = 5  # of every window for a span head: see `spans.kept`
-MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
 
 
 # what each form of the command may be given besides
@@ -83,164 +80,23 @@ class EvaluateConfig(Settings):
     """Execution."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """`metrics` by name; `outputs` (N, K) logits or scores by row, numbers of each word for tags;
-    `predictions` as they are kept in files, from which the metrics are computed."""
+def fill_mask(
+    checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE, precision: str = "fp32"
+) -> list[list[tuple[float, str]]]:
+    """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
 
-    metrics: dict[str, float]
-    outputs: np.ndarray
-    predictions: Predictions
-
-
-@torch.no_grad()
-def score(
-    model: Model,
-    assembler: Assembler,
-    head: Head,
-    ranks: Ranks,
-    precision: str,
-    threshold: float | None = None,
-) -> Scores:
-    """Metrics of a model on a split. Every rank takes its share and gets the whole result.
-
-    Rows are cut into the same chunks on any number of ranks, and metrics are computed from the
-    gathered outputs alone. Labels of -1 or NaN are not scored. Raises BadInput if no row has a
-    label, and Failure that names split and rows if the model's outputs or its loss are not finite.
+    Raises BadInput without an MLM head or a mask token, or if the text is too long, and Failure
+    where the model's outputs are not finite.
     """
-    was_training = model.training
-    model.eval()
-    rows = assembler.split.rows
-    width = {"mlm": MLM_WIDTH, "span": SPAN_WIDTH, "tag": tags.WIDTH}.get(head.kind, head.outputs)
-    judged = assembler.split.tokens if head.kind == "tag" else rows
-    outputs = torch.zeros(judged, width, device=ranks.device)  # of other ranks' rows zero
-
-    def build(part: np.ndarray) -> Batch:
-        if head.kind != "mlm":
-            return assembler.batch(part)
-        return assembler.masked_batch(part, np.zeros_like(part), MASKING_SEED, head.masking)
-
-    parts = list(chunks(assembler, rows))
-    for part in parts[ranks.rank :: ranks.world_size]:
-        batch = build(part)
-        packed = to_device(batch, ranks.device)
-        places = torch.from_numpy(batch.rows).to(ranks.device)
-        with ranks.autocast(precision):
-            if head.kind in ("mlm", "span"):
-                loss, logits = model.loss(packed)
-            elif head.kind == "tag":
-                places, logits = tags.outcome(model, packed, batch, assembler)
-            else:
-                logits = model.logits(packed).float()
-        if head.kind == "mlm":
-            logits = _by_row(loss, batch)
-        elif head.kind == "span":
-            assert loss.each is not None
-            b = torch.from_numpy(assembler.lengths(batch.rows)[1]).to(ranks.device)
-            second = packed.layout.cu_seqlens.diff() - 1 - b
-            best = spans.best_spans(padded(logits, packed), second, b)
-            logits = torch.cat([best, loss.each[:, :1]], 1)
-        outputs[places] = logits
-    model.train(was_training)
-    every = ranks.sum(outputs).cpu().numpy()
-    bad = predict.not_finite(head, every, assembler.split)
-    what = f"the split {assembler.split.name!r}: outputs"
-    metrics.check_finite(np.where(bad, np.nan, 0.0), what)
-    found = _kept(every, assembler.split, head, threshold)
-    return Scores(found.metrics(), every, found)
-
-
-def _by_row(loss: Loss, batch: Batch) -> torch.Tensor:
-    """MLM_WIDTH numbers of each row of a batch, (N, MLM_WIDTH): the loss summed over its masked
-    tokens, how many they are, how many of them are right, and the logits of the pair head or 0."""
-    assert loss.each is not None
-    assert batch.places is not None
-    counts = np.diff(np.searchsorted(batch.places, batch.cu_seqlens))
-    row = np.repeat(np.arange(len(counts)), counts)
-    within = ragged_arange(np.zeros_like(counts), counts)
-    # a sum along an axis: CUDA adds into places in no order
-    each = loss.each.new_zeros(len(counts), max(1, int(counts.max())), 2)
-    places = [torch.from_numpy(index).to(each.device) for index in (row, within)]
-    each[places[0], places[1]] = loss.each
-    sums = each.sum(1)
-    masked = torch.from_numpy(counts).to(sums)[:, None]
-    pairs = torch.zeros_like(sums) if loss.pairs is None else loss.pairs
-    return torch.cat([sums[:, :1], masked, sums[:, 1:], pairs], 1)
-
-
-def _kept(
-    outputs: np.ndarray, split: Split, head: Head, threshold: float | None = None
-) -> Predictions:
-    """The outputs of all rows of a split, as `score` has them, as predictions are kept."""
-    if head.kind == "span":
-        return spans.kept(outputs, split, threshold)
-    if head.kind == "tag":
-        return tags.kept(outputs, split, head.labels)
-    arrays, columns = {"row": np.arange(split.rows)}, split.columns
-    if head.kind == "mlm":
-        arrays |= {
-            "loss": outputs[:, 0],
-            "masked": outputs[:, 1].astype(np.int64),
-            "correct": outputs[:, 2].astype(np.int64),
-        }
-    if head.kind != "mlm" or head.pair_scale:
-        pairs = 3 if head.kind == "mlm" else 0
-        arrays |= {"outputs": outputs[:, pairs:], "label": np.asarray(columns["label"])}
-    if head.kind != "mlm" and "group" in columns:
-        arrays["group"] = np.asarray(columns["group"])
-    arrays = {name: small(values) for name, values in arrays.items()}
-    return Predictions(head.kind, split.name, head.labels, arrays)
-
-
-def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:
-    """The assembler that feeds a store's split to a trained checkpoint.
-
-    `spec` overrides the mapping the checkpoint was trained with. Raises BadInput where the store
-    does not fit the checkpoint's head or tokenizer.
-    """
-    head = checkpoint.head
-    if head is None:
-        door = typed("train.py")
-        raise BadInput(f"this checkpoint has no head to score: fine-tune it with {door} first")
-    check_task(store, head)
-    if spec is None and checkpoint.source is not None:  # the very array of training
-        if store.fingerprint != checkpoint.source.fingerprint:
-            raise BadInput(
-                f"{store.name} was made with another tokenizer than the data this checkpoint was "
-                "trained on; make it anew with that one, or give mapping="
-            )
-        array = checkpoint.mapping
-    else:
-        size = checkpoint.config.vocab_size
-        array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer, size)
-    return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
-
-
-def check_kind(kind: str, head: HeadKind, store: object) -> None:
-    """Raise BadInput unless a store of a kind holds what a head predicts; `store` names it."""
-    kinds = {
-        "mlm": ("text", "class", "score", "span", "tag"),
-        "classify": ("class",),
-        "regress": ("score",),
-        "span": ("span",),
-        "tag": ("tag",),
-    }
-    if kind not in kinds[head]:
-        wants = " or ".join(kinds[head])
-        raise BadInput(f"head={head} needs a store of kind {wants}; {store} is {kind}")
-
-
-def check_task(store: Store, head: Head) -> None:
-    """Raise BadInput unless the store holds what the head predicts."""
-    check_kind(store.kind, head.kind, store.name)
-    if (head.kind in ("classify", "tag") or head.pair_scale) and tuple(store.labels) != head.labels:
-        unknown = sorted(set(store.labels) - set(head.labels))
-        what = (
-            f"labels outside the checkpoint's classes: {', '.join(unknown)}"
-            if unknown
-            else (f"other classes than the checkpoint's: {', '.join(store.labels)}")
-        )
-        raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(head.labels)}")
+    task, tokenizer = checkpoint.task, checkpoint.tokenizer
+    if task is None or not task.masks:
+        raise BadInput("this checkpoint has no MLM head, so it cannot fill a mask")
+    batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
+    model = checkpoint.model().to(ranks.device)
+    with torch.no_grad(), ranks.autocast(precision):
+        logits = model.logits(to_device(batch, ranks.device)).float().cpu()
+    check_finite(logits.numpy(), "the text: the model's outputs at the masks")
+    return likeliest(logits, tokenizer, top)
 
 
 # -------------------------------------------------------------------------------- the command
@@ -298,7 +154,7 @@ def _config(arguments: list[str]) -> EvaluateConfig:
 
 def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
     precision = config.system.precision
-    found = predict.fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
+    found = fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
     for i, filling in enumerate(found, 1):
         say(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
 
@@ -307,28 +163,19 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assert config.data is not None
     store = open_stores(config.data)
     assembler = assembler_for(checkpoint, store, config.split, config.mapping)
-    head = checkpoint.head
-    assert head is not None
-    if config.predictions and head.kind == "mlm" and not _wants_arrays(config):
-        raise BadInput(
-            f"predictions={config.predictions}: an MLM head has no table; give a name that ends in "
-            ".npz for the loss of every row"
-        )
-    if config.threshold is not None and head.kind != "span":
-        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
+    task = checkpoint.task
+    assert task is not None
+    if config.predictions and not _wants_arrays(config):
+        task.check_lines(f"predictions={config.predictions}")
+    _check_threshold(config, task)
     model = checkpoint.model().to(ranks.device)
     with store.blamed():
-        scores = score(model, assembler, head, ranks, config.system.precision, config.threshold)
+        scores = score(model, assembler, ranks, config.system.precision, config.threshold)
     if ranks.rank != 0:
         return
     _say_truncated(checkpoint, assembler)
-    labels = np.asarray(assembler.split.columns.get("label", ()))
-    if head.kind == "classify" and (unseen := int((labels == UNSEEN).sum())):
-        say(
-            f"{unseen:,} of {len(labels):,} rows are of classes that training has not: they "
-            "count as wrong",
-            error=True,
-        )
+    if note := task.note(assembler.split):
+        say(note, error=True)
     for metric, value in scores.metrics.items():
         say(f"{config.split} {metric} {value:.4f}")
     if config.out:
@@ -342,16 +189,18 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         write_text(Path(config.out), json.dumps(result, indent=1) + "\n")
     if config.predictions and _wants_arrays(config):
         write(Path(config.predictions), scores.predictions, store.key)
-    elif config.predictions and head.kind == "span":
-        answers = spans.predictions(scores.outputs, assembler.split, config.threshold)
-        write_text(Path(config.predictions), json.dumps(answers, ensure_ascii=False) + "\n")
     elif config.predictions:
-        lines = predict.predictions(head, scores.outputs, assembler.split)
+        lines = task.lines(scores.outputs, assembler.split, config.threshold)
         write_text(Path(config.predictions), lines)
 
 
 def _wants_arrays(config: EvaluateConfig) -> bool:
     return config.predictions is not None and config.predictions.lower().endswith(".npz")
+
+
+def _check_threshold(config: EvaluateConfig, task: Task) -> None:
+    if config.threshold is not None and not task.thresholds:
+        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {task.name}")
 
 
 def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:
@@ -364,11 +213,11 @@ def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:
 def _predict_file(
     checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks, read: Read | None
 ) -> None:
-    head, precision = checkpoint.head, config.system.precision
-    if head is None or head.kind == "mlm":
-        raise BadInput("input= needs a checkpoint with a class, score, span or tag head")
-    if config.threshold is not None and head.kind != "span":
-        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {head.kind}")
+    task, precision = checkpoint.task, config.system.precision
+    if task is None or task.masks:
+        raise BadInput("input= needs a checkpoint with a class, score, span, tag or choice head")
+    head = task.head
+    _check_threshold(config, task)
     if read is None:
         raise ValueError("input= needs `read`, the readers of raw rows")
     with TemporaryDirectory(prefix="xformer-") as directory:
@@ -377,8 +226,10 @@ def _predict_file(
         split = open_store(store).split("input")
         assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
         _say_truncated(checkpoint, assembler)
-        outputs = predict.outputs(checkpoint, assembler, ranks, precision)
-        lines = predict.predictions(head, outputs, split, config.threshold)
+        model = checkpoint.model().to(ranks.device)
+        alone = replace(ranks, rank=0, world_size=1)  # the other ranks have nothing to do
+        outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
+        lines = as_table(task.table(outputs, split, config.threshold))
     if config.out:
         write_text(Path(config.out), lines)
     else:

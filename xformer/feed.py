@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xformer.cost import Work
-from xformer.data.batch import Assembler, Batch, Masks
+from xformer.data.batch import Assembler, Batch, Masks, Work
 from xformer.data.sampler import Stream
 from xformer.distributed import Ranks
-from xformer.packed import Packed, to_device
 
 MADE = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
 MOST = 512  # steps made at once: tiny ones hold 3 KiB each beside their tokens
@@ -27,8 +25,22 @@ class Step:
     the size of the step on all ranks, `end` the sample after it."""
 
     end: int
-    batches: list[Batch]
+    batches: list[Batch[np.ndarray]]
     work: Work
+
+
+def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
+    """A batch as tensors on a device, on CUDA from pinned memory without waiting. The row numbers
+    stay on the host."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    values["rows"] = None
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            tensor = torch.from_numpy(value)
+            if device.type == "cuda":
+                tensor = tensor.pin_memory().to(device, non_blocking=True)
+            values[name] = tensor
+    return Batch(**values)
 
 
 class Feed:
@@ -56,7 +68,7 @@ class Feed:
             self.made = self._make(position)
         return self.made[position]
 
-    def steps(self, position: int) -> Generator[tuple[Step, list[Packed]], None, None]:
+    def steps(self, position: int) -> Generator[tuple[Step, list[Batch[Tensor]]], None, None]:
         """The steps from a sample on, with their micro-batches on the device. The next one is made
         ahead by a thread."""
         with ThreadPoolExecutor(1) as pool:
@@ -70,7 +82,9 @@ class Feed:
                     _hand_over(packed, copied)
                 yield step, packed
 
-    def _on_device(self, position: int) -> tuple[Step, list[Packed], torch.cuda.Event | None]:
+    def _on_device(
+        self, position: int
+    ) -> tuple[Step, list[Batch[Tensor]], torch.cuda.Event | None]:
         """The step, its micro-batches, and on CUDA the event that they are there: copies have a
         stream of their own, so that they wait for no computation."""
         step, device = self.take(position), self.ranks.device
@@ -87,7 +101,8 @@ class Feed:
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
             rows, epochs, sizes = self.stream.take(position)
-            work = Work(int(sizes.sum()), int(sizes @ sizes), len(rows))
+            squares = int(sizes @ sizes) // self.assembler.split.together  # of even rows
+            work = Work(int(sizes.sum()), squares, len(rows))
             bounds = self._bounds(sizes)
             mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
             steps.append((position, len(mine), work))
@@ -110,24 +125,24 @@ class Feed:
         first = self.ranks.rank * self.accumulate
         return [0, *cuts, len(sizes)][first : first + self.accumulate + 1]
 
-    def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
+    def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch[np.ndarray]]:
         if not parts:
             return iter(())
         rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
         masks = Masks(self.seed, self.masking, epochs) if self.masking else None
         return iter(self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks))
 
-    def sample(self) -> Packed:
+    def sample(self) -> Batch[Tensor]:
         """The store's first row as a micro-batch on the device, for a pass that counts nothing."""
         first = np.zeros(1, np.int64)
         return to_device(next(self._batches([(first, first)])), self.ranks.device)
 
 
-def _hand_over(packed: list[Packed], copied: torch.cuda.Event) -> None:
+def _hand_over(packed: list[Batch[Tensor]], copied: torch.cuda.Event) -> None:
     """Let the computing stream wait for the copies, and keep their memory until it is done."""
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     for batch in packed:
-        for value in (*vars(batch).values(), *vars(batch.layout).values()):
+        for value in vars(batch).values():
             if isinstance(value, Tensor):
                 value.record_stream(stream)

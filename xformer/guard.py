@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xformer.data.batch import Batch
 from xformer.data.errors import Failure
-from xformer.model.heads import Loss, Model
-from xformer.packed import Packed, to_device
+from xformer.feed import to_device
 from xformer.parallel import Sums
 from xformer.prepare import Job
 from xformer.run import SINCE_LOG, State
 from xformer.session import Session
+from xformer.tasks.task import Loss, Model, some_rows
 
 WINDOW = 100  # steps over which mean and deviation are taken; the weight of older steps fades
 LEAST = 1e-3  # of the mean: a smaller deviation counts as this one
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)  # how early trouble arises
 LIMIT = 10  # dropped updates in a row that end a run
-LossOf = Callable[[Job, Model, Packed, int, int], Loss]  # step and micro-batch at the end
+LossOf = Callable[[Job, Model, Batch[Tensor], int, int], Loss]  # step and micro-batch at the end
 
 
 class Guard:
@@ -89,7 +90,7 @@ class Guard:
             monitor.event("trouble", step + 1, **record)
             line = f"{what} at step {step + 1}: {place['where']}"
             if stage != WEIGHT:  # then all rows of the step are in question
-                line += f", rows {_some(place['rows'])} of the store"
+                line += f", rows {some_rows(place['rows'])} of the store"
             if policy == "stop" or stage == WEIGHT:
                 session.writer.free()  # a checkpoint may be on its way to the disk
                 raise Failure(f"{line}; {_way_out(session, stage)}")
@@ -150,11 +151,6 @@ def _trace(
         rows = [row for *_, batches in every for batch in batches for row in batch]
         return stage, {"where": where, "rows": sorted(rows)}
     return stage, {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(theirs[i])}
-
-
-def _some(rows: list[int]) -> str:
-    shown = ", ".join(map(str, rows[:8]))
-    return f"{shown} and {len(rows) - 8} more" if len(rows) > 8 else shown
 
 
 def first_layer(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from xformer.data.batch import Batch
 from xformer.distributed import Ranks
-from xformer.model.heads import Loss, Model
-from xformer.packed import Packed
+from xformer.tasks.task import Loss, Model
 
 
 class Sums:
@@ -41,7 +41,11 @@ class Replicas:
     """
 
     def __init__(
-        self, model: Model, ranks: Ranks, sample: Callable[[], Packed], precision: str = "fp32"
+        self,
+        model: Model,
+        ranks: Ranks,
+        sample: Callable[[], Batch[Tensor]],
+        precision: str = "fp32",
     ):
         self.ranks, self.model, self.buffers = ranks, model, list(model.buffers())
         self.before = self.buffers
@@ -59,7 +63,7 @@ class Replicas:
         model.zero_grad()
         self.restore(torch.ones((), device=ranks.device))
 
-    def __call__(self, batch: Packed | None) -> Loss:
+    def __call__(self, batch: Batch[Tensor] | None) -> Loss:
         loss: Loss = self.copy(batch)
         return loss
 

@@ -8,22 +8,26 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from xformer import checkpoint as checkpoints
-from xformer import spans, tags, trajectory
-from xformer.checkpoint import Checkpoint, Head
+from xformer import trajectory
+from xformer.checkpoint import Checkpoint
 from xformer.data import mapping
-from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput, typed
+from xformer.data.batch import Assembler, rows_of
+from xformer.data.errors import BadInput
 from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples, Stream
-from xformer.data.store import UNLABELLED, Store
+from xformer.data.store import Store
 from xformer.distributed import Ranks
-from xformer.evaluate import check_kind, check_task
 from xformer.feed import Feed
 from xformer.freeze import account, chosen
 from xformer.model.config import ModelConfig
-from xformer.recipe import METRICS, Recipe
+from xformer.recipe import Recipe
 from xformer.run import State
+from xformer.scoring import check_kind, check_task
 from xformer.surgery.operations import apply
+from xformer.tasks.classify import balanced
+from xformer.tasks.known import TASKS, task_of
+from xformer.tasks.pairs import pair_scale
+from xformer.tasks.task import Head, Task
 from xformer.trajectory import Course, Trajectory
 
 # what a recipe may change of the model that it starts from
@@ -63,11 +67,18 @@ class Job:
         patience = self.recipe.train.patience
         return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
 
+    @property
+    def task(self) -> Task:
+        """What the run learns."""
+        task = self.start.task
+        assert task is not None
+        return task
+
     def feed(self) -> Feed:
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
-        masking = recipe.masking.probability if recipe.head == "mlm" else 0.0
+        masking = recipe.masking.probability if self.task.masks else 0.0
         seed = recipe.seed.of("masks")
         return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
 
@@ -93,23 +104,26 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     start = apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
-    pairs = recipe.masking.pair_weight > 0
+    kind, masking = TASKS[recipe.head], recipe.masking
+    scale = pair_scale(masking.pair_weight, masking.probability, store, kind.masks)
     head = Head(
         recipe.head,
-        labels=tuple(store.labels) if recipe.head in ("classify", "tag") or pairs else (),
+        labels=tuple(store.labels) if kind.labelled or scale else (),
         metric=store.metric,
         mapping=recipe.mapping,
         max_tokens=recipe.batch.max_tokens,
-        masking=recipe.masking.probability,
+        masking=masking.probability,
         pair="tokens_b" in split.columns,
-        pair_scale=_pair_scale(recipe, store),
+        pair_scale=scale,
         columns=store.meta["origin"].get("columns"),
+        smoothing=recipe.loss.label_smoothing,
+        class_weights=_class_weights(recipe, store),
     )
-    check_task(store, head)
-    if recipe.head in ("classify", "regress"):
-        labels = np.asarray(split.columns["label"])
-        if (np.isnan(labels) if recipe.head == "regress" else labels < 0).any():
-            raise BadInput(f"{store.name}: the split 'train' has rows without a label")
+    task = task_of(head)
+    assert task is not None
+    check_task(store, task)
+    if task.lacking(split):
+        raise BadInput(f"{store.name}: the split 'train' has rows without a label")
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
     start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
     if array is not None or recipe.mapping == "ids":
@@ -117,7 +131,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
     notes = []
-    if recipe.init is None and recipe.head != "mlm":
+    if recipe.init is None and not task.masks:
         notes.append("no init= is given: the encoder starts from fresh weights")
     notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
     notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
@@ -128,8 +142,8 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         store,
         start,
         train_assembler,
-        Samples(split.rows, recipe.seed.of("order"), recipe.fraction),
-        _metric(recipe, store),
+        Samples(train_assembler.examples, recipe.seed.of("order"), recipe.fraction),
+        _metric(recipe, task),
         notes,
     )
     return replace(job, trajectory=_trajectory(job))
@@ -159,12 +173,12 @@ def check_model(recipe: Recipe, config: ModelConfig) -> None:
         raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
     if batch.tokens and batch.tokens < batch.max_tokens:
         raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
-    checkpoints.check_head(config, recipe.head)
+    checkpoints.check_head(config, TASKS[recipe.head])
 
 
 def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
     """Raise BadInput unless a store of a kind and with these splits serves a recipe."""
-    check_kind(kind, recipe.head, store)
+    check_kind(kind, TASKS[recipe.head], store)
     if recipe.train.select == "best" and "valid" not in splits:
         raise BadInput(f"{store} has no split 'valid' to select by; give train.select=last")
 
@@ -187,39 +201,43 @@ def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     return config.model_copy(update=free)
 
 
-def _pair_scale(recipe: Recipe, store: Store) -> float:
-    """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
-    tokens and `pair_weight` times the mean over pairs, and still a sum that may be cut anywhere."""
-    weight, split = recipe.masking.pair_weight, store.split("train")
-    if not weight:
-        return 0.0
-    if recipe.head != "mlm" or "tokens_b" not in split.columns or len(store.labels) != 2:
+def _class_weights(recipe: Recipe, store: Store) -> tuple[float, ...]:
+    """The weight of each class in the training loss; () if all weigh the same. Raises BadInput for
+    settings that a task or a store does not have."""
+    loss, split = recipe.loss, store.split("train")
+    if not loss.model_fields_set or loss == type(loss)():
+        return ()
+    if not TASKS[recipe.head].weighs:
+        named = ", ".join(f"loss.{name}" for name in sorted(loss.model_fields_set))
+        raise BadInput(f"{named}: head={recipe.head} has no such setting; head=classify has")
+    if loss.class_weights == "balanced":
+        return balanced(np.asarray(split.columns["label"]), len(store.labels))
+    if loss.class_weights and len(loss.class_weights) != len(store.labels):
         raise BadInput(
-            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
-            f"{store.name} has {len(store.labels)} classes; "
-            f"make such a store with {typed('python preprocess.py pairs')}"
+            f"loss.class_weights has {len(loss.class_weights)} weights; {store.name} has the "
+            f"classes {', '.join(store.labels)}"
         )
-    return weight * recipe.masking.probability * split.tokens / split.rows
+    return tuple(float(weight) for weight in loss.class_weights)
 
 
 def _parts(names: list[str]) -> list[str]:
     return sorted({name.split(".")[0] for name in names})
 
 
-def _metric(recipe: Recipe, store: Store) -> str:
-    known = METRICS[recipe.head]
-    metric = recipe.train.metric or ("loss" if recipe.head == "mlm" else store.metric or known[1])
-    if metric not in known:
-        raise BadInput(f"train.metric={metric!r} is none of {', '.join(known)}")
+def _metric(recipe: Recipe, task: Task) -> str:
+    metric = recipe.train.metric or task.default_metric(task.head.metric)
+    if metric not in task.metrics:
+        raise BadInput(f"train.metric={metric!r} is none of {', '.join(task.metrics)}")
     return metric
 
 
 def tokens(job: Job) -> int:
     """The ids of all rows that the run trains on, without special tokens and truncation."""
     split = job.train.split
-    if job.samples.per_epoch == split.rows:
+    if job.samples.per_epoch == job.train.examples:
         return split.tokens
-    rows, _ = job.samples.at(np.arange(job.samples.per_epoch))
+    examples, _ = job.samples.at(np.arange(job.samples.per_epoch))
+    rows = rows_of(examples, split.together)
     texts = [split.columns[name] for name in ("tokens", "tokens_b") if name in split.columns]
     return int(sum(column.lengths(rows).sum() for column in texts))
 
@@ -236,14 +254,3 @@ def warmup_share(job: Job, length: int) -> float:
         some = np.arange(min(job.samples.rows, 10_000))
         rows = batch.tokens / float(job.train.sizes(some).mean())
     return warmup * rows / length
-
-
-def has_labels(job: Job, split: str) -> bool:
-    if job.recipe.head == "mlm":
-        return True
-    if job.recipe.head == "span":
-        return any(found is not None for found in spans.wanted_answers(job.store.split(split)))
-    if job.recipe.head == "tag":
-        return tags.has_labels(job.store.split(split))
-    labels = np.asarray(job.store.split(split).columns["label"])
-    return bool((~np.isnan(labels) if job.recipe.head == "regress" else labels != UNLABELLED).any())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -16,10 +16,14 @@ from xformer import trajectory
 from xformer.config import Paths, Settings
 from xformer.distributed import TrainingSystem
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind
 from xformer.optim import OptimConfig
 from xformer.surgery.operations import Operation
+from xformer.tasks.known import TASKS
 
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -78,14 +82,14 @@ class MaskingConfig(Settings):
     next sentence and ALBERT's order: 1; PLUS's families: 0.43)."""
 
 
-# what a run with a head is scored by
-METRICS = {
-    "mlm": ["loss", "accuracy", "perplexity", "pair_loss", "pair_accuracy"],
-    "classify": ["loss", "accuracy", "f1", "mcc"],
-    "regress": ["loss", "pearson", "spearman"],
-    "tag": ["loss", "accuracy", "f1", "entity_f1"],
-    "span": ["loss", "exact_match", "f1", "best_exact_match", "best_f1"],
-}
+class LossConfig(Settings):
+    """Changes of the training loss of classes (head=classify). Validation has the plain loss."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of each label that is spread evenly over all classes (Szegedy et al. 2016)."""
+    class_weights: Literal["balanced"] | tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """Weight of each class, in the order of the store's labels; "balanced": inversely proportional
+    to the class's training rows, with a mean of 1 over the rows; empty: all weigh 1."""
 
 
 class TrainConfig(Settings):
@@ -158,9 +162,9 @@ class Recipe(Settings):
     """Directory of the run; started again with the same settings, it goes on where it was."""
     init: str | None = None
     """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
-    head: HeadKind
-    """What to predict: masked tokens, a class, a score, the span of an answer, or the class of each
-    word."""
+    head: TaskName
+    """What to predict: masked tokens, a class, a score, the span of an answer, the class of each
+    word, or the right one of several endings."""
     seed: Seeds = Seeds()
     mapping: str = "none"
     """What the store's ids mean to the model: none, ids, shift:K, random:SEED, symbols:SEED,
@@ -172,6 +176,15 @@ class Recipe(Settings):
     model: ModelConfig = ModelConfig()
     batch: BatchConfig = BatchConfig()
     masking: MaskingConfig = MaskingConfig()
+    loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     system: TrainingSystem = TrainingSystem()
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> Any:
+        """Without `loss` unless it is set, so that older runs and results keep their keys."""
+        values = plain(self)
+        if self.loss == LossConfig():
+            del values["loss"]
+        return values

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import cost, provenance
+from xformer.data.batch import Work
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.feed import Step
-from xformer.model.heads import Model
 from xformer.monitor import Monitor, peak_memory
 from xformer.optim import learning_rate
 from xformer.prepare import Job, tokens, warmup_share
@@ -30,6 +30,7 @@ from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State, open_run
 from xformer.snapshot import Snapshot
 from xformer.surgery import operations
+from xformer.tasks.task import Model
 from xformer.writer import Writer
 
 
@@ -148,9 +149,9 @@ class Session:
         self.clock.read()
         loss = total / count
         values: dict[str, Any] = {"loss": loss}
-        if job.recipe.head == "mlm":
+        if "perplexity" in job.task.metrics:
             values["perplexity"] = math.exp(min(loss, 700))
-        if job.recipe.head != "regress":
+        if job.task.counts:
             values["accuracy"] = correct / count
         values |= {
             "lr": rate,
@@ -224,15 +225,15 @@ class Session:
 
 def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float | None:
     """Share of the devices' peak since the last line of the log; None where no peak is known."""
-    system, device, head = job.recipe.system, job.ranks.device, job.start.head
+    system, device = job.recipe.system, job.ranks.device
     peak = 1e12 * system.peak_tflops or cost.peak_flops(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "", system.precision
     )
-    if peak is None or head is None:
+    if peak is None:
         return None
     tokens, squares, rows = (int(since[name]) for name in ("tokens", "squares", "rows"))
-    work, pairs = cost.Work(tokens, squares, rows, int(predicted)), head.pair_scale > 0
-    flops = cost.training_flops(job.start.config, head.kind, work, head.outputs, pairs)
+    work = Work(tokens, squares, rows, int(predicted))
+    flops = cost.training_flops(job.start.config, job.task, work)
     return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
 
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from xformer import optim
 from xformer.distributed import Ranks
-from xformer.model.heads import Model
+from xformer.tasks.task import Model
 
 
 class Snapshot:

@@ -15,32 +15,32 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import distributed, optim
 from xformer.config import load
 from xformer.data import mapping
+from xformer.data.batch import Batch
 from xformer.data.errors import say
 from xformer.data.files import read_json
 from xformer.data.hashing import key
 from xformer.distributed import Ranks
-from xformer.evaluate import Scores, score
 from xformer.feed import Step
 from xformer.freeze import chosen, freeze
 from xformer.guard import Guard
-from xformer.model.heads import Loss, Model
 from xformer.monitor import Monitor, cut_log
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
-from xformer.packed import Packed
 from xformer.parallel import Replicas
 from xformer.predictions import write
-from xformer.prepare import Job, has_labels, prepare
+from xformer.prepare import Job, prepare
 from xformer.recipe import Recipe
 from xformer.run import SINCE_LOG, Run, State, is_bare, is_finished
+from xformer.scoring import Scores, score
 from xformer.session import Session, announce, open_for, say_changes, sync_told
+from xformer.tasks.task import Loss, Model
 
-LOWER_IS_BETTER = ("loss", "perplexity")
 DROPOUT = 4  # what a key is for
 
 
@@ -124,7 +124,7 @@ def _leave(job: Job, run: Run) -> None:
 
 
 def loop(
-    steps: Generator[tuple[Step, list[Packed]], None, None],
+    steps: Generator[tuple[Step, list[Batch[Tensor]]], None, None],
     model: Replicas,
     optimizer: torch.optim.Optimizer,
     session: Session,
@@ -166,7 +166,7 @@ def loop(
 
 
 def loss_of(
-    job: Job, model: Model | Replicas, batch: Packed | None, step: int, micro_batch: int
+    job: Job, model: Model | Replicas, batch: Batch[Tensor] | None, step: int, micro_batch: int
 ) -> Loss:
     """The loss of a micro-batch, with a seed of dropout of its own."""
     number = key(job.recipe.seed.of("dropout"), DROPOUT, step, micro_batch, job.ranks.rank)
@@ -187,7 +187,7 @@ def validate(session: Session, model: Model) -> bool:
                 session.monitor.say(f"{best} is missing: another one is to be the best")
             state.best_step, state.best_scores = 0, {}
         scores = _score(job, model, "valid").metrics
-        sign = -1 if job.metric in LOWER_IS_BETTER else 1
+        sign = job.task.metrics[job.metric]
         before = state.best_scores.get(job.metric, -math.inf * sign)
         better = sign * scores[job.metric] > sign * before
         state.last_scores = scores
@@ -205,10 +205,7 @@ def validate(session: Session, model: Model) -> bool:
 
 
 def _score(job: Job, model: Model, split: str) -> Scores:
-    recipe, head = job.recipe, job.start.head
-    assert head is not None
-    precision = recipe.system.precision
-    return score(model, job.assembler(split), head, job.ranks, precision)
+    return score(model, job.assembler(split), job.ranks, job.recipe.system.precision)
 
 
 def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) -> None:
@@ -224,7 +221,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
         model.load_state_dict(checkpoints.load(chosen).weights)
     metrics = {}
     for split in job.store.splits:
-        if split != "train" and has_labels(job, split):
+        if split != "train" and job.task.has_labels(job.store.split(split)):
             scores = _score(job, model, split)
             metrics[split] = scores.metrics
             if job.ranks.rank == 0:

@@ -29,21 +29,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import cost, distributed, optim
 from xformer.analysis import figure
 from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
-from xformer.checkpoint import Checkpoint, Head
+from xformer.checkpoint import Checkpoint
 from xformer.config import validate
+from xformer.data.batch import Batch, Work
 from xformer.data.errors import BadInput, say
 from xformer.data.files import make_directory, read_run_json
 from xformer.distributed import Ranks, SystemConfig, slow_precision
-from xformer.model.heads import Model
 from xformer.optim import OptimConfig
-from xformer.packed import Packed, layout
 from xformer.surgery.operations import CLASSES, apply
+from xformer.tasks.known import TASKS
+from xformer.tasks.task import Head, Model
 
 MASKING = 0.15  # share of the tokens that the head mlm is asked for
 
@@ -132,7 +134,7 @@ def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
         raise BadInput(
             f"length={config.length}: {path} takes rows of {model.max_positions} at most"
         )
-    if config.head == "mlm" and model.architecture != "transformer":
+    if TASKS[config.head].masks and model.architecture != "transformer":
         raise BadInput(f"head=mlm: {path} is a {model.architecture}; give head=classify")
     for name, weight in checkpoint.weights.items():
         if not torch.isfinite(weight).all():
@@ -169,21 +171,21 @@ def _words(found: dict[str, Any]) -> str:
 def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
     if checkpoint.head is not None and checkpoint.head.kind == config.head:
         return checkpoint
-    head = Head(config.head, ("0", "1") if config.head == "classify" else ())
+    head = Head(config.head, ("0", "1") if TASKS[config.head].labelled else ())
     return checkpoint.with_head(head, config.seed)[0]
 
 
 def count(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
     """Parameters by part and operations a token of a checkpoint with its head."""
-    assert checkpoint.head is not None
-    shape, kind, outputs = checkpoint.config, config.head, checkpoint.head.outputs
-    parts = cost.parameters(shape, kind, outputs)
-    work = cost.Work.even(config.rows, config.length, MASKING if kind == "mlm" else 0.0)
+    shape, task = checkpoint.config, checkpoint.task
+    assert task is not None
+    parts = cost.parameters(shape, task)
+    work = Work.even(config.rows, config.length, MASKING if task.masks else 0.0)
     return {
         "parameters": {"total": sum(parts.values()), **parts},
         "flops_per_token": {
-            "forward": cost.forward_flops(shape, kind, work, outputs) / work.tokens,
-            "training": cost.training_flops(shape, kind, work, outputs) / work.tokens,
+            "forward": cost.forward_flops(shape, task, work) / work.tokens,
+            "training": cost.training_flops(shape, task, work) / work.tokens,
         },
     }
 
@@ -214,9 +216,10 @@ def measure(
     return taken
 
 
-def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.device) -> Packed:
+def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.device) -> Batch[Tensor]:
     """N rows of L random tokens, with labels or masked places for the head."""
-    assert checkpoint.head is not None
+    task = checkpoint.task
+    assert task is not None
     N, L = config.rows, config.length
     draw = np.random.default_rng(config.seed)
 
@@ -226,17 +229,18 @@ def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.devic
     tokens = on_device(draw.integers(0, checkpoint.config.vocab_size, N * L))
     positions = torch.arange(L, device=device).repeat(N)
     labels = places = targets = None
-    if config.head == "mlm":
+    if task.masks:
         masked = np.sort(draw.choice(N * L, max(1, round(N * L * MASKING)), replace=False))
         places, targets = on_device(masked), tokens[on_device(masked)]
     else:
-        labels = on_device(draw.integers(0, checkpoint.head.outputs, N))
-    ends = np.arange(N + 1) * L
-    return Packed(
+        labels = on_device(draw.integers(0, task.outputs, N))
+    ends = torch.arange(N + 1, dtype=torch.int32, device=device) * L
+    return Batch(
         tokens,
         positions,
         torch.zeros_like(positions),
-        layout(ends, device),
+        ends,
+        L,
         labels,
         places,
         targets,
@@ -244,7 +248,7 @@ def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.devic
 
 
 @torch.no_grad()
-def forward(model: Model, batch: Packed, config: CostConfig, ranks: Ranks) -> None:
+def forward(model: Model, batch: Batch[Tensor], config: CostConfig, ranks: Ranks) -> None:
     """A forward pass up to the logits, in evaluation mode."""
     model.eval()
     with ranks.autocast(config.precision):
@@ -252,7 +256,11 @@ def forward(model: Model, batch: Packed, config: CostConfig, ranks: Ranks) -> No
 
 
 def step(
-    model: Model, batch: Packed, config: CostConfig, ranks: Ranks, optimizer: torch.optim.Optimizer
+    model: Model,
+    batch: Batch[Tensor],
+    config: CostConfig,
+    ranks: Ranks,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """A training step: forward with dropout, backward, clip, AdamW."""
     model.train()

@@ -26,6 +26,7 @@ from xformer.config import flat
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.run import read_config
+from xformer.tasks.known import TASKS
 
 SEEDED = re.compile(r"^(random|symbols|unused):\d+$")
 IGNORED = ("run", "seed", "overwrite", "system")  # what runs of one curve may differ in
@@ -70,7 +71,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
         "x": config.x,
         "smooth": config.smooth,
         "panels": found,
-        "nats": "regress" not in heads,
+        "nats": all(TASKS[head].nats for head in heads if head in TASKS),
     }
     first = found[0]["series"]
     line = f"curves {config.value}: " + "; ".join(

@@ -29,10 +29,10 @@ from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
 from xformer.distributed import SystemConfig
+from xformer.feed import to_device
 from xformer.model.encoder import Encoder
-from xformer.model.heads import Model
-from xformer.ops.attention import probabilities
-from xformer.packed import Packed, to_device
+from xformer.ops.attention import Layout, probabilities
+from xformer.tasks.task import Model
 
 TOKENS = 4096  # of one forward pass
 LONGEST = 128  # most tokens of a row by default
@@ -234,18 +234,19 @@ class Inside:
 
 
 @torch.no_grad()
-def inside(encoder: Encoder, batch: Packed, maps: bool = False) -> Inside:
+def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside:
     """Every hidden state of a batch, and with `maps` every attention map. Hooks take them from the
     embeddings, the layers, and the queries, keys and values."""
     hidden: list[Tensor] = []
     found: list[list[Tensor]] = []
-    sizes = batch.layout.cu_seqlens.diff().tolist()
+    layout = Layout(batch.cu_seqlens, batch.longest)
+    sizes = batch.cu_seqlens.diff().tolist()
 
     def keep_hidden(module: nn.Module, given: object, x: Tensor) -> None:
         hidden.append(x[: len(batch.tokens)])
 
     def keep_maps(module: nn.Module, given: object, qkv: Tensor) -> None:
-        each = probabilities(qkv.view(len(qkv), 3, encoder.config.heads, -1), batch.layout)
+        each = probabilities(qkv.view(len(qkv), 3, encoder.config.heads, -1), layout)
         found.append([x[:, :n, :n] for x, n in zip(each, sizes, strict=True)])
 
     with ExitStack() as hooks:
@@ -259,7 +260,9 @@ def inside(encoder: Encoder, batch: Packed, maps: bool = False) -> Inside:
     return Inside([*hidden[:-1], last], found)
 
 
-def look_inside(reader: Reader, rows: np.ndarray, maps: bool = False) -> tuple[Batch, Inside]:
+def look_inside(
+    reader: Reader, rows: np.ndarray, maps: bool = False
+) -> tuple[Batch[np.ndarray], Inside]:
     """The packed batch of these rows, and what the encoder computed on the way.
 
     Raises BadInput naming the layer and the row where a number is not finite.
@@ -271,7 +274,7 @@ def look_inside(reader: Reader, rows: np.ndarray, maps: bool = False) -> tuple[B
     return batch, found
 
 
-def check_finite(x: Tensor, batch: Batch, reader: Reader, what: str) -> None:
+def check_finite(x: Tensor, batch: Batch[np.ndarray], reader: Reader, what: str) -> None:
     """Raise BadInput that names the first row of the store for which `x` (T, C) is not finite."""
     bad = (~torch.isfinite(x)).any(1)
     if bad.any():

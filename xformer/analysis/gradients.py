@@ -39,22 +39,18 @@ from xformer.analysis.examples import (
     look_inside,
     open_examples,
 )
-from xformer.checkpoint import Head
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput, Failure, say
+from xformer.feed import to_device
 from xformer.model.encoder import Encoder
-from xformer.model.heads import HeadKind, Model
 from xformer.ops.native import only_plain
-from xformer.packed import Packed, to_device
+from xformer.tasks.known import TASKS
+from xformer.tasks.task import Head, Model
 
 STRIP = 1024  # rows of a matrix of token by token products that exist at once
 FORMED = 2**22  # numbers of formed gradients that exist at once: more leave the cache
-HEADS: dict[str, HeadKind] = {
-    "text": "mlm",
-    "class": "classify",
-    "score": "regress",
-    "span": "span",
-}
+# the first kind of store that a task learns from is its own
+TASK_OF_STORE = {task.stores[0]: task for task in TASKS.values()}
 
 
 class GradientsConfig(ExamplesConfig):
@@ -157,16 +153,16 @@ class PerExample(TorchFunctionMode):
     products with a vector) and raises Failure where one is used in another way.
     """
 
-    def __init__(self, model: Model, batch: Packed):
+    def __init__(self, model: Model, batch: Batch[Tensor]):
         super().__init__()
-        sizes = batch.layout.cu_seqlens.diff()
+        sizes = batch.cu_seqlens.diff()
         examples = torch.arange(len(sizes), device=sizes.device)
         tokens = torch.repeat_interleave(examples, sizes)
         self.count = len(sizes)
         self.owners = {"tokens": tokens, "examples": examples}
         if batch.places is not None:
             self.owners["places"] = tokens[batch.places]
-        self.span = model.kind == "span"
+        self.task = model.task
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.products = torch.zeros(self.count, self.count, dtype=torch.float64)
@@ -268,10 +264,11 @@ class PerExample(TorchFunctionMode):
 
     def _owner(self, name: str, x: Tensor) -> Tensor:
         """To which example each row of `x` (R, d) belongs, by the part that reads it."""
-        if name.startswith("encoder.") or (self.span and name.startswith("task_head")):
+        kind = "examples"
+        if name.startswith("encoder."):
             kind = "tokens"
-        else:
-            kind = "places" if name.startswith("mlm_head") else "examples"
+        elif self.task is not None and name.startswith(("task_head", "mlm_head")):
+            kind = self.task.reads
         owner = self.owners[kind]
         if x.dim() != 2 or len(x) != len(owner):
             raise Failure(
@@ -327,7 +324,7 @@ RULES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def inner_products(model: Model, batch: Packed) -> Tensor:
+def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
     """<gradient of example i's loss, of j's> over all parameters, (N, N) float64 on the CPU, from
     one forward and one backward pass of the packed batch. The model is in evaluation mode.
 
@@ -338,7 +335,7 @@ def inner_products(model: Model, batch: Packed) -> Tensor:
         parameter.grad = None
     watch = PerExample(model, batch)
     with _every_token(model.encoder), only_plain(), watch:
-        loss, _ = model.loss(batch)
+        loss = model.loss(batch)
     if loss.total.requires_grad:
         loss.total.backward()
     watch.check()
@@ -351,7 +348,7 @@ def _every_token(encoder: Encoder) -> Iterator[None]:
     on those alone whose hidden states are asked for."""
     every = encoder.forward
 
-    def forward(batch: Packed, places: Tensor | None = None) -> Tensor:
+    def forward(batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
         x = every(batch)
         return x if places is None else x.index_select(0, places)
 
@@ -389,7 +386,7 @@ def run(paths: list[str], config: GradientsConfig) -> None:
         found.append(
             {
                 "name": reader.name,
-                "head": model.kind,
+                "head": model.task.name if model.task else "none",
                 "fresh_head": fresh,
                 **_summary(values, norms, reader),
             }
@@ -429,21 +426,25 @@ def _labelled(examples: Examples) -> np.ndarray:
 def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> tuple[Model, bool]:
     """The model with the head that the store's task takes, and whether that is fresh."""
     store, checkpoint = examples.store, reader.checkpoint
-    kind, own = HEADS[store.kind], checkpoint.head
-    labels = tuple(store.labels) if kind == "classify" else ()
-    if own is not None and own.kind == kind and (kind != "classify" or own.labels == labels):
+    if store.split(examples.split).together > 1:
+        raise BadInput(f"{store.name} is {store.kind}: the loss of a row depends on other rows")
+    task, own = TASK_OF_STORE[store.kind], checkpoint.task
+    labels = tuple(store.labels) if task.labelled else ()
+    if isinstance(own, task) and (not task.labelled or own.head.labels == labels):
         return reader.model, False
-    fresh, *_ = checkpoint.with_head(Head(kind, labels, store.metric), config.seed)
+    fresh, *_ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
     say(
-        f"{reader.path} has no head for {figure.of_stores(store.name)}: a fresh one ({kind}, seed "
-        f"{config.seed})",
+        f"{reader.path} has no head for {figure.of_stores(store.name)}: a fresh one ({task.name}, "
+        f"seed {config.seed})",
         error=True,
     )
     return fresh.model().to(reader.device), True
 
 
-def _batch(reader: Reader, rows: np.ndarray, config: GradientsConfig, model: Model) -> Batch:
-    if model.kind == "mlm":
+def _batch(
+    reader: Reader, rows: np.ndarray, config: GradientsConfig, model: Model
+) -> Batch[np.ndarray]:
+    if model.task is not None and model.task.masks:
         epochs = np.zeros_like(rows)
         return reader.assembler.masked_batch(rows, epochs, config.seed, config.masking)
     return reader.assembler.batch(rows)

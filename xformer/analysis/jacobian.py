@@ -30,7 +30,6 @@ from xformer.analysis.examples import ExamplesConfig, Reader, look_inside, open_
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.ops.native import only_plain
-from xformer.packed import Packed, layout
 
 Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B by itself
 TOKENS = 2048  # of all copies of an example whose products are taken at once
@@ -77,12 +76,9 @@ def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
 
     def last_hidden(words: Tensor) -> Tensor:
         B = len(words)
-        ends = np.arange(B + 1) * L
-        packed = Packed(
-            torch.arange(B * L, device=device),
-            positions.repeat(B),
-            segments.repeat(B),
-            layout(ends, device),
+        ends = torch.arange(B + 1, dtype=torch.int32, device=device) * L
+        packed = Batch(
+            torch.arange(B * L, device=device), positions.repeat(B), segments.repeat(B), ends, L
         )
         table = {"embeddings.word.weight": words.flatten(0, 1)}
         with only_plain():

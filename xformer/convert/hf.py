@@ -16,14 +16,19 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from xformer.checkpoint import Checkpoint, Head, check_weights, load_tensors, parts_of, save_tensors
+from xformer.checkpoint import Checkpoint, check_weights, load_tensors, parts_of, save_tensors
 from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, file_checksum, put_back, read_json, write_json
 from xformer.data.tokenizers import XLM_ROBERTA
 from xformer.model.config import ModelConfig
-from xformer.model.heads import HeadKind, Model
+from xformer.tasks.choice import Choice
+from xformer.tasks.classify import Classify
+from xformer.tasks.known import task_of
+from xformer.tasks.regress import Regress
+from xformer.tasks.tag import Tag
+from xformer.tasks.task import Head, Model, Task
 
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
 ACTIVATIONS = {
@@ -35,8 +40,6 @@ ACTIVATIONS = {
 # of sentence-transformers: the modules without weights, and what describes them
 MODULE = re.compile(r"\.(Transformer|Pooling|Normalize)$")
 SENTENCE = ("config_sentence_transformers.json", "sentence_bert_config.json")
-# classes whose `classifier` is neither of texts nor of words
-OTHER_HEADS = re.compile(r"For(MultipleChoice|NextSentencePrediction)$")
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,8 @@ def from_hf(directory: Path) -> Imported:
         raise BadInput(
             f"{file} holds {extra}, beyond the {config.layers} layers that config.json knows"
         )
-    kind, outputs = (head.kind, head.outputs) if head else (None, 0)
     with torch.device("meta"):
-        shape = Model(config, kind, outputs, parts_of(weights)).state_dict()
+        shape = Model(config, task_of(head), parts_of(weights)).state_dict()
     check_weights(weights, shape, str(file))
     tokenizer = published.read(directory)
     if len(tokenizer) > config.vocab_size:
@@ -273,16 +275,13 @@ def _heads(
         return any(name in source for names in expand(table, 1).values() for name in names)
 
     longest = config.max_positions
-    kind = _classifier(source, meta, family)
-    if kind == "classify" or kind == "regress":
-        labels = _labels(source, meta, family.classify) if kind == "classify" else ()
-        head = Head(kind, labels, max_tokens=longest)
-        return head, family.pooler | family.classify, ["MLM head"]
-    table = dict(family.pooler) if has(family.pooler) else {}
-    lacking = [] if table or kind == "tag" else ["pooler"]
-    if kind == "tag":
-        head = Head(kind, _labels(source, meta, family.tag), max_tokens=longest)
-        return head, table | family.tag, ["MLM head"]
+    task = _classifier(source, meta, family)
+    pooler = dict(family.pooler) if has(family.pooler) else {}
+    if task is not None:
+        labels = _labels(source, meta, family.head(task)) if task.labelled else ()
+        own = family.pooler if task.pools else pooler
+        return Head(task.name, labels, max_tokens=longest), own | family.head(task), ["MLM head"]
+    table, lacking = pooler, [] if pooler else ["pooler"]
     if has(family.pair):
         table |= family.pair
     if has(family.span):
@@ -298,11 +297,13 @@ def _heads(
     return None, table, [*lacking, "MLM head"]
 
 
-def _classifier(source: dict[str, Tensor], meta: dict[str, Any], family: Family) -> HeadKind | None:
-    """What the source's classifier is for, if it has one that is known.
+def _classifier(
+    source: dict[str, Tensor], meta: dict[str, Any], family: Family
+) -> type[Task] | None:
+    """The task of the source's classifier, if it has one that is known.
 
-    The config's `architectures` says it. Where that is silent its tensors do: a classifier of texts
-    has a pooler, one of words none. Yet one output on a pooler may be that of multiple choice,
+    The config's `architectures` says it. If that is silent the tensors do: a classifier of texts
+    has a pooler, one of words none. But one output on a pooler may be that of multiple choice,
     unless the config speaks of a single label.
     """
 
@@ -313,22 +314,24 @@ def _classifier(source: dict[str, Tensor], meta: dict[str, Any], family: Family)
             for kind in ("weight", "bias")
         )
 
-    architecture = str(meta.get("architectures") or "").strip("[]'")
+    said = str(meta.get("architectures") or "").strip("[]'").rpartition("For")[2]
     texts, words = (there(table, "task_head.*") for table in (family.classify, family.tag))
     pooled = there(family.pooler | family.classify, "pooler.*")
-    if architecture.endswith("ForTokenClassification") and words:
-        return "tag"
-    if OTHER_HEADS.search(architecture) or not (texts or words):
+    if said == Tag.architecture and words:
+        return Tag
+    if said == Choice.architecture and there(family.choice, "task_head.*"):
+        return Choice
+    if said == "NextSentencePrediction" or not (texts or words):
         return None
-    known = architecture.endswith("ForSequenceClassification")
+    known = said == Classify.architecture
     if not known and not (texts and pooled):
-        return "tag" if words and not there(family.pooler, "pooler.*") else None
+        return Tag if words and not there(family.pooler, "pooler.*") else None
     labels = meta.get("id2label")
     named = len(labels) if isinstance(labels, dict) else meta.get("num_labels")
     one = _outputs(source, family.classify) == 1
     if meta.get("problem_type") == "regression" or (one and (known or named == 1)):
-        return "regress"
-    return None if one else "classify"
+        return Regress
+    return None if one else Classify
 
 
 def _outputs(source: dict[str, Tensor], table: Table) -> int:
@@ -438,7 +441,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
 def _kept_sentence(checkpoint: Checkpoint) -> dict[str, Any]:
     """The files of sentence-transformers that an encoder was imported with; sentence-transformers
     takes the mean over tokens where there are none."""
-    if checkpoint.head is not None and checkpoint.head.kind != "mlm":
+    if checkpoint.task is not None and not checkpoint.task.masks:
         return {}
     records = (record["sentence"] for record in checkpoint.history if "sentence" in record)
     return next(records, {})
@@ -447,20 +450,11 @@ def _kept_sentence(checkpoint: Checkpoint) -> dict[str, Any]:
 def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]:
     """What each of our weights is called there. Raises BadInput for one without a place."""
     weights = checkpoint.weights
-    kind: HeadKind | None = checkpoint.head.kind if checkpoint.head else None
-    pooled = kind in ("classify", "regress")
+    own = family.head(checkpoint.task)
     bare = dict(family.encoder)
-    if "pooler.weight" in weights and not (pooled and "pooler.*" in family.classify):
+    if "pooler.weight" in weights and "pooler.*" not in own:
         bare |= family.pooler
-    tables = {
-        "mlm": family.mlm,
-        "classify": family.classify,
-        "regress": family.classify,
-        "span": family.span,
-        "tag": family.tag,
-        None: {},
-    }
-    heads = tables[kind] | (family.pair if "pair_head.weight" in weights else {})
+    heads = own | (family.pair if "pair_head.weight" in weights else {})
     prefix = family.prefix if heads else ""
     layers = checkpoint.config.stored_layers
     names = {o: [prefix + name for name in t] for o, t in expand(bare, layers).items()}
@@ -521,7 +515,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
         raise BadInput(f"model.embedding={config.embedding} is not {name}'s: it projects them")
     if config.token_types == 0 and name != "distilbert":
         raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
-    if checkpoint.head is not None and checkpoint.head.kind == "mlm":
+    if checkpoint.task is not None and checkpoint.task.masks:
         _check_activation(config, family)
     pad = checkpoint.tokenizer.special["pad"]
     if name == "roberta" and pad != config.first_position - 1:
@@ -534,7 +528,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[str, Any]:
-    config, head, special = checkpoint.config, checkpoint.head, checkpoint.tokenizer.special
+    config, task, special = checkpoint.config, checkpoint.task, checkpoint.tokenizer.special
     values = config.model_dump()
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     values["activation"] = names[config.activation]
@@ -542,15 +536,11 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     if family.defaults["head_dropout"] is not None:  # it cannot say that two dropouts are one
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
-    kind: str = head.kind if head else ""
-    if kind in ("", "mlm") and "pair_head.weight" in checkpoint.weights:
-        kind = "pair" if kind else "next"
-    written |= {"model_type": family.name, "architectures": [family.classes[kind]]}
+    named = family.class_of(task, "pair_head.weight" in checkpoint.weights)
+    written |= {"model_type": family.name, "architectures": [named]}
     written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
-    if head is not None and head.kind in ("classify", "tag"):
-        written["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
-        written["label2id"] = {label: i for i, label in enumerate(head.labels)}
-    elif head is not None and head.kind == "regress":
-        written |= {"problem_type": "regression", "id2label": {"0": "score"}}
-    return written
+    if task is not None and task.labelled and not task.masks:
+        written["id2label"] = {str(i): label for i, label in enumerate(task.head.labels)}
+        written["label2id"] = {label: i for i, label in enumerate(task.head.labels)}
+    return written | (task.their_config if task is not None else {})

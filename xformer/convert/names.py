@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xformer.tasks.task import Task
+
 Table = dict[str, list[str]]
 
 
@@ -18,8 +20,9 @@ class Family:
     """One architecture: its tensors by part, its config's names, the values it takes for granted.
 
     `tied` are copies of other tensors: (the copy, what it must equal); they are not stored.
-    `classes` are the names of its models by our kind of head ("" the bare one); `mlm_activation` is
-    that of its MLM head, where it has one of its own whatever the config says.
+    The names of its classes begin with `model`; `pair_classes` are those of models with a pair
+    head, after an MLM head and without one. `mlm_activation` is that of its MLM head, if it has one
+    of its own whatever the config says.
     """
 
     name: str
@@ -30,26 +33,28 @@ class Family:
     classify: Table
     tied: dict[str, str]
     config: dict[str, str]
-    classes: dict[str, str]
+    model: str = ""
+    pair_classes: tuple[str, str] = ("", "")
     pair: Table = field(default_factory=dict)
     span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
     tag: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
+    choice: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
     mlm_activation: str | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
 
+    def head(self, task: Task | type[Task] | None) -> Table:
+        """The table of a task's own head."""
+        if task is None:
+            return {}
+        table: Table = getattr(self, task.table_of_names)
+        return table
 
-def _classes(name: str, pre_training: bool = False) -> dict[str, str]:
-    found = {
-        "": f"{name}Model",
-        "mlm": f"{name}ForMaskedLM",
-        "span": f"{name}ForQuestionAnswering",
-        "classify": f"{name}ForSequenceClassification",
-        "regress": f"{name}ForSequenceClassification",
-        "tag": f"{name}ForTokenClassification",
-    }
-    pairs = {"pair": f"{name}ForPreTraining", "next": f"{name}ForNextSentencePrediction"}
-    return found | (pairs if pre_training else {})
+    def class_of(self, task: Task | None, pairs: bool) -> str:
+        """The name of the class for a model with a task's head, and perhaps a pair head."""
+        if pairs and (task is None or task.masks):
+            return self.pair_classes[task is None]
+        return f"{self.model}For{task.architecture}" if task else f"{self.model}Model"
 
 
 _EMBEDDINGS = {
@@ -112,7 +117,8 @@ BERT = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     config=_CONFIG,
-    classes=_classes("Bert", pre_training=True),
+    model="Bert",
+    pair_classes=("BertForPreTraining", "BertForNextSentencePrediction"),
     defaults=_DEFAULTS,
 )
 ROBERTA = Family(
@@ -131,11 +137,11 @@ ROBERTA = Family(
         "lm_head.decoder.bias": "lm_head.bias",
     },
     config=_CONFIG,
-    classes=_classes("Roberta"),
+    model="Roberta",
     mlm_activation="gelu",
     defaults=_DEFAULTS,
 )
-XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", classes=_classes("XLMRoberta"))
+XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", model="XLMRoberta")
 ALBERT = Family(
     name="albert",
     prefix="albert.",
@@ -172,7 +178,8 @@ ALBERT = Family(
         "predictions.decoder.bias": "predictions.bias",
     },
     config=_CONFIG | {"embedding": "embedding_size", "head_dropout": "classifier_dropout_prob"},
-    classes=_classes("Albert", pre_training=True) | {"next": "AlbertForPreTraining"},
+    model="Albert",
+    pair_classes=("AlbertForPreTraining", "AlbertForPreTraining"),
     fixed={"shared_layers": True},
     defaults=_DEFAULTS
     | {
@@ -206,6 +213,7 @@ DISTILBERT = Family(
         "mlm_head.bias": ["vocab_projector.bias"],
     },
     classify={"pooler.*": ["pre_classifier.*"], "task_head.*": ["classifier.*"]},
+    choice={"pooler.*": ["pre_classifier.*"], "task_head.*": ["classifier.*"]},
     tied={"vocab_projector.weight": "embeddings.word_embeddings.weight"},
     config={
         "vocab_size": "vocab_size",
@@ -220,7 +228,7 @@ DISTILBERT = Family(
         "head_dropout": "seq_classif_dropout",
         "initializer_range": "initializer_range",
     },
-    classes=_classes("DistilBert"),
+    model="DistilBert",
     fixed={"token_types": 0, "layer_norm_eps": 1e-12, "pooler": "relu"},
     defaults={
         "activation": "gelu",
@@ -261,7 +269,6 @@ PLUS = Family(
     classify={"task_head.*": ["cls.*"]},
     tied={"decoder.weight": "embed.tok_embed.weight"},
     config={},
-    classes={},
 )
 
 FAMILIES = {family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, ALBERT, DISTILBERT)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xformer.checkpoint import Checkpoint, Head, check_weights, parts_of
+from xformer.checkpoint import Checkpoint, check_weights, parts_of
 from xformer.convert.hf import Imported, _take, _unpickle, _untie
 from xformer.convert.names import PLUS, expand
 from xformer.data import tokenizers
@@ -22,7 +22,8 @@ from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import sinusoids
-from xformer.model.heads import Model
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head, Model
 
 HEAD_SIZE = 64  # of the published model: 12 heads of 768
 
@@ -62,7 +63,7 @@ def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()
     weights, used = _take(expand(table, config.layers), source, file)
     left = sorted(name for name in source if name not in used and name != "embed.pos_embed.pe")
     with torch.device("meta"):
-        shape = Model(config, head.kind, head.outputs, parts_of(weights)).state_dict()
+        shape = Model(config, task_of(head), parts_of(weights)).state_dict()
     check_weights(weights, shape, str(file))
     record = {"op": "from-plus", "file": file.name, "sha256": file_checksum(file)}
     checkpoint = Checkpoint(config, weights, tokenizers.plus(), head, (record,))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,35 +24,51 @@ WINDOW = 2**17  # rows that are put in order of length together
 LOOKED_AT = 100_000  # rows whose length is looked at before training or scoring
 
 
+Array = TypeVar("Array")
+
+
 @dataclass(frozen=True)
-class Batch:
-    """A packed batch of numpy arrays; `places`, `targets` are set for MLM and tags, `labels` for
-    other tasks."""
+class Batch(Generic[Array]):
+    """A packed batch: of numpy arrays on the host, of tensors on a device.
 
-    tokens: np.ndarray  # (T,) int32
-    positions: np.ndarray  # (T,) int32, from 0 in each row
-    segments: np.ndarray  # (T,) int32, 1 from the second text of a pair on
-    cu_seqlens: np.ndarray  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
-    rows: np.ndarray  # (N,) int64, the row number of each in the store's split
-    labels: np.ndarray | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
-    places: np.ndarray | None = None  # (M,) int64
-    targets: np.ndarray | None = None  # (M,) int64
+    `places` and `targets` are set for MLM and tags, `labels` for other tasks. An example is
+    `together` neighbouring rows.
+    """
 
-    def part(
-        self, row: int, token: int, place: int, last_row: int, last_token: int, last_place: int
-    ) -> Batch:
-        """The rows `row` to `last_row` as a batch; the other numbers are their first and last
-        token and place."""
-        return Batch(
-            self.tokens[token:last_token],
-            self.positions[token:last_token],
-            self.segments[token:last_token],
-            self.cu_seqlens[row : last_row + 1] - np.int32(token),
-            self.rows[row:last_row],
-            None if self.labels is None else self.labels[row:last_row],
-            None if self.places is None else self.places[place:last_place] - token,
-            None if self.targets is None else self.targets[place:last_place],
-        )
+    tokens: Array  # (T,) int32
+    positions: Array  # (T,) int32, from 0 in each row
+    segments: Array  # (T,) int32, 1 from the second text of a pair on
+    cu_seqlens: Array  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
+    longest: int  # tokens of the longest row
+    labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
+    places: Array | None = None  # (M,) int64
+    targets: Array | None = None  # (M,) int64
+    rows: Any = None  # (N,) int64 array, the number of each row in the split
+    together: int = 1
+
+    @property
+    def first(self) -> Array:
+        """Where each row begins, (N,)."""
+        begins: Any = self.cu_seqlens
+        first: Array = begins[:-1]
+        return first
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much went through a model. `squares` is the sum over rows of their squared lengths; the
+    cost of attention depends on it. `masked` counts the tokens that an MLM head predicted."""
+
+    tokens: int
+    squares: int
+    rows: int
+    masked: int = 0
+
+    @staticmethod
+    def even(rows: int, length: int, masking: float = 0.0) -> Work:
+        """`rows` rows of one length; the share `masking` of their tokens is predicted."""
+        tokens = rows * length
+        return Work(tokens, tokens * length, rows, round(tokens * masking))
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,14 @@ def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """starts[0], starts[0] + 1, ... (lengths[0] of them), starts[1], ...: (sum of lengths,)."""
     skipped = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) + np.repeat(starts - skipped, lengths)
+
+
+def rows_of(examples: np.ndarray, together: int) -> np.ndarray:
+    """The numbers of examples (E,) -> those of their rows, (E x together,)."""
+    if together == 1:
+        return examples
+    rows: np.ndarray = (examples[:, None] * together + np.arange(together)).ravel()
+    return rows
 
 
 def truncate(a: np.ndarray, b: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,6 +141,11 @@ class Assembler:
             object.__setattr__(self, "mapping", self.mapping.astype(np.int32))
         object.__setattr__(self, "special", special)
         object.__setattr__(self, "ordinary", np.flatnonzero(~special))
+
+    @property
+    def examples(self) -> int:
+        """How many examples the split has: its rows, or fewer if some rows belong together."""
+        return self.split.rows // self.split.together
 
     @property
     def extra(self) -> int:
@@ -160,46 +190,53 @@ class Assembler:
             needs += f", 99 % of the rows need at most {fit}"
         return f"WARNING: {line}; {needs} (the model takes up to {longest})"
 
-    def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of each row in a batch, special ones included."""
-        a, b = self.lengths(rows)
-        return a + b + self.extra
+    def sizes(self, examples: np.ndarray) -> np.ndarray:
+        """Tokens of each example in a batch, special ones included."""
+        together = self.split.together
+        a, b = self.lengths(rows_of(examples, together))
+        sizes = a + b + self.extra
+        return sizes if together == 1 else sizes.reshape(-1, together).sum(1)
 
-    def batch(self, rows: np.ndarray) -> Batch:
-        """The packed batch of these rows, unmasked."""
-        return self.batches(rows, [len(rows)])[0]
+    def batch(self, examples: np.ndarray) -> Batch[np.ndarray]:
+        """The packed batch of these examples, unmasked."""
+        return self.batches(examples, [len(examples)])[0]
 
     def masked_batch(
-        self, rows: np.ndarray, epochs: np.ndarray, seed: int, probability: float
-    ) -> Batch:
-        """The packed batch of these rows with BERT's masking; `epochs` (N,) vary the masks."""
-        return self.batches(rows, [len(rows)], Masks(seed, probability, epochs))[0]
+        self, examples: np.ndarray, epochs: np.ndarray, seed: int, probability: float
+    ) -> Batch[np.ndarray]:
+        """The packed batch of these examples with BERT's masking; `epochs` (E,) vary the masks."""
+        return self.batches(examples, [len(examples)], Masks(seed, probability, epochs))[0]
 
     def batches(
         self,
-        rows: np.ndarray,
+        examples: np.ndarray,
         counts: list[int],
         masks: Masks | None = None,
-    ) -> list[Batch]:
-        """Batches of the first counts[0] rows, of the next counts[1] rows, and so on. With `masks`
-        they are masked. They are built together, because each step of the work costs nearly the
-        same for a small batch as for a large one."""
+    ) -> list[Batch[np.ndarray]]:
+        """Batches of the first counts[0] examples, of the next counts[1] examples, and so on. With
+        `masks` they are masked. They are built together, because each step of the work costs nearly
+        the same for a small batch as for a large one."""
+        together = self.split.together
+        rows = rows_of(examples, together)
         a, b = self.lengths(rows)
+        sizes = a + b if together == 1 else (a + b).reshape(-1, together).max(1)
         which = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)
         small = np.min_scalar_type(len(counts) * (self.max_tokens + 1))  # sorts in linear time
-        order = np.argsort((which + a + b).astype(small), kind="stable")
+        order = np.argsort((which + sizes).astype(small), kind="stable")
+        epochs = None if masks is None else np.repeat(masks.epochs[order], together)
+        order = rows_of(order, together)
         whole = self._packed(rows[order], a[order], b[order])
-        if masks is not None:
-            whole = self._masked(whole, masks.epochs[order], masks)
+        if masks is not None and epochs is not None:
+            whole = self._masked(whole, epochs, masks)
         if len(counts) == 1:
             return [whole]
-        ends = np.cumsum(counts)
+        ends = np.cumsum(counts) * together
         token_ends = whole.cu_seqlens[ends]
         place_ends = token_ends if whole.places is None else whole.places.searchsorted(token_ends)
         cuts = np.stack([ends, token_ends, place_ends], 1).tolist()
-        return [whole.part(*begin, *end) for begin, end in pairwise([[0, 0, 0], *cuts])]
+        return [_part(whole, begin, end) for begin, end in pairwise([[0, 0, 0], *cuts])]
 
-    def _packed(self, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> Batch:
+    def _packed(self, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> Batch[np.ndarray]:
         """The packed batch of the rows in this order, with `a` tokens of each first text and `b` of
         each second one."""
         sizes = a + b + self.extra
@@ -225,10 +262,23 @@ class Assembler:
             tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], source)
             segments[ragged_arange(second, b + 1)] = 1
         labels = self._labels(rows, second - starts, b) if "label" in columns else None
-        tags = self._tags(rows, starts, a) if "labels" in columns else (None, None)
-        return Batch(tokens, positions, segments, cu_seqlens, rows, labels, *tags)
+        places, targets = self._tags(rows, starts, a) if "labels" in columns else (None, None)
+        return Batch(
+            tokens,
+            positions,
+            segments,
+            cu_seqlens,
+            int(sizes.max(initial=0)),
+            labels,
+            places,
+            targets,
+            rows,
+            self.split.together,
+        )
 
-    def _masked(self, batch: Batch, epochs: np.ndarray, masks: Masks) -> Batch:
+    def _masked(
+        self, batch: Batch[np.ndarray], epochs: np.ndarray, masks: Masks
+    ) -> Batch[np.ndarray]:
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
         places, targets = masking.mask(
@@ -271,11 +321,30 @@ class Assembler:
         return ragged_arange(starts + 1, a)[known], labels[known].astype(np.int64)
 
 
-def chunks(assembler: Assembler, rows: int) -> Iterator[np.ndarray]:
-    """The row numbers 0 to `rows` - 1 in parts of about CHUNK tokens; within every WINDOW rows they
-    are in order of length."""
-    for start in range(0, rows, WINDOW):
-        order = np.arange(start, min(start + WINDOW, rows))
+def _part(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[np.ndarray]:
+    """The rows from `begin` to `end` as a batch; both are numbers of a row, its first token and its
+    first place."""
+    (row, token, place), (last_row, last_token, last_place) = begin, end
+    ends = batch.cu_seqlens[row : last_row + 1] - np.int32(token)
+    return Batch(
+        batch.tokens[token:last_token],
+        batch.positions[token:last_token],
+        batch.segments[token:last_token],
+        ends,
+        int(np.diff(ends).max(initial=0)),
+        None if batch.labels is None else batch.labels[row:last_row],
+        None if batch.places is None else batch.places[place:last_place] - token,
+        None if batch.targets is None else batch.targets[place:last_place],
+        batch.rows[row:last_row],
+        batch.together,
+    )
+
+
+def chunks(assembler: Assembler, examples: int) -> Iterator[np.ndarray]:
+    """The numbers of examples, 0 to `examples` - 1, in parts of about CHUNK tokens; within every
+    WINDOW examples they are in order of length."""
+    for start in range(0, examples, WINDOW):
+        order = np.arange(start, min(start + WINDOW, examples))
         sizes = assembler.sizes(order)
         order = order[np.argsort(sizes, kind="stable")]
         ends = np.cumsum(sizes[order - start])

@@ -8,16 +8,18 @@ inner size of the MLP, V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
 from xformer.ops.add_norm import add_norm
 from xformer.ops.attention import Layout, attention
 from xformer.ops.dropout import dropout
-from xformer.packed import Packed, with_room
+from xformer.ops.room import with_room
 
 
 class Norm(nn.Module):
@@ -70,7 +72,7 @@ class Embeddings(nn.Module):
         self.first_position = config.first_position
         self.dropout = config.dropout
 
-    def forward(self, batch: Packed) -> Tensor:
+    def forward(self, batch: Batch[Tensor]) -> Tensor:
         x = self.word(batch.tokens)  # (T, E)
         positions = batch.positions + self.first_position  # (T,)
         if self.position is not None:
@@ -154,18 +156,27 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.stored_layers))
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
 
-    def forward(self, batch: Packed, places: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
         """The last hidden states, (T, C); with `places` (P,) only those of these tokens, (P, C).
         After its attention the last layer computes no others."""
         count = len(batch.tokens if places is None else places)
-        batch, places = batch.with_room(), None if places is None else with_room(places)
+        layout = Layout(batch.cu_seqlens, batch.longest)
+        batch, places = _with_room(batch), None if places is None else with_room(places)
         x = self.embeddings(batch)  # (T, C)
         for i in range(self.config.layers):
             layer = self.layers[i % len(self.layers)]  # ALBERT has one
             last = i == self.config.layers - 1
-            x = layer(x, batch.layout, places if last else None)
+            x = layer(x, layout, places if last else None)
         x = x if len(x) == count else x[:count]
         return x if self.final_norm is None else self.final_norm(x)
+
+
+def _with_room(batch: Batch[Tensor]) -> Batch[Tensor]:
+    """The batch with tokens after its last sequence, as `with_room` adds them."""
+    tokens, positions, segments = map(with_room, (batch.tokens, batch.positions, batch.segments))
+    if tokens is batch.tokens:
+        return batch
+    return replace(batch, tokens=tokens, positions=positions, segments=segments)
 
 
 def activate(x: Tensor, name: str) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
-from xformer.packed import Packed
 
 FEATURES = 50  # width of what the task head reads
 INNER = 4  # channels between the two convolutions of a residual branch
@@ -62,7 +62,7 @@ def image_size(words: int) -> tuple[int, int]:
     return 2**bits // side, side
 
 
-def image(batch: Packed, letters: tuple[int, ...], k: int, size: tuple[int, int]) -> Tensor:
+def image(batch: Batch[Tensor], letters: tuple[int, ...], k: int, size: tuple[int, int]) -> Tensor:
     """One-hot words on the curve, (N, len(letters)^k, Y, X), float32.
 
     Word i of a row is its letters i to i + k - 1. A word that holds anything but `letters` (an
@@ -77,7 +77,7 @@ def image(batch: Packed, letters: tuple[int, ...], k: int, size: tuple[int, int]
     words = torch.zeros_like(codes)
     for i in range(k):
         words = words * len(letters) + windows[:, i]
-    sizes = batch.layout.cu_seqlens.diff()  # (N,)
+    sizes = batch.cu_seqlens.diff()  # (N,)
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=codes.device), sizes)  # (T,)
     cells = hilbert_curve(size[1]).to(codes.device)[batch.positions[whole] - 1]
     out = torch.zeros(len(sizes), len(letters) ** k, *size, device=codes.device)
@@ -205,7 +205,7 @@ class HilbertCNN(nn.Module):
         self.dense = nn.Linear(32 * left, 100)
         self.features = nn.Linear(100, FEATURES)
 
-    def forward(self, batch: Packed) -> Tensor:
+    def forward(self, batch: Batch[Tensor]) -> Tensor:
         """The features of each sequence, (N, FEATURES)."""
         x = image(batch, self.config.letters, self.config.kmer, self.size)
         x = x.to(self.first.weight.dtype)

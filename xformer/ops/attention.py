@@ -6,10 +6,12 @@ T tokens in the batch, N sequences, H heads, D size of a head, L length of the l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +39,12 @@ class Layout:
                 f"cu_seqlens must be (N + 1,) int32 without gaps, not {tuple(ends.shape)} "
                 f"{ends.dtype} with stride {ends.stride()}"
             )
+
+
+def layout(boundaries: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
+    """The layout of a packed batch from its boundaries, (N + 1,) whole numbers."""
+    ends = np.array(boundaries, np.int32)
+    return Layout(torch.from_numpy(ends).to(device), int(np.diff(ends).max(initial=0)))
 
 
 def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:

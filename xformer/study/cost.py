@@ -9,11 +9,14 @@ from typing import Any
 
 from xformer import cost
 from xformer.config import each, validate
+from xformer.data.batch import Work as Amount
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
 from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head
 
 RATE = 40e9  # operations a second of one CPU core, where no run has been measured yet
 OTHER = 20.0  # seconds that any other work is taken for
@@ -71,8 +74,9 @@ class Costs:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
             total = recipe.train.epochs * rows * recipe.fraction
-        done = cost.Work.even(max(1, round(total)), length, recipe.masking.probability)
-        return float(cost.training_flops(model, recipe.head, done))
+        done = Amount.even(max(1, round(total)), length, recipe.masking.probability)
+        task = task_of(Head(recipe.head))
+        return float(cost.training_flops(model, task, done))
 
 
 def _seconds(result: Path, content: Any) -> float:

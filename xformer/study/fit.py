@@ -12,15 +12,17 @@ from xformer.analysis.examples import check_length
 from xformer.config import parse_overrides, validate
 from xformer.data import mapping
 from xformer.data.errors import BadInput
-from xformer.evaluate import EvaluateConfig, check_kind
+from xformer.evaluate import EvaluateConfig
 from xformer.model.config import ModelConfig
 from xformer.prepare import check_data, check_model
 from xformer.recipe import Recipe
+from xformer.scoring import check_kind
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
 from xformer.study.stores import Stored, Stores, Words
 from xformer.surgery.operations import SubstituteUnused, Transplant
 from xformer.surgery.words import check_source, check_width
+from xformer.tasks.known import TASKS
 
 
 def unchecked(works: Sequence[Work], shapes: Shapes) -> int:
@@ -117,7 +119,7 @@ class Fit:
         assert data is not None
         store, trained = self.stores.store(data), self.stores.store(recipe.data)
         if store.kind is not None:
-            check_kind(store.kind, recipe.head, store.name)
+            check_kind(store.kind, TASKS[recipe.head], store.name)
         if "mapping" in settings or store.words is None or trained.words is None:
             return
         if store.words.is_other(trained.words):

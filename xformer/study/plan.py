@@ -23,9 +23,10 @@ from typing import Any
 from xformer.config import find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
-from xformer.recipe import METRICS, Recipe
+from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.spec import PLACE, Levels, Need, Stage, Study, Table
+from xformer.tasks.known import TASKS
 
 RESULTS = 2  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best
@@ -136,7 +137,7 @@ class Plan:
             )
             if work.recipe is None or not table.where.items() <= work.levels.items():
                 continue
-            known = METRICS[work.recipe.get("head", Recipe.model_fields["head"].default)]
+            known = TASKS[work.recipe["head"]].metrics
             for metric in wanted:
                 split, _, name = metric.rpartition(".")
                 if split != "train" and name not in known:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from xformer import checkpoint as checkpoints
-from xformer import predict
 from xformer.data.files import read_run_json
 from xformer.data.store import Store, open_store
+from xformer.evaluate import fill_mask
 from xformer.monitor import records
 from xformer.study.statistics import compare
 
@@ -153,7 +153,7 @@ def _fillings(run: Path) -> str:
     )
     lines = []
     for text in texts:
-        best = predict.fill_mask(checkpoint, text, 5)[0]
+        best = fill_mask(checkpoint, text, 5)[0]
         lines.append(f"- {text} " + ", ".join(f"{piece} {p:.2f}" for p, piece in best))
     return "\n".join(lines)
 

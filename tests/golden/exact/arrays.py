@@ -196,9 +196,14 @@ def _batches(out: Path) -> dict[str, Any]:
     return made
 
 
+# fields that were added after the recording, and that follow from the others
+DERIVED = ("longest", "together")
+
+
 def fields(batch: Batch) -> dict[str, Any]:
     """The arrays of a batch."""
-    return {field.name: summary(getattr(batch, field.name)) for field in dataclass_fields(batch)}
+    names = (field.name for field in dataclass_fields(batch) if field.name not in DERIVED)
+    return {name: summary(getattr(batch, name)) for name in names}
 
 
 def _joined(out: Path) -> dict[str, Any]:

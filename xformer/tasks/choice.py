@@ -1,0 +1,92 @@
+"""Multiple choice: which of n endings continues a context (SWAG, Zellers et al. 2018).
+
+Q questions, N = n Q sequences: each ending is a row of its own, and the rows of a question are
+neighbours in the store and in a batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.data.batch import Batch
+from xformer.data.store import UNLABELLED, Split
+from xformer.model.config import ModelConfig
+from xformer.tasks.classify import Pooled, log_softmax
+from xformer.tasks.task import (
+    HIGHER,
+    LOWER,
+    Loss,
+    Model,
+    Predictions,
+    Table,
+    no_labels,
+    texts,
+)
+
+
+class Choice(Pooled):
+    """One score an ending; a softmax over the endings of a question makes them probabilities."""
+
+    name = "choice"
+    stores = ("choice",)
+    metrics = {"loss": LOWER, "accuracy": HIGHER}
+    arrays = {"outputs", "label", "group"}
+    architecture = "MultipleChoice"
+    table_of_names = "choice"
+    outputs = 1
+
+    def dropouts(self, config: ModelConfig) -> tuple[float, float]:
+        return 0.0, config.dropout if config.dropout_form == "roberta" else config.before_head
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        assert batch.labels is not None
+        logits = self.logits(model, batch).float().view(-1, batch.together)  # (Q, n)
+        labels = batch.labels[:: batch.together]  # (Q,)
+        total = F.cross_entropy(logits, labels, reduction="sum")
+        correct = (logits.detach().argmax(1) == labels).sum().float()
+        return Loss(total, len(labels), correct)
+
+    def lacking(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) < 0).any())
+
+    def has_labels(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) != UNLABELLED).any())
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        group = np.arange(split.rows) // split.together
+        return {"outputs": outputs, "label": np.asarray(split.columns["label"]), "group": group}
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """Means over questions."""
+        questions = int(found.arrays["group"][-1]) + 1
+        logits = found.arrays["outputs"].astype(np.float64).reshape(questions, -1)
+        labels = found.arrays["label"].reshape(questions, -1)[:, 0]
+        known = np.flatnonzero(labels != UNLABELLED)
+        if not len(known):
+            raise no_labels(found.split)
+        losses = -log_softmax(logits)[known, labels[known]]
+        right = logits[known].argmax(1) == labels[known]
+        return {"loss": float(losses.mean()), "accuracy": float(right.mean())}
+
+    def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
+        """A line for each question: the number of its likeliest ending, from 0, its probability."""
+        chances = np.exp(log_softmax(outputs.astype(np.float64).reshape(-1, split.together)))
+        best = chances.argmax(1)
+        table = {
+            "ending": [str(i) for i in best],
+            "probability": [f"{chance:.4f}" for chance in chances.max(1)],
+        }
+        first = np.arange(len(best)) * split.together
+        if "input" not in split.columns:
+            return table | {"question": [str(i) for i in range(len(best))]}
+        contexts, endings = (texts(split.columns[name]) for name in ("input", "input_b"))
+        table |= {
+            "input": [contexts[row] for row in first],
+            "chosen": [endings[row] for row in first + best],
+        }
+        if "id" in split.columns:
+            ids = texts(split.columns["id"])
+            table["id"] = [ids[row] for row in first]
+        return table

@@ -1,0 +1,251 @@
+"""Classes of texts, and what tasks on a pooled first token share.
+
+N sequences, G groups of them, C hidden size, K classes.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xformer.data.batch import Batch, Work
+from xformer.data.store import UNLABELLED, UNSEEN, Split
+from xformer.model.config import ModelConfig
+from xformer.tasks.task import (
+    HIGHER,
+    LOWER,
+    Loss,
+    Model,
+    Predictions,
+    Table,
+    Task,
+    features,
+    no_labels,
+    of_rows,
+    texts,
+)
+
+
+class Pooled(Task):
+    """A task whose head reads the pooled first token, or what a HilbertCNN says of a sequence."""
+
+    pools = True
+
+    def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
+        C, heads = features(config), super().modules(config)
+        if config.architecture == "transformer" and config.pooler != "none":
+            heads["pooler"] = nn.Linear(C, C)
+        return heads
+
+    def dropouts(self, config: ModelConfig) -> tuple[float, float]:
+        """The rates before the pooler and before the head."""
+        rate = config.before_head
+        return rate if config.dropout_form == "roberta" else 0.0, rate
+
+    def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
+        """(N, outputs)"""
+        before_pooler, before_head = self.dropouts(model.config)
+        if model.cnn is not None:
+            x = model.cnn(batch)
+        else:
+            first = model.encoder(batch, places=batch.first)  # (N, C)
+            x = model.pooled(first, before_pooler)
+        logits: Tensor = model.task_head(model.drop(x, before_head))
+        return logits
+
+    def read(self, work: Work) -> int:
+        return work.rows
+
+    def head_flops(self, config: ModelConfig, work: Work) -> int:
+        C = config.hidden
+        pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
+        return pooler + super().head_flops(config, work)
+
+
+class Classify(Pooled):
+    """One class a sequence."""
+
+    name = "classify"
+    stores = ("class",)
+    metrics = {"loss": LOWER, "accuracy": HIGHER, "f1": HIGHER, "mcc": HIGHER}
+    arrays = {"outputs", "label"}
+    more_arrays = {"group"}
+    labelled = True
+    weighs = True
+    architecture = "SequenceClassification"
+    table_of_names = "classify"
+
+    @property
+    def outputs(self) -> int:
+        return len(self.head.labels)
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        logits = self.logits(model, batch).float()
+        assert batch.labels is not None
+        correct = (logits.detach().argmax(1) == batch.labels).sum().float()
+        if not model.training:
+            total = F.cross_entropy(logits, batch.labels, reduction="sum")
+            return Loss(total, len(batch.labels), correct)
+        # The weighted loss is divided by the number of rows, not by the sum of their weights, so
+        # that it is still a sum that can be cut anywhere. `balanced` weights have the mean 1.
+        weights = self.head.class_weights
+        total = F.cross_entropy(
+            logits,
+            batch.labels,
+            torch.tensor(weights, device=logits.device) if weights else None,
+            reduction="sum",
+            label_smoothing=self.head.smoothing,
+        )
+        return Loss(total, len(batch.labels), correct)
+
+    def lacking(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) < 0).any())
+
+    def has_labels(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) != UNLABELLED).any())
+
+    def note(self, split: Split) -> str:
+        labels = np.asarray(split.columns["label"])
+        unseen = int((labels == UNSEEN).sum())
+        if not unseen:
+            return ""
+        return (
+            f"{unseen:,} of {len(labels):,} rows are of classes that training has not: they count "
+            "as wrong"
+        )
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        return of_groups(outputs, split)
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """The loss is a mean over rows. If rows form groups, the metrics are over groups: a group
+        has the class that most of its rows vote for (Kao & Lee 2021, appendix G.4)."""
+        some, labels, groups = known_rows(found, found.arrays["label"] != UNLABELLED)
+        log_probability = log_softmax(some)
+        losses = losses_of(log_probability, labels)
+        if groups is not None:
+            some = vote(log_probability, groups)
+            labels = first_by_group(labels, groups)
+        scores = classification(some.argmax(1), labels, some.shape[1])
+        return losses | scores
+
+    def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
+        """Rows that were read to be predicted, and that form groups, have a line for each group."""
+        chances = np.exp(log_softmax(outputs))
+        if "input" in split.columns and "group" in split.columns:
+            return self._of_groups(chances, split)
+        return self._likeliest(chances) | of_rows(split)
+
+    def _likeliest(self, chances: np.ndarray, best: np.ndarray | None = None) -> Table:
+        """The likeliest class of each row, or the `best` as given, and its probability."""
+        best = chances.argmax(1) if best is None else best
+        return {
+            "label": [self.head.labels[i] for i in best],
+            "probability": [f"{chance:.4f}" for chance in chances[np.arange(len(best)), best]],
+        }
+
+    def _of_groups(self, chances: np.ndarray, split: Split) -> Table:
+        """A line for each group. Its rows vote for its class, as evaluation scores groups. The
+        probability is the mean over the rows."""
+        groups = np.asarray(split.columns["group"])
+        best = vote(np.log(np.maximum(chances, 1e-30)), groups).argmax(1)
+        table = self._likeliest(mean_by_group(chances, groups), best)
+        _, first, counts = np.unique(groups, return_index=True, return_counts=True)
+        ids = texts(split.columns["id"])
+        return table | {"rows": [str(n) for n in counts], "id": [ids[row] for row in first]}
+
+
+def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
+    """Weights of classes, from the labels of the training rows (N,): N / (K x rows of the class),
+    so that all classes weigh the same (scikit-learn's "balanced"). A class without rows has 0."""
+    counts = np.bincount(labels[labels >= 0], minlength=classes)
+    weights = counts.sum() / (classes * np.maximum(counts, 1)) * (counts > 0)
+    return tuple(float(weight) for weight in weights)
+
+
+# --------------------------------------------------------------------------------- rows and groups
+
+
+def of_groups(outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    """Outputs and labels of rows, and the group of each if rows form groups."""
+    arrays = {"outputs": outputs, "label": np.asarray(split.columns["label"])}
+    group = split.columns.get("group")
+    return arrays if group is None else arrays | {"group": np.asarray(group)}
+
+
+def known_rows(
+    found: Predictions, known: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Outputs in float64, labels and groups of the rows that have a label (N,). Raises BadInput if
+    there is none."""
+    if not known.any():
+        raise no_labels(found.split)
+    outputs, group = found.arrays["outputs"][known], found.arrays.get("group")
+    groups = None if group is None else group[known]
+    return outputs.astype(np.float64), found.arrays["label"][known], groups
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, (N, K)."""
+    logits = logits - logits.max(1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def losses_of(log_probability: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """The mean loss of the rows whose class training has, (N, K) and (N,). Other rows have no
+    probability: they are never right."""
+    seen = np.flatnonzero(labels != UNSEEN)
+    losses = -log_probability[seen, labels[seen]]
+    return {"loss": float(losses.mean())} if len(seen) else {}
+
+
+def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(N, K), group numbers (N,) -> votes (G, K), the groups in order of their numbers.
+
+    Each row votes for its likeliest class (Kao & Lee 2021, appendix G.4); the mean probability
+    breaks ties.
+    """
+    choices = np.eye(log_probabilities.shape[1])[log_probabilities.argmax(1)]
+    number, inverse = np.unique(groups, return_inverse=True)
+    votes = np.zeros((len(number), log_probabilities.shape[1]))
+    np.add.at(votes, inverse, choices)
+    # halved, because the mean probability of a certain class is 1: a whole vote
+    return votes + mean_by_group(np.exp(log_probabilities), groups) / 2
+
+
+def mean_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(N, K), group numbers (N,) -> means (G, K), groups in order of their numbers."""
+    number, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(number), values.shape[1]))
+    np.add.at(sums, inverse, values)
+    return sums / sizes[:, None]
+
+
+def first_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(N,) -> (G,): the value of each group's first row."""
+    return values[np.unique(groups, return_index=True)[1]]
+
+
+def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
+    """accuracy, f1 and mcc of class numbers, (N,) each; the task has `classes` classes.
+
+    With two classes f1 is that of class 1 (GLUE's), otherwise the mean over classes. mcc is
+    Matthews' coefficient (scikit-learn's definition, also for more than two classes). A label
+    outside the classes counts as wrong.
+    """
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    names = [1] if classes == 2 else range(classes)
+    f1 = f1_score(labels, predictions, labels=names, average="macro", zero_division=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a single class gives 0, which is right
+        mcc = matthews_corrcoef(labels, predictions)
+    return {
+        "accuracy": float((predictions == labels).mean()),
+        "f1": float(f1),
+        "mcc": float(mcc),
+    }

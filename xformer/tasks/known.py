@@ -1,0 +1,23 @@
+"""All tasks there are, by their names."""
+
+from __future__ import annotations
+
+from xformer.tasks.choice import Choice
+from xformer.tasks.classify import Classify
+from xformer.tasks.mlm import MLM
+from xformer.tasks.pairs import Pairs
+from xformer.tasks.regress import Regress
+from xformer.tasks.span import Span
+from xformer.tasks.tag import Tag
+from xformer.tasks.task import Head, Task
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (MLM, Classify, Regress, Span, Tag, Choice)
+}
+
+
+def task_of(head: Head | None) -> Task | None:
+    """The task that a head was trained for."""
+    if head is None:
+        return None
+    return Pairs(head) if head.pair_scale else TASKS[head.kind](head)

@@ -1,0 +1,207 @@
+"""Masked language modelling (Devlin et al. 2019, section 3.1).
+
+T tokens in the batch, N sequences, M masked tokens, C hidden size, E embedding size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.errors import BadInput
+from xformer.data.store import Split
+from xformer.data.tokenizers import Tokenizer
+from xformer.model.config import ModelConfig
+from xformer.model.encoder import Norm, activate
+from xformer.ops.room import with_room
+from xformer.ops.vocabulary_loss import vocabulary_loss
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task
+
+
+class MLMHead(nn.Module):
+    """Dense, activation, LayerNorm, then the word embeddings as decoder with a bias of its own."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden, config.width)
+        self.norm = Norm(config, config.width)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.activation = config.activation
+
+    def forward(self, x: Tensor, word: Tensor) -> Tensor:
+        """x (M, C), word (V, E) -> logits (M, V)."""
+        return F.linear(self.states(x), word, self.bias)
+
+    def states(self, x: Tensor) -> Tensor:
+        """x (M, C) -> what meets the word embeddings, (M, E)."""
+        return self.norm(activate(self.dense(x), self.activation))
+
+    def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right.
+        Rows of x after those of the targets do not count."""
+        return vocabulary_loss(self.states(x), word, self.bias, targets)
+
+
+class MLM(Task):
+    """The masked tokens of any text. Evaluation keeps three numbers of each row: the loss summed
+    over its masked tokens, how many they are, and how many of them are right."""
+
+    name = "mlm"
+    stores = ("text", "class", "score", "span", "tag", "choice")
+    metrics = {
+        "loss": LOWER,
+        "accuracy": HIGHER,
+        "perplexity": LOWER,
+        "pair_loss": LOWER,
+        "pair_accuracy": HIGHER,
+    }
+    arrays = {"loss", "masked", "correct"}
+    masks = True
+    reads = "places"
+    architecture = "MaskedLM"
+    table_of_names = "mlm"
+    width = 3
+
+    def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
+        return {"mlm_head": MLMHead(config)}
+
+    def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
+        """(M, V) at the masked places."""
+        return self._judged(model, model.encoder(batch, places=batch.places))
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        assert batch.places is not None
+        x = model.encoder(batch, places=with_room(batch.places))
+        return self.masked_loss(model, x, batch)
+
+    def masked_loss(self, model: Model, x: Tensor, batch: Batch[Tensor]) -> Loss:
+        """The loss from the hidden states of the masked tokens, (M, C). Rows of x after those of
+        the targets do not count."""
+        targets = batch.targets
+        assert targets is not None
+        if model.training:
+            word = model.encoder.embeddings.word.weight
+            total, correct = model.mlm_head.loss(x, word, targets)
+            return Loss(total, len(targets), correct)
+        losses, right = self._each(model, x, targets)
+        return Loss(losses.sum(), len(targets), right.sum())
+
+    def _judged(self, model: Model, x: Tensor) -> Tensor:
+        logits: Tensor = model.mlm_head(x, model.encoder.embeddings.word.weight)
+        return logits
+
+    def _each(self, model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each masked token, (M,), and 1 where the token is right, (M,)."""
+        logits = self._judged(model, x)[: len(targets)].float()
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        return losses, (logits.detach().argmax(1) == targets).float()
+
+    def read(self, work: Work) -> int:
+        return work.masked
+
+    def head_flops(self, config: ModelConfig, work: Work) -> int:
+        C, E, V = config.hidden, config.width, config.vocab_size
+        return (2 * C * E + 2 * E * V) * work.masked
+
+    def batch(self, assembler: Assembler, examples: np.ndarray, seed: int) -> Batch[np.ndarray]:
+        first_epoch = np.zeros_like(examples)
+        return assembler.masked_batch(examples, first_epoch, seed, self.head.masking)
+
+    def evaluate(
+        self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
+    ) -> tuple[np.ndarray, Tensor]:
+        assert batch.places is not None
+        x = model.encoder(batch, places=with_room(batch.places))
+        return host.rows, self.by_row(model, x, batch, host)
+
+    def by_row(
+        self, model: Model, x: Tensor, batch: Batch[Tensor], host: Batch[np.ndarray]
+    ) -> Tensor:
+        """Three numbers of each row, (N, 3), from the masked tokens' hidden states, (M, C)."""
+        assert batch.targets is not None
+        assert host.places is not None
+        each = torch.stack(self._each(model, x, batch.targets), 1)  # (M, 2)
+        counts = np.diff(np.searchsorted(host.places, host.cu_seqlens))
+        row = np.repeat(np.arange(len(counts)), counts)
+        within = ragged_arange(np.zeros_like(counts), counts)
+        # a sum along an axis: CUDA adds into places in no order
+        spread = each.new_zeros(len(counts), max(1, int(counts.max())), 2)
+        places = [torch.from_numpy(index).to(each.device) for index in (row, within)]
+        spread[places[0], places[1]] = each
+        loss, right = spread.sum(1).unbind(1)
+        return torch.stack([loss, torch.from_numpy(counts).to(loss), right], 1)
+
+    def default_metric(self, of_store: str | None) -> str:
+        return "loss"
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        return {
+            "loss": outputs[:, 0],
+            "masked": outputs[:, 1].astype(np.int64),
+            "correct": outputs[:, 2].astype(np.int64),
+        }
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """Means over masked tokens."""
+        loss, masked, correct = (found.arrays[name] for name in ("loss", "masked", "correct"))
+        count = int(masked.sum())
+        if count == 0:
+            raise BadInput(f"the split {found.split!r} has no token to mask")
+        mean = float(loss.astype(np.float64).sum()) / count
+        return {
+            "loss": mean,
+            "accuracy": int(correct.sum()) / count,
+            "perplexity": math.exp(min(mean, 700)),
+        }
+
+    def check_lines(self, wanted: str) -> None:
+        raise BadInput(
+            f"{wanted}: an MLM head has no table; give a name that ends in .npz for the loss of "
+            "every row"
+        )
+
+
+# ------------------------------------------------------------------------------ filling a mask
+
+
+def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarray]:
+    """A text with mask tokens as a batch of one row; `places` are those of the masks.
+
+    Raises BadInput without a mask token, or if the text has more than `longest` tokens.
+    """
+    mask, mask_token = tokenizer.special["mask"], tokenizer.pieces[tokenizer.special["mask"]]
+    parts = text.split(mask_token)
+    if len(parts) == 1:
+        raise BadInput(f"the text has no mask token: put {mask_token} where a word is wanted")
+    if tokenizer.mask_takes_space:  # RoBERTa
+        parts = [*(part.rstrip() for part in parts[:-1]), parts[-1]]
+    ids = [tokenizer.special["cls"]]
+    for i, encoded in enumerate(tokenizer.encode_batch(parts)):
+        ids += ([mask] if i else []) + encoded.tolist()
+    ids.append(tokenizer.special["sep"])
+    if len(ids) > longest:
+        raise BadInput(f"the text is {len(ids)} tokens; the model takes {longest}")
+    tokens, ends = np.array(ids, np.int64), np.array([0, len(ids)], np.int32)
+    return Batch(
+        tokens,
+        np.arange(len(ids)),
+        np.zeros_like(tokens),
+        ends,
+        len(ids),
+        places=np.flatnonzero(tokens == mask),
+    )
+
+
+def likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tuple[float, str]]]:
+    """Logits of masks (M, V) -> for each the `top` likeliest pieces as (probability, piece)."""
+    likely = torch.softmax(logits, 1)[:, : len(tokenizer)]  # rows beyond have no piece
+    best = likely.topk(min(top, likely.size(1)))
+    return [
+        [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
+        for pair in zip(best.values, best.indices, strict=True)
+    ]

@@ -1,0 +1,100 @@
+"""Masked tokens and pairs of texts together: does the second text follow the first (Devlin et al.
+2019: next sentence), are they in their order (Lan et al. 2020), are both of one family (Min et al.
+2019)?
+
+N sequences, M masked tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.errors import BadInput, typed
+from xformer.data.store import UNLABELLED, Split, Store
+from xformer.model.config import ModelConfig
+from xformer.ops.room import with_room
+from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
+from xformer.tasks.mlm import MLM
+from xformer.tasks.task import Loss, Model, Predictions
+
+
+class Pairs(MLM):
+    """MLM with a pair head. A pair counts as much as `head.pair_scale` masked tokens. Evaluation
+    keeps the two logits of the pair head after the numbers of MLM."""
+
+    more_arrays = {"outputs", "label"}
+    labelled = True
+    width = 5
+
+    def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
+        C, heads = config.hidden, super().modules(config)
+        if config.pooler != "none":
+            heads["pooler"] = nn.Linear(C, C)
+        return heads | {"pair_head": nn.Linear(C, 2)}
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        assert batch.labels is not None
+        masked, pairs = self._both(model, batch)
+        loss = self.masked_loss(model, masked, batch)
+        pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
+        return replace(loss, total=loss.total + self.head.pair_scale * pair_loss)
+
+    def _both(self, model: Model, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
+        """The hidden states of the masked tokens, (M, C), and the logits of the pairs, (N, 2)."""
+        assert batch.places is not None
+        places = with_room(batch.places)
+        x = model.encoder(batch, places=torch.cat([places, batch.first]))
+        masked, first = x.split([len(places), len(batch.first)])
+        config = model.config
+        rate = config.before_head if config.dropout_form == "albert" else 0.0
+        return masked, model.pair_head(model.drop(model.pooled(first), rate)).float()
+
+    def read(self, work: Work) -> int:
+        return work.masked + work.rows
+
+    def head_flops(self, config: ModelConfig, work: Work) -> int:
+        C = config.hidden
+        pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
+        return super().head_flops(config, work) + pooler + 2 * C * 2 * work.rows
+
+    def evaluate(
+        self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
+    ) -> tuple[np.ndarray, Tensor]:
+        masked, pairs = self._both(model, batch)
+        return host.rows, torch.cat([self.by_row(model, masked, batch, host), pairs], 1)
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
+        return super().kept(outputs, split) | pairs
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """Means over masked tokens, and of pairs means over rows."""
+        logits, labels, _ = known_rows(found, found.arrays["label"] != UNLABELLED)
+        pairs = losses_of(log_softmax(logits), labels)
+        pairs |= classification(logits.argmax(1), labels, 2)
+        return super().score(found) | {f"pair_{name}": pairs[name] for name in ("loss", "accuracy")}
+
+
+def pair_scale(weight: float, masking: float, store: Store, masks: bool) -> float:
+    """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
+    tokens and `weight` times the mean over pairs, and still a sum that can be cut anywhere.
+
+    `masking` is the share of masked tokens; `masks` whether the task masks any. Raises BadInput for
+    a store without pairs of two classes.
+    """
+    split = store.split("train")
+    if not weight:
+        return 0.0
+    if not masks or "tokens_b" not in split.columns or len(store.labels) != 2:
+        raise BadInput(
+            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
+            f"{store.name} has {len(store.labels)} classes; "
+            f"make such a store with {typed('python preprocess.py pairs')}"
+        )
+    return weight * masking * split.tokens / split.rows

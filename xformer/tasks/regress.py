@@ -1,0 +1,102 @@
+"""A score of each text, such as the similarity of two sentences.
+
+N sequences, G groups of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.data.batch import Batch
+from xformer.data.errors import BadInput
+from xformer.data.store import Split
+from xformer.tasks.classify import Pooled, first_by_group, known_rows, mean_by_group, of_groups
+from xformer.tasks.task import (
+    HIGHER,
+    LOWER,
+    Loss,
+    Model,
+    Predictions,
+    Table,
+    check_finite,
+    of_rows,
+    some_rows,
+)
+
+CORRELATIONS = ("pearson", "spearman")
+
+
+class Regress(Pooled):
+    """One score a sequence, by the squared error."""
+
+    name = "regress"
+    stores = ("score",)
+    metrics = {"loss": LOWER, "pearson": HIGHER, "spearman": HIGHER}
+    arrays = {"outputs", "label"}
+    more_arrays = {"group"}
+    counts = False
+    nats = False
+    architecture = "SequenceClassification"
+    table_of_names = "classify"
+    their_config = {"problem_type": "regression", "id2label": {"0": "score"}}
+
+    @property
+    def outputs(self) -> int:
+        return 1
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        logits = self.logits(model, batch).float()
+        assert batch.labels is not None
+        total = F.mse_loss(logits.squeeze(1), batch.labels, reduction="sum")
+        return Loss(total, len(batch.labels), torch.zeros((), device=logits.device))
+
+    def lacking(self, split: Split) -> bool:
+        return bool(np.isnan(np.asarray(split.columns["label"])).any())
+
+    def has_labels(self, split: Split) -> bool:
+        return bool((~np.isnan(np.asarray(split.columns["label"]))).any())
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        return of_groups(outputs, split)
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """The loss is a mean over rows. If rows form groups, the correlations are of the groups'
+        mean scores."""
+        label = found.arrays["label"]
+        some, labels, groups = known_rows(found, ~np.isnan(label))
+        if len(bad := np.flatnonzero(np.isinf(label))):
+            raise BadInput(
+                f"the split {found.split!r}: {len(bad):,} labels are not finite, those of the "
+                f"rows {some_rows(bad)}"
+            )
+        loss = float(((some[:, 0] - labels) ** 2).mean())
+        if groups is not None:
+            some = mean_by_group(some, groups)
+            labels = first_by_group(labels, groups)
+        return {"loss": loss, **regression(some[:, 0], labels)}
+
+    def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
+        return {"score": [f"{score:.4f}" for score in outputs[:, 0]]} | of_rows(split)
+
+
+def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """pearson and spearman correlation of scores, (N,) each.
+
+    A correlation is undefined if one side is constant or there is one row. It then counts as 0, as
+    GLUE's scores of a model at chance do. Raises Failure if a score is not finite.
+    """
+    from scipy.stats import pearsonr, spearmanr
+
+    check_finite(predictions, "the predictions")
+    check_finite(labels, "the labels")
+    if len(labels) < 2:
+        return dict.fromkeys(CORRELATIONS, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a constant side gives NaN, which becomes 0 below
+        values = [pearsonr(predictions, labels)[0], spearmanr(predictions, labels)[0]]
+    return {name: float(np.nan_to_num(v)) for name, v in zip(CORRELATIONS, values, strict=True)}

@@ -1,0 +1,302 @@
+"""The answer to a question as a span of its context (SQuAD), scored as SQuAD's own script does.
+
+N windows, L their longest length, T tokens in the batch, Q questions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.errors import BadInput
+from xformer.data.store import Split
+from xformer.tasks.task import (
+    HIGHER,
+    LOWER,
+    Loss,
+    Model,
+    Predictions,
+    Questions,
+    Table,
+    Task,
+    texts,
+)
+
+LONGEST = 30  # tokens of an answer (Devlin et al. 2019)
+
+
+class Span(Task):
+    """The first and last token of an answer. Evaluation keeps five numbers of each window: the
+    scores of "no answer" and of the best span, the span's first and last token, the loss."""
+
+    name = "span"
+    stores = ("span",)
+    metrics = {
+        "loss": LOWER,
+        "exact_match": HIGHER,
+        "f1": HIGHER,
+        "best_exact_match": HIGHER,
+        "best_f1": HIGHER,
+    }
+    arrays = {"group", "label", "no_answer", "best", "first", "last", "loss"}
+    reads = "tokens"
+    asks = True
+    thresholds = True
+    architecture = "QuestionAnswering"
+    table_of_names = "span"
+    outputs = 2
+    width = 5
+
+    def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
+        """(T, 2): is this the first token of the answer, is it the last?"""
+        config = model.config
+        rate = config.dropout if config.dropout_form == "distilbert" else 0.0
+        logits: Tensor = model.task_head(model.drop(model.encoder(batch), rate))
+        return logits
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
+        assert batch.labels is not None
+        total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
+        correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
+        return Loss(total, len(batch.labels), correct)
+
+    def read(self, work: Work) -> int:
+        return work.tokens
+
+    def evaluate(
+        self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
+    ) -> tuple[np.ndarray, Tensor]:
+        rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
+        b = torch.from_numpy(assembler.lengths(host.rows)[1]).to(rows.device)
+        best = best_spans(rows, batch.cu_seqlens.diff() - 1 - b, b)
+        losses = torch.zeros_like(best[:, :1])
+        if batch.labels is not None:
+            each = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="none")
+            losses = each.view(-1, 2).mean(1, keepdim=True)
+        return host.rows, torch.cat([best, losses], 1)
+
+    def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
+        # a window without any text has no span: its score is -inf
+        bad = np.isnan(outputs[:, 1]) | np.isposinf(outputs[:, 1])
+        return bad | ~np.isfinite(np.delete(outputs, 1, 1)).all(1)
+
+    def has_labels(self, split: Split) -> bool:
+        return any(right is not None for right in right_answers(split))
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        columns = split.columns
+        return {
+            "no_answer": outputs[:, 0],
+            "best": outputs[:, 1],
+            "loss": outputs[:, 4],
+            "first": outputs[:, 2].astype(np.int64),
+            "last": outputs[:, 3].astype(np.int64),
+            "group": np.asarray(columns["group"]),
+            "label": np.asarray(columns["label"]),
+        }
+
+    def questions(self, outputs: np.ndarray, split: Split) -> Questions:
+        ids = texts(split.columns["question.id"])
+        return Questions(ids, answers(outputs, split)[0], right_answers(split))
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """SQuAD's metrics, and the loss as a mean over windows. A question is left unanswered if
+        "no answer" scores higher than its best span by more than `threshold`, by default 0 if there
+        are questions without an answer. Then the best threshold is told too."""
+        assert found.questions is not None
+        arrays, right = found.arrays, found.questions.right
+        _, margin = best_windows(arrays["best"], arrays["no_answer"], arrays["group"])
+        known = [i for i, answer in enumerate(right) if answer is not None]
+        if not known:
+            raise BadInput(f"the split {found.split!r} has no answers to score against")
+        wanted = [right[i] or [] for i in known]
+        said, margin = [found.questions.answer[i] for i in known], margin[known]
+        chosen = answered(said, margin, threshold(right, found.threshold))
+        scores = {"loss": float(arrays["loss"].astype(np.float64).mean())}
+        scores |= squad(chosen, wanted)
+        return scores | ({} if all(wanted) else squad_with_threshold(said, margin, wanted))
+
+    def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
+        """A line for each question: its answer, how far "no answer" lies above it, the question."""
+        said, margin = answers(outputs, split)
+        return {
+            "answer": answered(said, margin, math.inf if threshold is None else threshold),
+            "no_answer": [f"{value:.4f}" for value in margin],
+            "input": texts(split.columns["question.input"]),
+            "id": texts(split.columns["question.id"]),
+        }
+
+    def lines(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> str:
+        """JSON, as SQuAD's own script reads it: question id -> answer, "" for none."""
+        return json.dumps(by_question(outputs, split, threshold), ensure_ascii=False) + "\n"
+
+
+# --------------------------------------------------------------------- from logits to answers
+
+
+def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """Packed values (T, K) -> (N, L, K), with -inf after the end of a sequence."""
+    sizes = batch.cu_seqlens.diff()  # (N,)
+    row = torch.arange(len(sizes), device=values.device)
+    row = row.repeat_interleave(sizes, output_size=len(values))  # given, no device is waited for
+    out = values.new_full((len(sizes), batch.longest, values.size(1)), -torch.inf)
+    return out.index_put((row, batch.positions), values)
+
+
+def _log_probability(rows: Tensor) -> Tensor:
+    """(N, L, 2) -> (2 N, L): a row each for start and end, which CUDA sums deterministically."""
+    return rows.log_softmax(1).transpose(1, 2).flatten(0, 1)
+
+
+def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
+    """Start and end logits (N, L, 2) -> (N, 4): the score of "no answer", that of the best span,
+    its first and last token in the window. A score is the sum of two logits.
+
+    The window is tokens `second` to `second + lengths` of its row, (N,) each; "no answer" is the
+    first special token. A span is at most LONGEST tokens.
+    """
+    L = logits.size(1)
+    null = logits[:, 0].sum(1)
+    place = torch.arange(L, device=logits.device)
+    inside = (place >= second[:, None]) & (place < (second + lengths)[:, None])
+    start, end = (logits[..., i].masked_fill(~inside, -torch.inf) for i in (0, 1))
+    # (N, L, LONGEST): the scores of the spans from each place, one more token each time
+    ends = torch.nn.functional.pad(end, (0, LONGEST - 1), value=-torch.inf).unfold(1, LONGEST, 1)
+    score, flat = (start[:, :, None] + ends).flatten(1).max(1)
+    first = flat // LONGEST
+    return torch.stack([null, score, first - second, first + flat % LONGEST - second], 1)
+
+
+def best_windows(
+    best: np.ndarray, no_answer: np.ndarray, groups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The score of the best span and of "no answer" in each window, and the number of its question,
+    (N,) each -> each question's best window, (Q,), and how far "no answer" lies above it, (Q,)."""
+    order = np.lexsort((-best, groups))
+    windows = order[np.unique(groups[order], return_index=True)[1]]
+    null = np.full(len(windows), np.inf)
+    np.minimum.at(null, groups, no_answer)
+    return windows, null - best[windows]
+
+
+def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
+    """The outputs of all windows of a split -> the text of each question's best span over its
+    windows, and how far "no answer" lies above it, (Q,)."""
+    groups = np.asarray(split.columns["group"])
+    best, margin = best_windows(outputs[:, 1], outputs[:, 0], groups)
+    return [answer(split, row, int(outputs[row, 2]), int(outputs[row, 3])) for row in best], margin
+
+
+def answer(split: Split, row: int, first: int, last: int) -> str:
+    """The text of the context from token `first` to token `last` of a row's window, both counted
+    from 0 and included; "" where they are -1."""
+    if first < 0 or last < first:
+        return ""
+    columns = split.columns
+    context = int(columns["question.context"][columns["group"][row]])
+    window = int(columns["window"][row])
+    start = columns["context.starts"][context][window + first]
+    end = columns["context.ends"][context][window + last]
+    text: str = columns["context.text"].text(context)[start:end]
+    return text
+
+
+def right_answers(split: Split) -> list[list[str] | None]:
+    """All right answers of each question; None where they are not known."""
+    return [json.loads(text) for text in texts(split.columns["question.answers"])]
+
+
+def by_question(outputs: np.ndarray, split: Split, given: float | None = None) -> dict[str, str]:
+    """question id -> answer, "" for none; `given` is the threshold of `Predictions`."""
+    said, margin = answers(outputs, split)
+    chosen = answered(said, margin, threshold(right_answers(split), given))
+    return dict(zip(texts(split.columns["question.id"]), chosen, strict=True))
+
+
+def answered(said: list[str], margin: np.ndarray, threshold: float) -> list[str]:
+    """The answers; "" if "no answer" scores higher than the best span by more than `threshold`."""
+    return ["" if m > threshold else text for text, m in zip(said, margin, strict=True)]
+
+
+def threshold(wanted: Sequence[Sequence[str] | None], given: float | None) -> float:
+    """The given threshold. Without one it is 0 if some question has no answer, else infinite."""
+    if given is not None:
+        return given
+    return 0.0 if any(right == [] for right in wanted) else math.inf
+
+
+# ------------------------------------------------------------------------- SQuAD's metrics
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def plain_answer(text: str) -> str:
+    """Lower-cased, without punctuation, articles and extra white space (Rajpurkar et al. 2016)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def answer_scores(answer: str, wanted: Sequence[str]) -> tuple[float, float]:
+    """(exact match, F1 over words) of an answer, the best over those `wanted`; no wanted answer
+    means that none is right (Rajpurkar et al. 2018)."""
+    golds = [gold for gold in wanted if plain_answer(gold)] or [""]
+    found = plain_answer(answer)
+    exact = max(float(found == plain_answer(gold)) for gold in golds)
+    return exact, max(_word_f1(found.split(), plain_answer(gold).split()) for gold in golds)
+
+
+def _word_f1(found: list[str], gold: list[str]) -> float:
+    if not found or not gold:
+        return float(found == gold)
+    shared = sum((Counter(found) & Counter(gold)).values())
+    return 2 * shared / (len(found) + len(gold))
+
+
+def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """exact_match and f1, means over questions between 0 and 1. If there are both answerable and
+    unanswerable questions, each kind has its own means too."""
+    scores = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
+    has = np.array([len(w) > 0 for w in wanted])
+    parts = {"": np.ones(len(has), bool)}
+    if has.any() and not has.all():
+        parts |= {"answerable_": has, "unanswerable_": ~has}
+    return {
+        f"{part}{name}": float(scores[which, i].mean())
+        for part, which in parts.items()
+        for i, name in enumerate(("exact_match", "f1"))
+    }
+
+
+def squad_with_threshold(
+    answers: Sequence[str], no_answer: np.ndarray, wanted: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """The best exact_match and f1 that a threshold on `no_answer` can reach, and f1's threshold:
+    a question with a higher value is taken to have no answer (Rajpurkar et al. 2018)."""
+    given = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
+    none = np.array([answer_scores("", w) for w in wanted])
+    order = np.argsort(no_answer, kind="stable")
+    # with the first k questions answered, and the others not
+    totals = none.sum(0) + np.concatenate([[[0, 0]], np.cumsum((given - none)[order], 0)])
+    values = np.concatenate([[-np.inf], no_answer[order]])
+    # a threshold cannot tell equal values apart
+    allowed = np.append(values[1:] > values[:-1], True)
+    totals = np.where(allowed[:, None], totals, -1)
+    best = totals.argmax(0)
+    threshold = values[best[1]] if best[1] else no_answer.min() - 1
+    found = totals.max(0) / len(wanted)
+    return {
+        "best_exact_match": float(found[0]),
+        "best_f1": float(found[1]),
+        "best_threshold": float(threshold),
+    }

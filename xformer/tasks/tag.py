@@ -1,0 +1,180 @@
+"""A class of each word: parts of speech, entities, the structure of a protein.
+
+T tokens in the batch, K classes, S tokens of a split, W words of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.store import UNLABELLED, Split
+from xformer.data.tags import IGNORED, NO_LABEL, is_bio
+from xformer.tasks.task import (
+    HIGHER,
+    LOWER,
+    Loss,
+    Model,
+    Predictions,
+    Table,
+    Task,
+    no_labels,
+    of_rows,
+)
+
+
+class Tag(Task):
+    """One class a word; the word's first token stands for it. Evaluation keeps two numbers of each
+    token: 1 + its likeliest class (0: truncation cut it), and its loss."""
+
+    name = "tag"
+    stores = ("tag",)
+    metrics = {"loss": LOWER, "accuracy": HIGHER, "f1": HIGHER, "entity_f1": HIGHER}
+    arrays = {"label", "predicted", "loss"}
+    labelled = True
+    reads = "places"
+    architecture = "TokenClassification"
+    table_of_names = "tag"
+    width = 2
+
+    @property
+    def outputs(self) -> int:
+        return len(self.head.labels)
+
+    def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
+        """(M, outputs) of the labelled tokens; (T, outputs) if the batch names none."""
+        x = model.drop(model.encoder(batch, places=batch.places), dropout_of_tokens(model))
+        logits: Tensor = model.task_head(x)
+        return logits
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        logits = self.logits(model, batch).float()
+        assert batch.targets is not None
+        total = F.cross_entropy(logits, batch.targets, reduction="sum")
+        correct = (logits.detach().argmax(1) == batch.targets).sum().float()
+        return Loss(total, len(batch.targets), correct)
+
+    def read(self, work: Work) -> int:
+        return work.masked
+
+    def size(self, split: Split) -> int:
+        return split.tokens
+
+    def evaluate(
+        self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
+    ) -> tuple[np.ndarray, Tensor]:
+        logits = self.logits(model, replace(batch, places=None)).float()  # (T, K)
+        lengths = assembler.lengths(host.rows)[0]
+        inside = ragged_arange(host.cu_seqlens[:-1] + 1, lengths)
+        labels = np.full(len(host.tokens), IGNORED)
+        if host.places is not None:
+            labels[host.places] = host.targets
+        targets = torch.from_numpy(labels).to(logits.device)
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        losses = losses.where(logits.isfinite().all(1), torch.nan)  # also of tokens without a label
+        outputs = torch.stack([1.0 + logits.argmax(1), losses], 1)
+        offsets = assembler.split.columns["tokens"].offsets
+        places = ragged_arange(offsets[host.rows], lengths)
+        return places, outputs[torch.from_numpy(inside).to(logits.device)]
+
+    def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
+        offsets = np.asarray(split.columns["tokens"].offsets)
+        tokens = np.flatnonzero(~np.isfinite(outputs).all(1))
+        rows = np.searchsorted(offsets, tokens, "right") - 1
+        return np.isin(np.arange(split.rows), rows)
+
+    def has_labels(self, split: Split) -> bool:
+        labels = np.asarray(split.columns["labels"].values)
+        return bool(((labels != IGNORED) & (labels != UNLABELLED)).any())
+
+    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        column = split.columns["labels"]
+        label = np.asarray(column.values)
+        words = label != IGNORED
+        row = np.repeat(np.arange(split.rows), column.lengths(np.arange(split.rows)))
+        return {
+            "row": row[words],
+            "label": label[words],
+            "loss": outputs[words, 1],
+            "predicted": outputs[words, 0].astype(np.int64) - 1,
+        }
+
+    def score(self, found: Predictions) -> dict[str, float]:
+        """loss, accuracy and f1 (the mean over classes) of labelled words, and entity_f1 if the
+        classes are those of entities. Words that truncation cut are not scored."""
+        row, label, predicted = (found.arrays[name] for name in ("row", "label", "predicted"))
+        scored = (label != UNLABELLED) & (predicted >= 0)
+        if not scored.any():
+            raise no_labels(found.split)
+        seen = scored & (label >= 0)
+        losses = found.arrays["loss"][seen].astype(np.float64)
+        scores = {"loss": float(losses.mean())} if seen.any() else {}
+        row, label, predicted = row[scored], label[scored], predicted[scored]
+        scores |= tagging(predicted, label, len(self.head.labels))
+        if is_bio(self.head.labels):
+            scores["entity_f1"] = entity_f1(predicted, label, row, self.head.labels)
+        return scores
+
+    def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
+        """The predicted classes of a row's words; NO_LABEL if a word was cut."""
+        names = np.array([NO_LABEL, *self.head.labels], object)
+        column, labels = split.columns["labels"], []
+        for row in range(split.rows):
+            places = column.offsets[row] + np.flatnonzero(column[row] != IGNORED)
+            labels.append(" ".join(names[outputs[places, 0].astype(np.int64)]))
+        return {"labels": labels} | of_rows(split)
+
+
+def dropout_of_tokens(model: Model) -> float:
+    """The dropout before a head that reads every token."""
+    config = model.config
+    return config.dropout if config.dropout_form == "distilbert" else config.before_head
+
+
+def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
+    """accuracy, and f1 as the mean over all `classes`, from the class numbers of words, (W,) each.
+    A label outside the classes counts as wrong."""
+    from sklearn.metrics import f1_score
+
+    f1 = f1_score(labels, predictions, labels=range(classes), average="macro", zero_division=0)
+    return {"accuracy": float((predictions == labels).mean()), "f1": float(f1)}
+
+
+def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
+    """(first word, last word, type) of every entity in a row of labels O, B-X and I-X. An I-X that
+    follows neither B-X nor I-X begins an entity, as in the script of Tjong Kim Sang & De Meulder
+    2003."""
+    found, start, kind = set(), 0, ""
+    for i, label in enumerate([*labels, "O"]):
+        mark, _, its = label.partition("-")
+        if kind and (mark != "I" or its != kind):
+            found.add((start, i - 1, kind))
+            kind = ""
+        if mark != "O" and not kind:
+            start, kind = i, its
+    return found
+
+
+def entity_f1(
+    predictions: np.ndarray, labels: np.ndarray, rows: np.ndarray, classes: Sequence[str]
+) -> float:
+    """F1 over entities; an entity is right if all its words and its type are.
+
+    predictions and labels are class numbers (W,), rows (W,) the row of each word. A word whose
+    label lies outside the classes belongs to no entity. Without any entity the result is 1.
+    """
+    names = np.array([*classes, "O"], object)
+    named = names[predictions], names[np.where(labels < 0, len(classes), labels)]
+    cuts = np.flatnonzero(np.diff(rows)) + 1
+    right = both = 0
+    for ours, gold in zip(*(np.split(side, cuts) for side in named), strict=True):
+        ours_of_row, gold_of_row = entities(ours), entities(gold)
+        right += len(ours_of_row & gold_of_row)
+        both += len(ours_of_row) + len(gold_of_row)
+    return 2 * right / both if both else 1.0
