@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xformer.data.errors import BadInput, one_line, say
+from xformer.data.display import one_line, say
+from xformer.data.errors import BadInput
 
 SHOWN = 10  # bad rows listed one by one
 

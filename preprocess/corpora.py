@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 
 from .binarize import PACKED, check_files, plain_name
 

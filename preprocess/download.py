@@ -19,7 +19,8 @@ from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from xformer.data.errors import BadInput, Failure, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import file_checksum, read_json, sync, write_json
 
 from .progress import progress

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from xformer.data.errors import BadInput, Failure, Interrupted, say, typed
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure, Interrupted, typed
 from xformer.data.files import (
     atomic_directory,
     cache_folder,

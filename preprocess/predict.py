@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer

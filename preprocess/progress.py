@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from xformer.data.errors import escaped, say
+from xformer.data.display import escaped, say
 
 EVERY = 10.0  # seconds between two plain lines
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from xformer.data.errors import Failure, say
+from xformer.data.display import say
+from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
 
 from .arguments import add_output, check_output

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 
 from . import splits
 from .arguments import number

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data.errors import BadInput, Failure, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
 from xformer.data.store import TEXTS, Ragged, Store, open_store

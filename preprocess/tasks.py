@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer

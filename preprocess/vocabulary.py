@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xformer.data import published, tokenizers
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
 from . import corpora

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from xformer.data import published, tokenizers
+from xformer.data.display import say
 from xformer.data.english import english
-from xformer.data.errors import BadInput, say
+from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer

@@ -21,7 +21,8 @@ from helpers import CLASSIFY, ROOT, SMOKE, Done, Forks, good, refused, training
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xformer.data.errors import BadInput, escaped, one_line, put
+from xformer.data.display import escaped, one_line, put
+from xformer.data.errors import BadInput
 from xformer.data.store import create_store, open_store
 
 INPUTS = 3  # random ones a reader
@@ -132,7 +133,7 @@ def test_nothing_is_interpreted(path: Path) -> None:
             assert not any(k.arg == "shell" for k in node.keywords), ast.unparse(node)
 
 
-PRINTER = ROOT / "xformer/data/errors.py"
+PRINTER = ROOT / "xformer/data/display.py"
 STREAMS = {"sys.stdout.write", "sys.stderr.write"}
 
 
@@ -142,8 +143,8 @@ def test_one_place_prints(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            assert name != "print", f"line {node.lineno}: use say of xformer.data.errors"
-            assert name not in STREAMS, f"line {node.lineno}: use put of xformer.data.errors"
+            assert name != "print", f"line {node.lineno}: use say of xformer.data.display"
+            assert name not in STREAMS, f"line {node.lineno}: use put of xformer.data.display"
             if name.endswith("bar.write"):
                 assert ast.unparse(node.args[0]).startswith("escaped("), f"line {node.lineno}"
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer.config import WIDTH, find_recipe, nearest, recipes
-from xformer.data.errors import BadInput, put, say
+from xformer.data.display import put, say
+from xformer.data.errors import BadInput
 from xformer.start import run
 
 TRAIN = r"""Pre-train or fine-tune: one loop, told what to do by a recipe.

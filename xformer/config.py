@@ -30,7 +30,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from xformer.data.errors import BadInput, say, typed
+from xformer.data.display import say
+from xformer.data.errors import BadInput, typed
 
 WIDTH = 100  # columns of help
 SHORT = {"seed": "all"}  # `seed = N` is short for `seed.all = N`

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from xformer.config import Settings
-from xformer.data.errors import BadInput, Failure, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
 from xformer.watch import Watch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt

@@ -23,7 +23,8 @@ from xformer import distributed, provenance
 from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
 from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput, put, say
+from xformer.data.display import put, say
+from xformer.data.errors import BadInput
 from xformer.data.files import write_text
 from xformer.data.joined import open_stores
 from xformer.data.store import open_store

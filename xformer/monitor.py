@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from xformer.data.errors import Failure, escaped, reason, say
+from xformer.data.display import escaped, say
+from xformer.data.errors import Failure, reason
 from xformer.data.files import sync
 
 SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields that are no curve

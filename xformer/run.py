@@ -24,7 +24,8 @@ from typing import Any, TextIO
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.files import (
     ASIDE,
     RUN_MANIFEST,

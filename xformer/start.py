@@ -16,15 +16,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from xformer.data.errors import (
-    OF_THE_DISK,
-    BadInput,
-    Failure,
-    Interrupted,
-    one_line,
-    reason,
-    say,
-)
+from xformer.data.display import one_line, say
+from xformer.data.errors import OF_THE_DISK, BadInput, Failure, Interrupted, reason
 
 # by any of these a user decides how OpenMP's threads wait
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -22,7 +22,7 @@ from xformer import distributed, optim
 from xformer.config import load
 from xformer.data import mapping
 from xformer.data.batch import Batch
-from xformer.data.errors import say
+from xformer.data.display import say
 from xformer.data.files import read_json
 from xformer.data.hashing import key
 from xformer.distributed import Ranks

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from xformer.data.errors import say
+from xformer.data.display import say
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds after which a rank counts as gone

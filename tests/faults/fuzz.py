@@ -34,7 +34,8 @@ from typing import Any
 
 from helpers import ROOT
 
-from xformer.data.errors import OF_THE_DISK, one_line
+from xformer.data.display import one_line
+from xformer.data.errors import OF_THE_DISK
 
 HANG = 20  # seconds
 DEATHS = 20  # of a reader's process, after which it is left alone

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from xformer.config import nearest
-from xformer.data.errors import BadInput, say, typed
+from xformer.data.display import say
+from xformer.data.errors import BadInput, typed
 from xformer.start import run
 
 # by name: the module, and what it shows

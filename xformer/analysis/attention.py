@@ -29,7 +29,8 @@ from xformer.analysis.examples import (
     look_inside,
     open_examples,
 )
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 
 READABLE = 24  # tokens of an example whose maps are drawn, at most, if one is so short
 

@@ -38,7 +38,8 @@ from xformer.analysis.examples import (
     parse_layers,
 )
 from xformer.analysis.figure import many
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, read_own_json, sync, write_json
 
 FORMAT = 1

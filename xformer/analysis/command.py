@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data.errors import BadInput, Failure, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import make_directory, write_json
 
 

@@ -39,7 +39,8 @@ from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint
 from xformer.config import validate
 from xformer.data.batch import Batch, Work
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
 from xformer.distributed import Ranks, SystemConfig, slow_precision
 from xformer.optim import OptimConfig

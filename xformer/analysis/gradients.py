@@ -40,7 +40,8 @@ from xformer.analysis.examples import (
     open_examples,
 )
 from xformer.data.batch import Batch
-from xformer.data.errors import BadInput, Failure, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
 from xformer.feed import to_device
 from xformer.model.encoder import Encoder
 from xformer.ops.native import only_plain

@@ -30,7 +30,8 @@ from xformer.analysis.command import Command, publish
 from xformer.analysis.examples import ExamplesConfig, look_inside, open_examples, parse_layers
 from xformer.analysis.factor import Basis, Factor, basis
 from xformer.config import Paths
-from xformer.data.errors import BadInput, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput
 
 Variant = Literal["definition", "svcca", "anatome"]
 Stream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]

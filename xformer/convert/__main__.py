@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from xformer.data.errors import BadInput, lacks, say, typed
+from xformer.data.display import say
+from xformer.data.errors import BadInput, lacks, typed
 from xformer.data.files import refuse_existing
 from xformer.start import run
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data.errors import OF_THE_DISK, BadInput, Failure, say, typed
+from xformer.data.display import say
+from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 
 BLOCK = 64 * 2**20  # bytes under one checksum
 PACKAGE = Path(__file__).parents[1]  # whose micro/ holds encoders that come with it

@@ -25,7 +25,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from xformer.config import Settings, find_recipe, load, toml_text
-from xformer.data.errors import BadInput, Failure, Interrupted, escaped, say, typed
+from xformer.data.display import escaped, say
+from xformer.data.errors import BadInput, Failure, Interrupted, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
 from xformer.study import pool, registered, verify

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from xformer.data.errors import Failure, say
+from xformer.data.display import say
+from xformer.data.errors import Failure
 from xformer.start import run
 from xformer.study.report import FineTuned, PreTrained, write_report
 

@@ -15,7 +15,8 @@ from shutil import which
 from typing import Any, Protocol
 
 from xformer import provenance
-from xformer.data.errors import BadInput, lacks, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, lacks
 from xformer.study.job import Command, become
 from xformer.study.plan import Work, to_do
 

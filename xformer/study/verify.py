@@ -18,7 +18,8 @@ from pydantic import Field
 from xformer import checkpoint as checkpoints
 from xformer import distributed, provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
-from xformer.data.errors import BadInput, Failure, say
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.monitor import records
 from xformer.prepare import DROPOUT_SETTINGS

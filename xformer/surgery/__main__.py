@@ -15,7 +15,8 @@ from typing import NoReturn
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.config import show, type_name, wrapped
-from xformer.data.errors import BadInput, say, typed
+from xformer.data.display import say
+from xformer.data.errors import BadInput, typed
 from xformer.start import run
 from xformer.surgery.operations import CLASSES, Transplant, apply, parse
 
