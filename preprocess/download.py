@@ -19,11 +19,9 @@ from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import file_checksum, read_json, sync, write_json
-
-from .progress import progress
 
 BLOCK = 2**20  # bytes read at once
 TIMEOUT = 30.0  # seconds without a byte until a connection counts as broken
@@ -180,16 +178,14 @@ def _write(answer: HTTPResponse, file: File, part: Path, start: int) -> None:
     # what is unpacked or copied from the file takes at least as much again
     check_space(part.parent, 2 * (total or 0) - start)
     came = start
-    resumed = f", resumed at {start / 1e6:.1f} MB" if start else ""
-    with part.open("ab") as out, progress(file.name + resumed, (total or 0) - start, "B") as shown:
+    with part.open("ab") as out, Progress(file.name, total or 0, "B", start) as shown:
         while came != total and (block := _read(answer, file.url)):
             came += len(block)
             if came > (MOST if total is None else total):
                 part.unlink()
                 raise Failure(f"{file.url}: more bytes come than the {total or MOST:,} allowed")
             out.write(block)
-            if total is not None or shown.bar is not None:  # no share of an unknown size in a log
-                shown.add(len(block))
+            shown.advance(len(block))
     if total is not None and came < total:
         raise _BrokenError(f"the connection broke after {came:,} of {total:,} bytes")
 

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
+from xformer.data.display import Progress
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Store, create_store, open_store
 
 from .arguments import add_output, check_output, number, origin, summarise
-from .progress import progress
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
             split = source.split(name)
             with (
                 store.split(name) as out,
-                progress(f"pairing {name}", arguments.rounds * split.rows, "rows") as shown,
+                Progress(f"pairing {name}", arguments.rounds * split.rows, "rows") as shown,
             ):
                 for turn in range(arguments.rounds):
                     generator = np.random.default_rng([arguments.seed, i, turn])
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
                         for text, rows in zip(texts, (first[part], second[part]), strict=True):
                             out.append_ragged(text, *gather(split.columns["tokens"], rows))
                         out.append("label", label[part])
-                        shown.add(len(first[part]))
+                        shown.advance(len(first[part]))
         made = {"kind": kind, "rounds": arguments.rounds, "seed": arguments.seed}
         record = {**origin(), "pairs": made, "store": _source(source)}
         store.finish("class", CLASSES[kind], "accuracy", record)

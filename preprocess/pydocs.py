@@ -27,12 +27,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
 
 from .arguments import add_output, check_output
-from .progress import progress
 
 # tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
 # is used where there is some, but no class rests on them
@@ -115,9 +114,9 @@ def docstrings(library: Path) -> Iterator[tuple[str, str]]:
             for part in path.relative_to(library).parts
         )
     ]
-    with progress("reading the standard library", len(paths), "files") as shown:
+    with Progress("reading the standard library", len(paths), "files") as shown:
         for path in paths:
-            shown.add(1)
+            shown.advance(1)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # old escapes in other people's strings

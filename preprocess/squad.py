@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import SplitWriter, create_store
@@ -31,7 +31,6 @@ from xformer.data.tokenizers import Tokenizer
 from .arguments import add_output, check_output, number, origin, summarise
 from .bad import BadRows
 from .binarize import check_files, sources
-from .progress import progress
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once
@@ -278,13 +277,13 @@ class Writer:
 
     def write(self, paragraphs: list[tuple[str, str, list[Question]]]) -> Counts:
         """Write the rows of all questions: (title, context, its questions) of every paragraph."""
-        with progress(
+        with Progress(
             f"encoding {self.split.directory.name}", len(paragraphs), "contexts"
         ) as shown:
             for start in range(0, len(paragraphs), BLOCK):
                 block = paragraphs[start : start + BLOCK]
                 self._block(block)
-                shown.add(len(block))
+                shown.advance(len(block))
         return self.counts
 
     def _block(self, block: list[tuple[str, str, list[Question]]]) -> None:

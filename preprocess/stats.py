@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKED
 from xformer.data.files import write_json
@@ -20,7 +20,6 @@ from xformer.data.tags import IGNORED
 
 from . import figure
 from .arguments import add_json, check_file
-from .progress import progress
 
 BLOCK = 2**22  # values read at once
 
@@ -151,7 +150,7 @@ def survey(store: Store) -> dict[str, Survey]:
     columns = {name: texts(store, name) for name in store.splits}
     total = sum(len(column.values) for split in columns.values() for column in split.values())
     found = {}
-    with progress("counting", total, "tokens") as shown:
+    with Progress("counting", total, "tokens") as shown:
         for name in store.splits:
             split = store.split(name)
             lengths = {column: row_lengths([values]) for column, values in columns[name].items()}
@@ -159,7 +158,7 @@ def survey(store: Store) -> dict[str, Survey]:
             tags = split.columns.get("labels")  # one a word
             label = split.columns.get("label") if tags is None else tags.values
             labels = None if label is None else _labels(store, label)
-            counts = id_counts(store, name, shown.add)
+            counts = id_counts(store, name, shown.advance)
             found[name] = Survey(split.rows, counts, lengths, together, labels)
     return found
 
@@ -248,9 +247,9 @@ def verify(path: Path) -> None:
         for name, file in split["files"].items()
     }
     wrong: dict[str, list[int]] = {name: [] for name in sizes}
-    with progress("verifying", sum(sizes.values()), "B") as shown:
+    with Progress("verifying", sum(sizes.values()), "B") as shown:
         for name, block, good in store.verify():
-            shown.add(min(CHECKED, sizes[name] - block * CHECKED))
+            shown.advance(min(CHECKED, sizes[name] - block * CHECKED))
             if not good:
                 wrong[name].append(block)
     for name, blocks in wrong.items():

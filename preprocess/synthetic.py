@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data import tokenizers
+from xformer.data.display import Progress
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import SplitWriter, Store, create_store, open_store
 
@@ -51,7 +52,6 @@ from .arguments import (
     share,
     summarise,
 )
-from .progress import progress
 from .stats import id_counts
 
 BLOCK = 2**20  # tokens made at once, and
@@ -291,10 +291,10 @@ def write_split(
         blocks = make_in_processes(corpus, table, name, tokens, workers)
     else:
         blocks = make_blocks(corpus, table, name, tokens)
-    with progress(f"making {name}", tokens, "tokens") as shown, closing(blocks):
+    with Progress(f"making {name}", tokens, "tokens") as shown, closing(blocks):
         for lengths, block in zip(draw_lengths(corpus, name, tokens), blocks):  # noqa: B905
             split.append_ragged("tokens", block, lengths)
-            shown.add(len(block))
+            shown.advance(len(block))
 
 
 def write_store(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
@@ -32,7 +32,6 @@ from xformer.data.tokenizers import Tokenizer
 from .arguments import add_output, check_output, number, origin, summarise
 from .bad import BadRows
 from .binarize import BATCH, check_files, sources
-from .progress import progress
 from .tables import ending, stem
 from .words import Encoder
 
@@ -169,10 +168,10 @@ def write_task(
                 rows, classes = each_ending(rows), ending_numbers(survey.choices)
             writer = Writer(splits, Encoder(tokenizer), classes)
             total = sum(survey.rows.values()) * survey.choices
-            with progress("encoding", total, "rows") as shown:
+            with Progress("encoding", total, "rows") as shown:
                 for batch in batches(rows):
                     writer.append(batch)
-                    shown.add(len(batch))
+                    shown.advance(len(batch))
         origin = {**origin, "sources": sources(task.files), "columns": task.columns}
         origin |= task.bad.as_origin() | ({"unseen": unseen} if unseen else {})
         origin |= {"left_out_rows": task.left_out.count} if task.left_out.count else {}

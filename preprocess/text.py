@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer.data import tokenizers
+from xformer.data.display import Progress
 from xformer.data.errors import BadInput
 from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
@@ -32,7 +33,6 @@ from .binarize import BATCH, RowCutter, not_utf8, open_binary, sources
 from .fasta import read_fasta
 from .java import read_java
 from .jsonl import read_json_texts
-from .progress import progress
 from .words import EAST_ASIAN, MARKS
 from .workers import Encoders
 
@@ -224,8 +224,8 @@ def write_split(
     """Encode the files' documents into rows of at most `max_tokens` ids, and count their words."""
     cutter, seams, words = RowCutter(split, max_tokens), Seams(), 0
     total = sum(path.stat().st_size for path in paths)
-    with progress(f"encoding {split.directory.name}", total, "B") as shown:
-        segments = seams.watch(read_documents(paths, options, shown.add))
+    with Progress(f"encoding {split.directory.name}", total, "B") as shown:
+        segments = seams.watch(read_documents(paths, options, shown.advance))
         for ids, lengths, ends, found in encoders.encode(batches(segments)):
             cutter.add(ids, lengths, ends)
             words += found

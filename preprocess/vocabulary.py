@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xformer.data import published, tokenizers
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
 from . import corpora
 from .arguments import add_output, check_output, expression, number
 from .bad import BadRows
-from .progress import Progress, progress
 from .text import TextOptions, read_documents
 
 
@@ -32,10 +31,10 @@ def learn(
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
     if kind == "wordpiece":  # without them its trainer's choice among equals is random
-        with progress("looking for characters", total, "B") as shown:
-            for text, _ in read_documents(paths, options, shown.add):
+        with Progress("looking for characters", total, "B") as shown:
+            for text, _ in read_documents(paths, options, shown.advance):
                 characters.update(text)
-    with progress("reading", total, "B") as shown:
+    with Progress("reading", total, "B") as shown:
         return _Training(kind, paths, vocab_size, lowercase, characters, options, shown).result()
 
 
@@ -69,7 +68,7 @@ class _Training(threading.Thread):
         """The files' texts; what goes wrong is kept, as the libraries that read them reword it."""
         found = False
         try:
-            for text, _ in read_documents(self.paths, self.options, self.shown.add):
+            for text, _ in read_documents(self.paths, self.options, self.shown.advance):
                 if self.stopped.is_set():
                     self.parked.set()
                     threading.Event().wait()  # for the end of the process

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data import published, tokenizers
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.english import english
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
@@ -23,7 +23,6 @@ from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 
 from .arguments import add_json, check_file
-from .progress import Progress, progress
 
 WINDOW = 10  # pieces in a context
 MOST = 5  # a context with more English-like pieces than these is English-like
@@ -83,7 +82,7 @@ def _windows(
             ends = last - before
             counts = sums[ends] - np.where(ends >= WINDOW, sums[ends - WINDOW], 0)
             yield counts, place % WINDOW == WINDOW - 1
-            shown.add(stop - start)
+            shown.advance(stop - start)
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def describe(store: Store) -> dict[str, Any]:
     """
     splits: dict[str, dict[str, Any]] = {}
     total = sum(store.split(name).tokens for name in store.splits)
-    with progress("counting", total, "tokens") as shown:
+    with Progress("counting", total, "tokens") as shown:
         for name in store.splits:
             found = contexts(store, name, shown)
             splits[name] = {

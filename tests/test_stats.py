@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xformer.data import files, store, tokenizers
+from xformer.data import display, files, store, tokenizers
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, create_store, open_store
-from xformer.preprocess import cli, figure, progress, stats
+from xformer.preprocess import cli, figure, stats
 
 LABELS = ["cat", "dog", "a label so long that it is cut somewhere"]
 SPLITS = {"train": 300, "valid": 40, "test": 20}
@@ -210,7 +210,7 @@ def test_refused(tmp_path, monkeypatch, capsys, option, file, phrase):
 
 def test_progress_is_shown(tmp_path, monkeypatch, capsys):
     found, _ = write(tmp_path / "s", "class")
-    monkeypatch.setattr(progress, "EVERY", 0)
+    monkeypatch.setattr(display, "EVERY", 0)
     command(monkeypatch, "stats", tmp_path / "s")
     tokens = sum(int(stats.id_counts(found, name).sum()) for name in SPLITS)
     said = capsys.readouterr().err.splitlines()

@@ -181,7 +181,11 @@ def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: P
     _, err = first.communicate()
     assert first.returncode != 0
     assert err.count("the same command continues") == 1, err
-    good(command(*training(SMOKE, data.text, stopped, *steps), ranks=2))
+    continued = good(command(*training(SMOKE, data.text, stopped, *steps), ranks=2))
+    *_, last = (line for line in continued.err.splitlines() if line.startswith("train "))
+    assert "  100%, 80 of 80 steps, 0 s left" in last
+    assert "  loss " in last
+    assert "  tokens/s " in last
     good(reference.wait())
     same(stopped, straight)
     drawn_once(stopped)

@@ -8,11 +8,11 @@ import pytest
 from helpers import command, good, refused
 
 from xformer.data import tokenizers
+from xformer.data.display import Progress
 from xformer.data.english import english
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, create_store, open_store
 from xformer.preprocess import vocabulary_figures as figures
-from xformer.preprocess.progress import Progress
 
 SPECIAL = {piece: i for i, piece in enumerate(tokenizers.BERT_SPECIAL.values())}
 PIECES = ["a", "##b", "Cd", "1", "##2", "é", "a1", "...", "##", "中"]  # the first three are English

@@ -1,5 +1,5 @@
-"""What a run tells the world: `log.jsonl` (the truth), TensorBoard drawn from it, one progress bar
-on a terminal, plain lines in a log. Only rank 0 speaks.
+"""What a run tells the world: `log.jsonl` (the truth), TensorBoard drawn from it, a progress bar on
+a terminal, plain lines in a log. Only rank 0 speaks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from xformer.data.display import escaped, say
+from xformer.data.display import Progress, figure, say
 from xformer.data.errors import Failure, reason
 from xformer.data.files import sync
 
@@ -41,10 +40,7 @@ class Monitor:
         if self.board.empty:
             for record in records(run):
                 self._on_board(partial(self._draw, record))
-        self.terminal = sys.stderr.isatty()
-        self.bar = tqdm(
-            initial=done, total=total, unit=unit, disable=not self.terminal, dynamic_ncols=True
-        )
+        self.progress = Progress("training", total, f"{unit}s", done, lines=False, stay=True)
 
     def __enter__(self) -> Monitor:
         return self
@@ -57,7 +53,7 @@ class Monitor:
     ) -> None:
         if not self.active:
             return
-        self.bar.close()
+        self.progress.close()
         self._on_board(self.board.close)
         self._write()
         self.file.close()
@@ -75,15 +71,12 @@ class Monitor:
     def advance(self, done: int) -> None:
         """Move the bar to `done`."""
         if self.active:
-            self.bar.update(done - self.bar.n)
+            self.progress.advance(done - self.progress.done)
 
     def say(self, *lines: str) -> None:
         """Lines for the person watching; not part of the log."""
-        for line in lines if self.active else ():
-            if self.terminal:
-                self.bar.write(escaped(line), file=sys.stderr)
-            else:
-                say(line, error=True)
+        if self.active:
+            say(*lines, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Log one event; numbers become TensorBoard curves under their event's name."""
@@ -93,14 +86,18 @@ class Monitor:
         self.unwritten += json.dumps(record).encode() + b"\n"
         self._write()
         self._on_board(lambda: self._draw(record))
-        short = {k: v for k, v in values.items() if isinstance(v, int | float)}
-        line = "  ".join(f"{k} {_show(v)}" for k, v in short.items())
-        if self.terminal and event == "train":
-            shown = {"loss": "loss", "lr": "lr", "tokens/s": "real_tokens_per_second"}
-            self.bar.set_postfix({k: _show(short[v]) for k, v in shown.items()})
+        short = {
+            "tokens/s" if name == "real_tokens_per_second" else name: value
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
+        if event == "train" and self.progress.bar is not None:
+            self.progress.advance(0, **{name: short[name] for name in ("loss", "tokens/s", "lr")})
         elif short:
+            line = "  ".join(f"{name} {figure(value)}" for name, value in short.items())
             split = f"{values['split']}  " if "split" in values else ""
-            self.say(f"{event:<10} step {step:>6}  {split}{line}")
+            state = f"  {self.progress.state()}" if event == "train" else ""
+            self.say(f"{event:<10} step {step:>6}  {split}{line}{state}")
 
     def _write(self) -> None:
         """What is to be written of the log; where the disk refuses, it stays to be written."""
@@ -191,10 +188,6 @@ class Board:
 
     def close(self) -> None:
         self.writer.close()
-
-
-def _show(value: float) -> str:
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def records(run: Path) -> list[dict[str, Any]]:

@@ -6,18 +6,16 @@ import math
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
-from tqdm import tqdm
 
 from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import make_directory, write_json
 
@@ -44,7 +42,6 @@ class Output(Settings):
 
 
 Item = TypeVar("Item")
-QUIET = 30  # seconds between two lines of progress where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -102,21 +99,11 @@ def check_output(config: Output, name: str) -> None:
 def progress(
     items: Iterable[Item], total: float, unit: str, size: Callable[[Item], float] = lambda _: 1
 ) -> Iterator[Item]:
-    """The items, with a bar on a terminal and else a line every half minute; `size` of each adds up
-    to `total`."""
-    terminal = sys.stderr.isatty()
-    done, begun = 0.0, time.monotonic()
-    said = begun
-    with tqdm(total=total, unit=f" {unit}", disable=not terminal, dynamic_ncols=True) as bar:
+    """The items, while a Progress is shown; `size` of each adds up to `total`."""
+    with Progress("analyzing", total, unit, stay=True) as shown:
         for item in items:
             yield item
-            done += size(item)
-            bar.update(size(item))
-            now = time.monotonic()
-            if not terminal and now - said > QUIET and done < total:
-                left = (total - done) * (now - begun) / done
-                say(f"{done:,.0f} of {total:,.0f} {unit}, {left:,.0f} s to go", error=True)
-                said = now
+            shown.advance(size(item))
 
 
 def made() -> dict[str, Any]:
