@@ -18,19 +18,19 @@ import signal
 import sys
 import time
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
-from tqdm import tqdm
 
 from xformer.config import Settings, find_recipe, load, toml_text
-from xformer.data.display import escaped, say
+from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Failure, Interrupted, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
 from xformer.study import pool, registered, verify
-from xformer.study.cost import Costs, hours
+from xformer.study.cost import Costs
 from xformer.study.curves import averaged, curves_figure
 from xformer.study.fit import check_plan, unchecked
 from xformer.study.ledger import Ledger
@@ -189,10 +189,8 @@ def work_off(
     """Run what is to be done of a plan, showing how far it is and when it will be done."""
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
-    form = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} s of work {elapsed} < {remaining} {desc}"
     try:
-        with tqdm(bar_format=form, disable=not sys.stderr.isatty()) as bar:
-            progress = Progress(plan, costs, ledger, executor.slots, bar)
+        with Progressing(plan, costs, ledger, executor.slots) as progress:
 
             def changed(outcomes: dict[str, pool.Outcome]) -> None:
                 progress.show(outcomes)
@@ -207,26 +205,23 @@ def work_off(
                 prepare,
                 wanted=plan.wanted,
                 pause=plan.root / "PAUSE",
-                tell=progress.tell,
+                tell=partial(say, error=True),
             )
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
-class Progress:
+class Progressing(Progress):
     """What is said while a study runs: a line for each work that ends, with the time left, and a
     bar on a terminal. It puts finished works into the ledger."""
 
-    def __init__(self, plan: Plan, costs: Costs, ledger: Ledger, slots: int, bar: Any):
-        self.plan, self.ledger, self.slots, self.bar = plan, ledger, slots, bar
+    def __init__(self, plan: Plan, costs: Costs, ledger: Ledger, slots: int):
+        self.plan, self.ledger, self.slots = plan, ledger, slots
         self.open = to_do(plan.works.values(), plan.wanted)
         self.said: set[str] = set()
         self._estimate(costs)
-
-    def tell(self, line: str) -> None:
-        """A line on standard error, above the bar."""
-        self.bar.write(escaped(line), file=sys.stderr)
+        super().__init__("study", len(plan.works), "works", lines=False, stay=True)
 
     def show(self, outcomes: dict[str, pool.Outcome]) -> None:
         """Say what has ended since the last time."""
@@ -236,19 +231,25 @@ class Progress:
             if self.open.pop(key, None):
                 if time.monotonic() > self.estimated + AGAIN:  # by now more stores are there
                     self._estimate(Costs(self.plan))
-                self.bar.update(min(round(self.left.pop(key, 0.0)), self.bar.total - self.bar.n))
-            for line in self._lines(outcome):
-                self.tell(line)
+                self.seconds.pop(key, None)
+                self.ended = time.monotonic()
+            self.advance(1)
+            say(*self._lines(outcome), error=True)
             if outcome.state in ("done", "there"):
                 line = self.ledger.keep(outcome.work, again=outcome.state == "done")
                 if line:
-                    self.tell(line)
-        self.bar.set_description_str(f"{len(self.said)} of {len(self.plan.works)} works")
+                    say(line, error=True)
+        self.advance(0)  # the time left is another one now
+
+    def left(self) -> float:
+        """Seconds to the end: what the open works will cost, less the time since one ended."""
+        rest = sum(self.seconds.values()) / max(1, min(self.slots, len(self.seconds)))
+        return max(0.0, rest - (time.monotonic() - self.ended))
 
     def _estimate(self, costs: Costs) -> None:
-        self.left = {key: costs.seconds(work) for key, work in self.open.items()}
-        self.bar.total = self.bar.n + round(sum(self.left.values()))
+        self.seconds = {key: costs.seconds(work) for key, work in self.open.items()}
         self.estimated = time.monotonic()
+        self.ended = self.estimated
 
     def _lines(self, outcome: pool.Outcome) -> list[str]:
         """The lines on a work that has ended."""
@@ -257,8 +258,7 @@ class Progress:
         line = f"[{len(self.said)}/{len(self.plan.works)}] {outcome.work.name}: {outcome.state}"
         if outcome.state != "done":
             return [line, *(f"    {text}" for text in outcome.why.splitlines())]
-        rest = sum(self.left.values()) / max(1, min(self.slots, len(self.left)))
-        after = f"; about {hours(rest)} left" if self.left else ""
+        after = f"; about {duration(self.left())} left" if self.seconds else ""
         return [f"{line}, {outcome.seconds:.0f} s{after}"]
 
 
@@ -279,7 +279,7 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         state, cost = "not needed", ""
         if key in todo:
             state = "missing" if work.missing else "to do"
-            cost = hours(costs.seconds(work)) if costs.known(work) else "?"
+            cost = duration(costs.seconds(work)) if costs.known(work) else "?"
         elif work.done or key in kept:
             state = "there"
         lines.append(f"{key}  {state:<10} {cost:>9}  {work.name}")
@@ -287,9 +287,9 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
     estimate = "no estimate of their time"
     if known:
         total = sum(costs.seconds(work) for work in known)
-        estimate = f"about {hours(total)} of work for {len(known)} of them"
+        estimate = f"about {duration(total)} of work for {len(known)} of them"
         if slots > 1:
-            estimate += f", {hours(total / min(slots, len(known)))} with {slots} at once"
+            estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"
     lines.append(
         f"{len(plan.works)} works, {len(todo)} to do, {estimate if todo else 'all is there'}"
     )

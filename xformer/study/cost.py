@@ -93,10 +93,3 @@ def _store_size(path: Path) -> tuple[int, int] | None:
         return max(1, split["rows"]), split["tokens"]
     except (BadInput, KeyError, TypeError, OSError):
         return None
-
-
-def hours(seconds: float) -> str:
-    """1:02 h, 3.5 min, 12 s."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600):,}:{int(seconds % 3600 // 60):02} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -19,9 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
-
-from xformer.data.display import say
+from xformer.data.display import Progress, say
 from xformer.data.errors import Failure
 from xformer.start import run
 from xformer.study.report import FineTuned, PreTrained, write_report
@@ -212,21 +210,18 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     plan = stages(demo)
     seconds: dict[str, float] = {}
-    terminal = sys.stderr.isatty()
-    form = "{desc:<34} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}"
     total = sum(stage.weight for stage in plan)
-    with tqdm(total=total, bar_format=form, dynamic_ncols=True, disable=not terminal) as bar:
+    with Progress("demo", total, "s of work", stay=True) as shown:
         before = 0.0
         for number, stage in enumerate(plan, 1):
-            bar.set_description_str(stage.name)
+            shown.what = stage.name
             begin = time.perf_counter()
             for share in execute(stage, logs):
-                bar.update(before + stage.weight * share - bar.n)
+                shown.advance(before + stage.weight * share - shown.done, stage=number)
             before += stage.weight
-            bar.update(before - bar.n)
+            shown.advance(before - shown.done, stage=number)
             seconds[stage.name] = time.perf_counter() - begin
-            if not terminal:
-                say(f"[{number}/{len(plan)}] {stage.name}: {seconds[stage.name]:.0f} s")
+            say(f"[{number}/{len(plan)}] {stage.name}: {seconds[stage.name]:.0f} s")
     pre_trained = [
         PreTrained(n, demo / f"pretrain-{n}", demo / f"stores/{n}") for n in ("english", "nesting")
     ]
