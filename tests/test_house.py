@@ -198,6 +198,26 @@ def test_only_a_task_knows_its_kind() -> None:
                 assert ast.unparse(node.args[1]) not in kinds, f"{name}:{node.lineno}"
 
 
+# who may touch a standard stream, and why; all else calls say, put or Progress
+STREAMS = {
+    "xformer.data.display": "it prints and escapes",
+    "xformer.start": "it points a broken standard output at the null device",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "xformer.data.display"])
+def test_one_place_prints(name: str) -> None:
+    """It escapes what it prints, and keeps messages apart from progress bars."""
+    assert not {source.split(".")[0] for source in imports(name)} & {"tqdm"}, "use Progress"
+    assert not {"sys.stdout", "sys.stderr"} & set(imports(name)), "use say or put"
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) != "print", f"line {node.lineno}: use say"
+        if isinstance(node, ast.Attribute) and name not in STREAMS:
+            stream = re.fullmatch(r"sys\.(__)?(stdout|stderr)(__)?", ast.unparse(node))
+            assert not stream, f"line {node.lineno}: use say, put or Progress of display"
+
+
 def test_init_files_are_empty() -> None:
     for name in filter(is_package, MODULES):
         statements = [ast.unparse(statement) for statement in TREES[name].body]
