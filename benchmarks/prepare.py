@@ -15,8 +15,9 @@ from xformer.convert.hf import to_hf
 from xformer.data import published
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
-from xformer.data.store import SplitWriter, Store, create_store, open_store
+from xformer.data.store import Store, open_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
 from xformer.model.config import ModelConfig
 
 TEXT = "english_wikipedia/train.txt"

@@ -31,7 +31,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from xformer.data import tokenizers  # noqa: E402
+from xformer.data import vocabularies  # noqa: E402
 from xformer.data.store import open_store  # noqa: E402
 from xformer.preprocess import pydocs  # noqa: E402
 from xformer.preprocess.text import TextOptions, read_documents  # noqa: E402
@@ -53,7 +53,7 @@ def prepare(data: Path | None, folder: Path) -> tuple[Path, Path]:
     if words is not None and words.is_file():
         pieces = words.read_text(encoding="utf-8").split("\n")
         vocabulary = {piece: i for i, piece in enumerate(pieces) if piece}
-        tokenizer = tokenizers.wordpiece(vocabulary, lowercase=True)
+        tokenizer = vocabularies.wordpiece(vocabulary, lowercase=True)
     else:
         tokenizer = learn("wordpiece", [source], VOCABULARY, True, TextOptions())
     (folder / "tok").mkdir()

@@ -31,8 +31,8 @@ from scipy import stats
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
-from xformer.data import tokenizers
-from xformer.data.store import create_store
+from xformer.data import tokenizers, vocabularies
+from xformer.data.writing import create_store
 from xformer.model.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def make(directory: Path) -> None:
     words = map("".join, product(letters, repeat=4))
     special = list(tokenizers.BERT_SPECIAL.values())
     pieces = [*special, *(next(words) for _ in range(PIECES - len(special)))]
-    known = tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True)
+    known = vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True)
     for seed, name in enumerate(("base", "english")):
         checkpoints.save(checkpoints.fresh(ModelConfig(), known, seed), directory / name)
     with create_store(directory / "store", known, {"tokens": ""}, ("tokens",)) as writer:

@@ -15,7 +15,7 @@ import numpy as np
 
 from xformer.data.errors import BadInput, lacks
 from xformer.data.files import file_checksum
-from xformer.data.store import SplitWriter
+from xformer.data.writing import SplitWriter
 
 from .bad import BadRows
 

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 
 from . import splits
@@ -70,7 +70,7 @@ def read(arguments: argparse.Namespace) -> Task:
         columns={"text": "sequence", "text_b": None, "label": "class", "uppercase": True},
         bad=bad,
         labels=SPLICE_CLASSES,
-        tokenizer=tokenizers.symbols(LETTERS),
+        tokenizer=vocabularies.symbols(LETTERS),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput, lacks
 
 from . import splits
@@ -79,7 +79,7 @@ def read(arguments: argparse.Namespace) -> Task:
         metric="accuracy",
         columns={"text": "pitches", "text_b": None, "label": "composer"},
         bad=bad,
-        tokenizer=tokenizers.symbols(map(str, range(128)), separated=True),
+        tokenizer=vocabularies.symbols(map(str, range(128)), separated=True),
         split_columns=used,
     )
 

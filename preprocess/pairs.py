@@ -23,7 +23,8 @@ import numpy as np
 
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, Store, create_store, open_store
+from xformer.data.store import Ragged, Store, open_store
+from xformer.data.writing import create_store
 
 from .arguments import add_output, check_output, number, origin, summarise
 

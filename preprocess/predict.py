@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
-from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import create_store
 
 from . import choice, dna, glue, music, protein, sequences, squad, tags, tasks, tsv
 from .bad import BadRows

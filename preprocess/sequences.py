@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
@@ -140,7 +140,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
         left_out=left_out,
-        tokenizer=tokenizers.symbols(form.alphabet),
+        tokenizer=vocabularies.symbols(form.alphabet),
         split_columns=used,
     )
 

@@ -25,8 +25,8 @@ from xformer.data import tokenizers
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
-from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
 
 from .arguments import add_output, check_output, number, origin, summarise
 from .bad import BadRows

@@ -38,10 +38,11 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, Failure
-from xformer.data.store import SplitWriter, Store, create_store, open_store
+from xformer.data.store import Store, open_store
+from xformer.data.writing import SplitWriter, create_store
 
 from .arguments import (
     add_output,
@@ -334,7 +335,7 @@ def write_store(
         raise BadInput(f"--vocab-size {size} leaves nothing beside the {SPECIAL} special tokens")
     table = alias(weights(corpus, size, counts))
     words = (f"w{i}" for i in range(SPECIAL, size))
-    tokenizer = tokenizers.symbols(words, separated=True)
+    tokenizer = vocabularies.symbols(words, separated=True)
     with create_store(output, tokenizer, {"tokens": ""}, overwrite=overwrite) as store:
         for name, tokens in (("train", corpus.tokens), ("valid", math.ceil(corpus.tokens * VALID))):
             with store.split(name) as split:

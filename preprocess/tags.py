@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.tags import NO_LABEL
 
@@ -232,7 +232,7 @@ def read_flip(arguments: argparse.Namespace) -> Task:
         metric="accuracy",
         columns={"text": "sequence", "text_b": None, "label": "label", "uppercase": True},
         bad=bad,
-        tokenizer=tokenizers.symbols(LETTERS),
+        tokenizer=vocabularies.symbols(LETTERS),
         split_columns=used,
     )
 

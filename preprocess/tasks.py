@@ -25,9 +25,10 @@ import numpy as np
 from xformer.data import tokenizers
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.store import UNLABELLED, UNSEEN, SplitWriter, create_store
+from xformer.data.store import UNLABELLED, UNSEEN
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
 
 from .arguments import add_output, check_output, number, origin, summarise
 from .bad import BadRows

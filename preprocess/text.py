@@ -23,8 +23,8 @@ from typing import Any
 from xformer.data import tokenizers
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput
-from xformer.data.store import SplitWriter, create_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
 
 from . import corpora
 from .arguments import add_output, check_output, expression, number, origin, summarise

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from xformer.data import published, tokenizers
+from xformer.data import published, tokenizers, vocabularies
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
@@ -60,7 +60,7 @@ class _Training(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.learned = tokenizers.train(*self.arguments)
+            self.learned = vocabularies.train(*self.arguments)
         except Exception as error:
             self.problems.append(error)
 
@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise BadInput("give either --alphabet or --input, not both")
         if len(set(arguments.alphabet)) < len(arguments.alphabet):
             raise BadInput(f"--alphabet {arguments.alphabet} holds a letter twice")
-        tokenizer = tokenizers.symbols(arguments.alphabet)
+        tokenizer = vocabularies.symbols(arguments.alphabet)
     else:
         for option in ("input", "vocab_size"):
             if not getattr(arguments, option):

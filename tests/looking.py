@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from xformer import checkpoint as checkpoints
-from xformer.data import tokenizers
-from xformer.data.store import create_store
+from xformer.data import tokenizers, vocabularies
+from xformer.data.writing import create_store
 from xformer.model.config import ModelConfig
 
 ROWS, PIECES, LAYERS, HEADS, HIDDEN, LONGEST = 13, 29, 2, 3, 21, 17
@@ -18,7 +18,7 @@ ROWS, PIECES, LAYERS, HEADS, HIDDEN, LONGEST = 13, 29, 2, 3, 21, 17
 
 def tokenizer() -> tokenizers.Tokenizer:
     pieces = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
-    return tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True)
+    return vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True)
 
 
 def store(path: Path, seed: int = 0, least: int = 4) -> Path:

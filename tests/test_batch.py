@@ -16,13 +16,14 @@ from scipy import stats
 
 from xformer.convert import hf
 from xformer.data import batch as batches
-from xformer.data import mapping, masking, sampler, tokenizers
+from xformer.data import mapping, masking, sampler, vocabularies
 from xformer.data.batch import CHUNK, Assembler, Batch, Masks, chunks, ragged_arange, truncate
 from xformer.data.errors import BadInput
 from xformer.data.hashing import key
 from xformer.data.sampler import Samples, Stream, permute
-from xformer.data.store import Ragged, Split, Store, create_store, open_store
+from xformer.data.store import Ragged, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import create_store
 
 # special tokens stand neither together nor first, so that no range of ids happens to be right
 PIECES = [
@@ -30,8 +31,8 @@ PIECES = [
     *("[UNK]", "f", "g", "[PAD]", "h", "##i", "##j", "k", "[unused2]"),
 ]
 V = len(PIECES)
-BERT = tokenizers.wordpiece({piece: i for i, piece in enumerate(PIECES)}, True)
-ROBERTA = tokenizers.byte_bpe(
+BERT = vocabularies.wordpiece({piece: i for i, piece in enumerate(PIECES)}, True)
+ROBERTA = vocabularies.byte_bpe(
     {p: i for i, p in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *"abcdefghijklmn"])}, []
 )
 UNUSED = [1, 6, 18]
@@ -433,7 +434,7 @@ def test_random_reaches_every_piece(own_store: Store) -> None:
 
 @pytest.mark.parametrize(("name", "targets"), [("symbols", PLAIN), ("unused", UNUSED)])
 def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list[int]) -> None:
-    letters = tokenizers.symbols("ACG")
+    letters = vocabularies.symbols("ACG")
     store = made_store(tmp_path / "dna", letters, [[5, 6, 7]])
     tables = []
     for seed in range(40):
@@ -453,10 +454,10 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
 
 
 def test_more_symbols_than_pieces_are_refused(tmp_path: Path) -> None:
-    store = made_store(tmp_path / "dna", tokenizers.symbols("ACGT"), [[5]])
+    store = made_store(tmp_path / "dna", vocabularies.symbols("ACGT"), [[5]])
     with pytest.raises(BadInput, match="4 symbols do not fit the vocabulary's 3 unused entries"):
         mapping.build("unused:0", store, BERT)
-    many = made_store(tmp_path / "many", tokenizers.symbols("ABCDEFGHIJKL"), [[5]])
+    many = made_store(tmp_path / "many", vocabularies.symbols("ABCDEFGHIJKL"), [[5]])
     with pytest.raises(BadInput, match="12 symbols do not fit the vocabulary's 11 ordinary pieces"):
         mapping.build("symbols:0", many, BERT)
 
@@ -474,7 +475,7 @@ def test_another_tokenizers_store_is_refused(tmp_path: Path, spec: str) -> None:
 
 
 def test_ids_must_fit_the_model(tmp_path: Path) -> None:
-    wide = tokenizers.symbols("abcdefghijklmnop")  # 21 ids, where the model has 19
+    wide = vocabularies.symbols("abcdefghijklmnop")  # 21 ids, where the model has 19
     assert mapping.build("ids", made_store(tmp_path / "low", wide, [[V - 1], [0]]), BERT) is None
     high = made_store(tmp_path / "high", wide, [[V, 3], [0]])
     with pytest.raises(BadInput, match=r"the id 19 in .*high/train/tokens\.npy does not fit"):
@@ -666,7 +667,7 @@ def rows_of(lengths: list[int]) -> Assembler:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     column = Ragged(np.full(offsets[-1], 5), offsets)
     split = Split("train", len(lengths), int(offsets[-1]), {"tokens": column})
-    return Assembler(split, tokenizers.symbols("ACGT"), 8)
+    return Assembler(split, vocabularies.symbols("ACGT"), 8)
 
 
 def test_truncation_is_told_as_it_matters() -> None:

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from xformer.data import store as stores
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.joined import open_stores
-from xformer.data.store import Store, create_store, open_store
+from xformer.data.store import Store, open_store
+from xformer.data.writing import create_store
 from xformer.preprocess import choice, cli, predict
 
 COLUMNS = ["sent1", "sent2", "ending0", "ending1", "ending2", "label"]
@@ -46,7 +47,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: what it decodes is the text, letter for letter."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    tokenizers.train("bpe", words, 280).save(place)
+    vocabularies.train("bpe", words, 280).save(place)
     return place
 
 
@@ -365,7 +366,7 @@ def test_bad_options(make: Make, swag: Path, options: list[str], message: str) -
 
 def tiny(path: Path, rows: int, choices: int, kind: str = "choice") -> Path:
     """A store of so many rows, all with the label 0."""
-    words = tokenizers.symbols("abcdefgh", separated=False)
+    words = vocabularies.symbols("abcdefgh", separated=False)
     columns = {"tokens": "", "tokens_b": "", "label": "int64"}
     with create_store(path, words, columns, ["tokens", "tokens_b"]) as new:
         with new.split("train") as split:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import open_store
 from xformer.preprocess import cli, text, workers
@@ -62,7 +62,7 @@ def toks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = [ENGLISH, CHINESE] * 5
     for kind, size in (("wordpiece", 150), ("bpe", 320), ("unigram", 69), ("symbols", 200)):
         (folder / kind).mkdir()
-        tokenizers.train(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
+        vocabularies.train(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
     return folder
 
 
@@ -590,7 +590,7 @@ def test_chinese_and_marks_have_the_tokenizers_own_ids(toks, kind, chinese):
         vocabulary = dict(tokenizer.ids)
         for piece in ("中國", "##國", "##中"):
             vocabulary.setdefault(piece, len(vocabulary))
-        tokenizer = tokenizers.wordpiece(vocabulary, lowercase=True, chinese=chinese)
+        tokenizer = vocabularies.wordpiece(vocabulary, lowercase=True, chinese=chinese)
     encoder = Encoder(tokenizer)
     assert encoder.rules is not None
     letters = "中國人我々〇のテー・、。「」（）：；？！“”‘’—…‰ é́.'s 1a１Ａ\ufa30\u200d한"  # noqa: RUF001
@@ -608,7 +608,7 @@ def test_chinese_and_marks_have_the_tokenizers_own_ids(toks, kind, chinese):
 
 def test_chinese_as_it_is_printed(shared):
     lines = (shared / "vocabs/bert-base-chinese.vocab.txt").read_text(encoding="utf-8").split("\n")
-    tokenizer = tokenizers.wordpiece({p: i for i, p in enumerate(lines) if p}, lowercase=True)
+    tokenizer = vocabularies.wordpiece({p: i for i, p in enumerate(lines) if p}, lowercase=True)
     books = json.loads((shared / "lang/zh/zh_ncv.json").read_text(encoding="utf-8-sig"))
     verses = [v for book in books for chapter in book["chapters"] for v in chapter][::10]
     ids, _ = Encoder(tokenizer).encode(verses)

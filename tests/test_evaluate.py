@@ -16,8 +16,9 @@ from xformer import checkpoint as checkpoints
 from xformer.config import all_keys
 from xformer.convert.describe import describe
 from xformer.data.files import read_json
-from xformer.data.store import create_store, open_store
-from xformer.data.tokenizers import symbols
+from xformer.data.store import open_store
+from xformer.data.vocabularies import symbols
+from xformer.data.writing import create_store
 from xformer.distributed import slow_precision
 from xformer.evaluate import EvaluateConfig
 from xformer.tasks import classify

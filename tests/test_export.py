@@ -28,7 +28,7 @@ from xformer.checkpoint import Checkpoint, Head
 from xformer.convert import __main__ as convert
 from xformer.convert import hf
 from xformer.convert.describe import describe
-from xformer.data import published, tokenizers
+from xformer.data import published, tokenizers, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
@@ -153,17 +153,17 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
     special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
     scores = [*special, *((p, -1.0 - i / 7) for i, p in enumerate([*letters, "X", "e\u0301"]))]
     return {
-        "wordpiece": tokenizers.train("wordpiece", corpus, 200, True, set("".join(corpus))),
-        "cased": tokenizers.train("wordpiece", corpus, 200, False, set("".join(corpus))),
-        "bpe": tokenizers.train("bpe", corpus, 400),
-        "unigram": tokenizers.train("unigram", corpus, 100),
-        "albert": tokenizers.albert(scores, None, [], ["?"]),
-        "accents": tokenizers.albert(scores, None, [], [], lowercase=False, keep_accents=True),
-        "xlm": tokenizers.xlm_roberta(
+        "wordpiece": vocabularies.train("wordpiece", corpus, 200, True, set("".join(corpus))),
+        "cased": vocabularies.train("wordpiece", corpus, 200, False, set("".join(corpus))),
+        "bpe": vocabularies.train("bpe", corpus, 400),
+        "unigram": vocabularies.train("unigram", corpus, 100),
+        "albert": vocabularies.albert(scores, None, [], ["?"]),
+        "accents": vocabularies.albert(scores, None, [], [], lowercase=False, keep_accents=True),
+        "xlm": vocabularies.xlm_roberta(
             [*((p, 0.0) for p in ROBERTA[:4]), *scores[5:], (ROBERTA[4], 0.0)], None
         ),
-        "symbols": tokenizers.train("symbols", corpus, 200),
-        "separated": tokenizers.symbols(["w5", "w6", "w7"], separated=True),
+        "symbols": vocabularies.train("symbols", corpus, 200),
+        "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
     }
 
 

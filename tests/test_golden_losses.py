@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 from xformer.checkpoint import Checkpoint
 from xformer.config import load
-from xformer.data import tokenizers
-from xformer.data.store import create_store
+from xformer.data import vocabularies
+from xformer.data.writing import create_store
 from xformer.distributed import ALONE
 from xformer.ops import native
 from xformer.recipe import Recipe
@@ -229,8 +229,8 @@ def make_store(path: Path, least: int = 3) -> Path:
     name = path.name
     pair = name in ("pairs", "spans")
     pieces = [f"w{i}" for i in range(PIECES - 5)]
-    letters = tokenizers.symbols("ACGTN")
-    known = letters if name.startswith("dna") else tokenizers.symbols(pieces, separated=True)
+    letters = vocabularies.symbols("ACGTN")
+    known = letters if name.startswith("dna") else vocabularies.symbols(pieces, separated=True)
     special, pool = 5, numbers()[1]
 
     def below(what: str, limit: int | np.ndarray, count: int = ROWS) -> np.ndarray:

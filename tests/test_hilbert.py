@@ -22,7 +22,7 @@ from xformer.convert.describe import describe
 from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.data.store import open_store
-from xformer.data.tokenizers import symbols
+from xformer.data.vocabularies import symbols
 from xformer.feed import to_device
 from xformer.model.config import ModelConfig
 from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, spread

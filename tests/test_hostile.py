@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from xformer.data.display import escaped, one_line, put
 from xformer.data.errors import BadInput
-from xformer.data.store import create_store, open_store
+from xformer.data.store import open_store
+from xformer.data.writing import create_store
 
 INPUTS = 3  # random ones a reader
 DEEP = 10_000

@@ -25,8 +25,9 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.joined import Joined, Parts, open_stores
-from xformer.data.store import Ragged, Split, Store, create_store, open_store
-from xformer.data.tokenizers import symbols
+from xformer.data.store import Ragged, Split, Store, open_store
+from xformer.data.vocabularies import symbols
+from xformer.data.writing import create_store
 from xformer.tasks.span import answer
 
 tokenizer = test_squad.tokenizer  # a fixture

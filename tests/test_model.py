@@ -23,7 +23,7 @@ from xformer import checkpoint as checkpoints
 from xformer import optim, surgery
 from xformer.analysis.examples import inside
 from xformer.checkpoint import Checkpoint, Head
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.config import ModelConfig
@@ -134,7 +134,7 @@ def test_pre_ln_equals_the_block_written_out() -> None:
 
 # -------------------------------------------------------------------------------- checkpoints
 
-LETTERS = tokenizers.symbols("ACGT")
+LETTERS = vocabularies.symbols("ACGT")
 SMALL = ModelConfig(layers=2, hidden=12, heads=3, intermediate=10, max_positions=9)
 CLASSES = Head("classify", ("EI", "IE", "N"), "accuracy", max_tokens=9, columns={"text": "dna"})
 
@@ -143,7 +143,7 @@ CLASSES = Head("classify", ("EI", "IE", "N"), "accuracy", max_tokens=9, columns=
 def trained() -> Checkpoint:
     """A checkpoint with everything a checkpoint can have."""
     made, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=1).with_head(CLASSES, seed=2)
-    source = tokenizers.symbols("xyz")
+    source = vocabularies.symbols("xyz")
     mapping = np.array([0, 1, 2, 3, 4, 7, 5, 8])
     return replace(made, source=source, mapping=mapping, history=({"op": "fresh", "seed": 1},))
 

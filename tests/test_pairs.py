@@ -10,11 +10,12 @@ import torch
 from helpers import NO_DROPOUT, SMOKE, Forks, good, kept_as_scored, refused, training
 
 from xformer import checkpoint as checkpoints
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
-from xformer.data.store import create_store, open_store
+from xformer.data.store import open_store
+from xformer.data.writing import create_store
 from xformer.feed import to_device
 from xformer.preprocess import cli, pairs
 from xformer.tasks.pairs import Pairs
@@ -25,7 +26,7 @@ SIZES = [1, 40, 7, 150, 2, 100]  # rows of each family, or document
 
 def families(rng: np.random.Generator, path: Path) -> Path:
     """A store of sequences whose family shows in their letters, `group` numbering documents."""
-    symbols = tokenizers.symbols(LETTERS)
+    symbols = vocabularies.symbols(LETTERS)
     columns = {"tokens": "", "label": "int64", "group": "int32"}
     with create_store(path, symbols, columns) as store:
         for name in ("train", "valid"):
@@ -117,7 +118,7 @@ def test_a_store_of_pairs(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "how"), [("next", "text --documents"), ("family", "task prot")])
 def test_refused(tmp_path: Path, kind: str, how: str) -> None:
-    symbols = tokenizers.symbols(LETTERS)
+    symbols = vocabularies.symbols(LETTERS)
     with create_store(tmp_path / "s", symbols, {"tokens": ""}) as store:
         with store.split("train") as split:
             split.append_ragged("tokens", np.array([5, 6]), np.array([1, 1]))

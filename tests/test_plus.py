@@ -17,7 +17,7 @@ from test_model import distance
 from torch import Tensor
 
 from xformer.convert import plus
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
@@ -147,7 +147,7 @@ def test_an_imported_checkpoint_computes_the_published_formulas(
 
 
 def test_the_alphabet_is_that_of_plus() -> None:
-    found = tokenizers.plus()
+    found = vocabularies.plus()
     letters = "ARNDCQEGHILKMFPSTWYV"
     assert found.encode_batch([letters])[0].tolist() == list(range(1, 21))
     # O as K, U as C, and what is no letter of it as X
@@ -157,10 +157,10 @@ def test_the_alphabet_is_that_of_plus() -> None:
 
 
 def test_the_alphabet_is_saved(tmp_path: Path) -> None:
-    tokenizers.plus().save(tmp_path)
+    vocabularies.plus().save(tmp_path)
     again = tokenizers.load(tmp_path)
     assert again.encode_batch(["OUX"])[0].tolist() == [12, 5, 21]
-    assert again.fingerprint == tokenizers.plus().fingerprint
+    assert again.fingerprint == vocabularies.plus().fingerprint
 
 
 @pytest.mark.parametrize(

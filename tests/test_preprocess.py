@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.store import Ragged, Store, open_store
 from xformer.preprocess import cli, pydocs, synthetic, text
@@ -198,7 +198,7 @@ def test_several_files_are_several_documents(base, tmp_path):
 def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkeypatch, kind):
     """With tiny buffers, so that every document and line is read, cut and encoded in pieces."""
     if kind == "unigram":
-        tokenizer = tokenizers.train("unigram", SENTENCES * 5, 60)
+        tokenizer = vocabularies.train("unigram", SENTENCES * 5, 60)
     else:
         tokenizer = tokenizers.load(base / kind)
     generator = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import command, good, refused
 
-from xformer.data import published, tokenizers
+from xformer.data import published, tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.preprocess import cli
 
@@ -222,7 +222,7 @@ def test_what_is_no_vocabulary_is_refused_in_one_line(monkeypatch, tmp_path, cas
 
 
 def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
-    tokenizers.symbols("ACGT").save(tmp_path)
+    vocabularies.symbols("ACGT").save(tmp_path)
     with pytest.raises(BadInput, match="is a tokenizer already; give it as it is"):
         here(monkeypatch, "tokenizer", "--from", tmp_path, "--output", tmp_path / "out")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import command
 
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import Split, Store, open_store
@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """WordPiece over single characters and a few words, so that answers fall inside of words."""
     pieces = [*tokenizers.BERT_SPECIAL.values(), *WORDS, *(f"##{c}" for c in WORDS), "cafe", "cups"]
     path = tmp_path_factory.mktemp("tokenizer")
-    tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True).save(path)
+    vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True).save(path)
     return path
 
 
@@ -162,7 +162,7 @@ def test_dev_sets_of_squad(shared, tmp_path):
     vocabulary = (shared / "vocabs/bert-base-uncased.vocab.txt").read_text(encoding="utf-8")
     pieces = {piece: i for i, piece in enumerate(vocabulary.splitlines())}
     (tmp_path / "tok").mkdir()
-    tokenizers.wordpiece(pieces, lowercase=True).save(tmp_path / "tok")
+    vocabularies.wordpiece(pieces, lowercase=True).save(tmp_path / "tok")
     said = command(
         "preprocess.py",
         "task",

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xformer.data import display, files, store, tokenizers
+from xformer.data import display, files, store, vocabularies
 from xformer.data.errors import BadInput
-from xformer.data.store import Store, create_store, open_store
+from xformer.data.store import Store, open_store
+from xformer.data.writing import create_store
 from xformer.preprocess import cli, figure, stats
 
 LABELS = ["cat", "dog", "a label so long that it is cut somewhere"]
@@ -30,7 +31,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
     """A store of two texts and a label, with a ragged column that holds no ids; and its rows."""
     generator = np.random.default_rng(0)
-    words = tokenizers.symbols((f"w{i}" for i in range(95)), separated=True)
+    words = vocabularies.symbols((f"w{i}" for i in range(95)), separated=True)
     rows: dict[str, dict[str, Any]] = {}
     columns = {"tokens": "", "tokens_b": "", "id": "uint16"}
     columns["label"] = "float32" if kind == "score" else "int64"

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xformer.data import files, store, tokenizers
+from xformer.data import files, store, vocabularies, writing
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, create_store, open_store
+from xformer.data.store import Ragged, open_store
+from xformer.data.writing import create_store
 
 ROOT = Path(__file__).parents[1]
 ROWS: list[list[int]] = [[5, 6, 7], [], [8], [5] * 13]
@@ -21,7 +22,7 @@ ROWS: list[list[int]] = [[5, 6, 7], [], [8], [5] * 13]
 def write(
     path: Path, rows: list[list[int]] = ROWS, vocabulary: int = 100, overwrite: bool = False
 ) -> Path:
-    words = tokenizers.symbols((f"w{i}" for i in range(5, vocabulary)), separated=True)
+    words = vocabularies.symbols((f"w{i}" for i in range(5, vocabulary)), separated=True)
     columns = {"tokens": "", "tokens_b": "", "label": "int64"}
     with create_store(path, words, columns, ("tokens", "tokens_b"), overwrite) as new:
         for name in ("train", "valid"):
@@ -73,7 +74,7 @@ def test_any_program_reads_the_columns(tmp_path):
 def test_a_column_is_byte_for_byte_what_numpy_saves(tmp_path, dtype, rows):
     values = np.zeros(rows, dtype)
     values[:] = np.arange(values.size).reshape(values.shape)
-    writer = store.NpyWriter(tmp_path / "x", np.dtype(dtype))
+    writer = writing.NpyWriter(tmp_path / "x", np.dtype(dtype))
     for part in np.array_split(values, 3):
         writer.append(part)
     writer.close()
@@ -99,7 +100,7 @@ def test_empty_columns_and_splits(tmp_path):
 
 def spoil(path: Path, columns: dict[str, str], error: type[BaseException] | None) -> None:
     with (
-        create_store(path, tokenizers.symbols("ab"), columns) as new,
+        create_store(path, vocabularies.symbols("ab"), columns) as new,
         new.split("train") as split,
     ):
         split.append_ragged("tokens", np.array([5]), np.array([1]))

@@ -23,10 +23,10 @@ from xformer import checkpoint as checkpoints
 from xformer import surgery
 from xformer.checkpoint import Checkpoint, Head
 from xformer.convert.names import FAMILIES
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput
-from xformer.data.store import create_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import create_store
 from xformer.freeze import chosen
 from xformer.model.config import ModelConfig
 from xformer.surgery import draws
@@ -55,7 +55,7 @@ SHAPE = ModelConfig(layers=4, hidden=6, heads=3, intermediate=7, max_positions=9
 
 
 def tokenizer(pieces: list[str] = PIECES) -> Tokenizer:
-    return tokenizers.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=False)
+    return vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=False)
 
 
 def counted(
@@ -257,7 +257,7 @@ def test_all_pieces_but_special_and_unused_ones_exchange_theirs() -> None:
 
 
 def test_english_like_pieces_of_other_vocabularies() -> None:
-    bpe = tokenizers.byte_bpe(
+    bpe = vocabularies.byte_bpe(
         {
             p: i
             for i, p in enumerate(
@@ -268,7 +268,7 @@ def test_english_like_pieces_of_other_vocabularies() -> None:
     )
     known = counted(SHAPE, bpe)
     assert {i for seed in range(20) for i in moved(known, seed=seed)[0]} == {6, 7, 9}
-    letters = counted(SHAPE, tokenizers.symbols("ACGT"))
+    letters = counted(SHAPE, vocabularies.symbols("ACGT"))
     with pytest.raises(BadInput, match="needs a tokenizer of words"):
         surgery.apply(letters, [ShuffleEmbeddings()])
     shuffled = {"english_only": False}
@@ -325,7 +325,7 @@ def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
 
 def test_used_is_what_the_mapping_says(tmp_path: Path) -> None:
     """A model of words pre-trained on letters: A and C are used, as pieces 7 and 8."""
-    letters = tokenizers.symbols("ACGT")
+    letters = vocabularies.symbols("ACGT")
     store = ids(tmp_path / "s", [[5, 6, 5]], letters)
     mapping = np.array([0, 1, 2, 3, 4, 7, 8, 9, 10])
     before = replace(counted(), source=letters, mapping=mapping)
@@ -578,7 +578,7 @@ def test_every_family_bears_what_makes_sense(kind: str, operation: str) -> None:
 @pytest.mark.parametrize("operation", [o for o in ALL if o != "clean"])
 def test_a_hilbert_cnn_is_refused(operation: str) -> None:
     config = ModelConfig(architecture="hilbert_cnn", kmer=2, max_positions=63)
-    made = checkpoints.fresh(config, tokenizers.symbols("ACGT"), seed=1)
+    made = checkpoints.fresh(config, vocabularies.symbols("ACGT"), seed=1)
     with pytest.raises(BadInput, match="this model is a Hilbert-CNN"):
         surgery.apply(made, [parse(operation)])
 
@@ -701,8 +701,8 @@ def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
         checkpoints.fresh(SHAPE.model_copy(update={"hidden": 9}), tokenizer(), 1), tmp_path / "wide"
     )
     cnn = ModelConfig(architecture="hilbert_cnn", kmer=2, max_positions=63)
-    checkpoints.save(checkpoints.fresh(cnn, tokenizers.symbols("ACGT"), 1), tmp_path / "cnn")
-    ids(tmp_path / "letters", [[5, 6]], tokenizers.symbols("ACGT"))
+    checkpoints.save(checkpoints.fresh(cnn, vocabularies.symbols("ACGT"), 1), tmp_path / "cnn")
+    ids(tmp_path / "letters", [[5, 6]], vocabularies.symbols("ACGT"))
     ids(tmp_path / "full", [list(range(5, len(PIECES)))], tokenizer())
     ids(tmp_path / "unknown", [[1, 1]], tokenizer())
     before = sorted(tmp_path.iterdir())

@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput, Failure
-from xformer.data.store import Ragged, Store, create_store, open_store
+from xformer.data.store import Ragged, Store, open_store
+from xformer.data.writing import create_store
 from xformer.preprocess import stats, synthetic
 from xformer.preprocess.synthetic import Alias, Corpus
 
@@ -379,7 +380,7 @@ def test_the_command(tmp_path, name):
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A store whose ids are all unlike frequent, special ones among them."""
-    tokenizer = tokenizers.symbols([f"s{i}" for i in range(20)], separated=True)
+    tokenizer = vocabularies.symbols([f"s{i}" for i in range(20)], separated=True)
     with create_store(tmp_path / "source", tokenizer, {"tokens": ""}) as store:
         with store.split("train") as split:
             values = np.repeat(np.arange(25), np.arange(25) % 7 * 3)

@@ -20,7 +20,7 @@ import torch
 from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, training
 from toys import TOPICS, WORDS, Toys
 
-from xformer.data import published, tokenizers
+from xformer.data import published, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Ragged, Split, Store, open_store
@@ -40,7 +40,7 @@ def pieces() -> Tokenizer:
     """A WordPiece whose words fall into several pieces."""
     texts = ["EU rejects German call to boycott British lamb . Peter Blackburn"] * 3
     letters = set("".join(texts).lower())
-    return tokenizers.train("wordpiece", texts, 48, True, letters)
+    return vocabularies.train("wordpiece", texts, 48, True, letters)
 
 
 @pytest.fixture
@@ -275,9 +275,9 @@ def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path
 def test_every_word_has_a_token(kind: str) -> None:
     corpus = ["it's a test of the words été and naïve things"] * 9
     tokenizer = (
-        tokenizers.symbols(corpus[0].split(), separated=True)
+        vocabularies.symbols(corpus[0].split(), separated=True)
         if kind == "separated"
-        else tokenizers.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
+        else vocabularies.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
     )
     texts = ["it's a \u200d été ", "", "  words\tof \u200b\u200b\n", "\u00ad", "ftx ﬁne 中文 a"]
     plain = tokenizer.encode_batch(texts)

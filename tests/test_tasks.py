@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from helpers import CLASSIFY, REGRESS, Forks, good, kept_as_scored, training
 
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import Ragged, Store, open_store
@@ -36,7 +36,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: what it decodes is the text, letter for letter."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    tokenizers.train("bpe", words, 280).save(place)
+    vocabularies.train("bpe", words, 280).save(place)
     return place
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from xformer.data import published, tokenizers
+from xformer.data import published, tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.preprocess import words
 from xformer.preprocess.words import Encoder
@@ -36,12 +36,12 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
     corpus = TEXTS * 3
     seen = set("".join(corpus))
     return {
-        "wordpiece": tokenizers.train("wordpiece", corpus, 200, True, seen),
-        "cased": tokenizers.train("wordpiece", corpus, 200, False, seen),
-        "bpe": tokenizers.train("bpe", corpus, 400),
-        "unigram": tokenizers.train("unigram", corpus, 100),
-        "symbols": tokenizers.train("symbols", corpus, 200),
-        "separated": tokenizers.symbols(["w5", "w6", "w7"], separated=True),
+        "wordpiece": vocabularies.train("wordpiece", corpus, 200, True, seen),
+        "cased": vocabularies.train("wordpiece", corpus, 200, False, seen),
+        "bpe": vocabularies.train("bpe", corpus, 400),
+        "unigram": vocabularies.train("unigram", corpus, 100),
+        "symbols": vocabularies.train("symbols", corpus, 200),
+        "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
     }
 
 
@@ -85,14 +85,14 @@ def test_decoding(learned):
 
 
 def test_symbols():
-    dna = tokenizers.symbols("ACGTA")
+    dna = vocabularies.symbols("ACGTA")
     assert dna.pieces[5:] == ["A", "C", "G", "T"]
     np.testing.assert_array_equal(dna.encode_batch(["GA TX\n"])[0], [7, 5, 8, dna.special["unk"]])
     np.testing.assert_array_equal(dna.encode_batch(["", "😀"])[1], [dna.special["unk"]])
     assert dna.decode([5, 6]) == "AC"
     for wrong in (["a b"], [""], ["[MASK]"], [], ["AB"]):
         with pytest.raises(BadInput, match="cannot be the symbols"):
-            tokenizers.symbols(wrong)
+            vocabularies.symbols(wrong)
 
 
 def test_special_tokens_are_each_family_s_own(learned):
@@ -106,9 +106,9 @@ def test_learning_is_repeatable():
     generator = np.random.default_rng(0)
     letters = list("abcdefghij")
     corpus = ["".join(generator.choice(letters, 6)) for _ in range(400)]
-    found = [tokenizers.train("wordpiece", corpus, 120, True, letters) for _ in range(4)]
+    found = [vocabularies.train("wordpiece", corpus, 120, True, letters) for _ in range(4)]
     assert len({tokenizer.fingerprint for tokenizer in found}) == 1
-    assert len({tokenizers.train("bpe", corpus, 320).fingerprint for _ in range(4)}) == 1
+    assert len({vocabularies.train("bpe", corpus, 320).fingerprint for _ in range(4)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_learning_is_repeatable():
 )
 def test_vocabularies_that_cannot_be(kind, size, phrase):
     with pytest.raises(BadInput, match=phrase):
-        tokenizers.train(kind, ["hello world", "words"], size)
+        vocabularies.train(kind, ["hello world", "words"], size)
 
 
 def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
@@ -216,7 +216,7 @@ def test_a_tokenizer_with_other_rules_has_no_word_table(learned):
     """A byte-level BPE that puts a space before every text is encoded text by text."""
     from tokenizers import pre_tokenizers
 
-    tokenizer = tokenizers.byte_bpe({**learned["bpe"].ids}, [])
+    tokenizer = vocabularies.byte_bpe({**learned["bpe"].ids}, [])
     tokenizer._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     encoder = Encoder(tokenizer)
     assert encoder.rules is None

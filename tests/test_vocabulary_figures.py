@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from helpers import command, good, refused
 
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.display import Progress
 from xformer.data.english import english
 from xformer.data.errors import BadInput
-from xformer.data.store import Store, create_store, open_store
+from xformer.data.store import Store, open_store
+from xformer.data.writing import create_store
 from xformer.preprocess import vocabulary_figures as figures
 
 SPECIAL = {piece: i for i, piece in enumerate(tokenizers.BERT_SPECIAL.values())}
 PIECES = ["a", "##b", "Cd", "1", "##2", "é", "a1", "...", "##", "中"]  # the first three are English
-TOKENIZER = tokenizers.wordpiece(
+TOKENIZER = vocabularies.wordpiece(
     {**SPECIAL, **{piece: 5 + i for i, piece in enumerate(PIECES)}}, lowercase=False
 )
 
@@ -79,7 +80,7 @@ def test_english_like_pieces_of_every_kind():
     words = english(TOKENIZER)
     assert words == {5: ("a", True), 6: ("b", False), 7: ("Cd", True)}
     letters = [*tokenizers.ROBERTA_SPECIAL.values(), "a", "Ġa", "b", "ĠCd", "Ġ1", "é", "Ġ"]
-    pairs = tokenizers.byte_bpe({piece: i for i, piece in enumerate(letters)}, [])
+    pairs = vocabularies.byte_bpe({piece: i for i, piece in enumerate(letters)}, [])
     assert english(pairs) == {5: ("a", False), 6: ("a", True), 7: ("b", False), 8: ("Cd", True)}
     assert figures.overlap(TOKENIZER, pairs) == {
         "pieces": [15, 12],
@@ -87,10 +88,10 @@ def test_english_like_pieces_of_every_kind():
         "shared": 3,
     }
     scores = [(p, -1.0) for p in [*tokenizers.ALBERT_SPECIAL.values(), "▁a", "b", "▁", "a▁"]]
-    unigram = tokenizers.albert(scores, None, [], [])
+    unigram = vocabularies.albert(scores, None, [], [])
     assert english(unigram) == {5: ("a", True), 6: ("b", False)}
     assert figures.overlap(TOKENIZER, unigram)["shared"] == 2
-    assert english(tokenizers.symbols("aé1")) == {5: ("a", True)}
+    assert english(vocabularies.symbols("aé1")) == {5: ("a", True)}
 
 
 def test_the_overlap_of_published_vocabularies(shared, tmp_path):

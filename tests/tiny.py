@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from xformer.convert.names import FAMILIES, Family, Table, expand
-from xformer.data import published, tokenizers
+from xformer.data import published, tokenizers, vocabularies
 from xformer.data.batch import Batch
 from xformer.data.files import write_json
 
@@ -106,11 +106,11 @@ def write_vocabulary(family: str, directory: Path) -> None:
             *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:])),
             mask,
         ]
-        published.write(tokenizers.xlm_roberta(scores, None), directory, LONGEST, False)
+        published.write(vocabularies.xlm_roberta(scores, None), directory, LONGEST, False)
     elif family == "albert":
         special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
         scores = [*special, ("▁", -1.0), *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:]))]
-        published.write(tokenizers.albert(scores, None, [], []), directory, LONGEST)
+        published.write(vocabularies.albert(scores, None, [], []), directory, LONGEST)
     else:
         (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from xformer.checkpoint import Checkpoint
 from xformer.data import mapping
 from xformer.data.batch import Assembler, chunks
+from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
 from xformer.data.store import Store
 from xformer.distributed import Ranks
@@ -64,12 +66,18 @@ def outputs_of(
     model.eval()
     outputs = torch.zeros(task.size(split), task.width, device=ranks.device)  # of other ranks 0
     parts = list(chunks(assembler, assembler.examples))
-    for part in parts[ranks.rank :: ranks.world_size]:
-        host = task.batch(assembler, part, MASKING_SEED)
-        with ranks.autocast(precision):
-            batch = to_device(host, ranks.device)
-            places, values = task.evaluate(model, batch, host, assembler)
-        outputs[torch.from_numpy(places).to(ranks.device)] = values.float()
+    mine, begun, tokens = parts[ranks.rank :: ranks.world_size], time.monotonic(), 0
+    total = sum(map(len, mine))
+    with Progress(f"scoring {split.name}", total, "rows", active=ranks.rank == 0) as progress:
+        for part in mine:
+            host = task.batch(assembler, part, MASKING_SEED)
+            with ranks.autocast(precision):
+                batch = to_device(host, ranks.device)
+                places, values = task.evaluate(model, batch, host, assembler)
+            outputs[torch.from_numpy(places).to(ranks.device)] = values.float()
+            tokens += len(host.tokens)
+            speed = tokens / max(time.monotonic() - begun, 1e-9)
+            progress.advance(len(part), **{"tokens/s": speed})
     model.train(was_training)
     every = ranks.sum(outputs).cpu().numpy()
     check_finite(np.where(task.broken(every, split), np.nan, 0.0), what)

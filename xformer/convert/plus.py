@@ -17,7 +17,7 @@ from torch import Tensor
 from xformer.checkpoint import Checkpoint, check_weights, parts_of
 from xformer.convert.hf import Imported, _take, _unpickle, _untie
 from xformer.convert.names import PLUS, expand
-from xformer.data import tokenizers
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
 from xformer.model.config import ModelConfig
@@ -66,7 +66,7 @@ def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()
         shape = Model(config, task_of(head), parts_of(weights)).state_dict()
     check_weights(weights, shape, str(file))
     record = {"op": "from-plus", "file": file.name, "sha256": file_checksum(file)}
-    checkpoint = Checkpoint(config, weights, tokenizers.plus(), head, (record,))
+    checkpoint = Checkpoint(config, weights, vocabularies.plus(), head, (record,))
     return Imported(checkpoint, PLUS, len(used) + len(tied), tied, left, [])
 
 
@@ -81,8 +81,8 @@ def _config(source: dict[str, Tensor], heads: int | None, file: Path) -> ModelCo
         if name not in source:
             raise BadInput(f"{file} is not a PLUS-TFM checkpoint: it lacks {name}")
     vocabulary, hidden = source["embed.tok_embed.weight"].shape
-    if vocabulary != len(tokenizers.plus()):
-        raise BadInput(f"{file}: {vocabulary} tokens are not PLUS's {len(tokenizers.plus())}")
+    if vocabulary != len(vocabularies.plus()):
+        raise BadInput(f"{file}: {vocabulary} tokens are not PLUS's {len(vocabularies.plus())}")
     numbers = (re.match(r"blocks\.(\d+)\.", name) for name in source)
     layers = 1 + max(int(number[1]) for number in numbers if number)
     fixed = "embed.pos_embed.pe" in source

@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xformer.data import tokenizers
+from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.tokenizers import (
@@ -256,7 +256,7 @@ def _spiece_model(source: _Source) -> Tokenizer:
         first, last = list(ROBERTA_SPECIAL.values())[:4], ROBERTA_SPECIAL["mask"]
         pieces = [(piece.piece, piece.score) for piece in model.pieces[3:]]
         with _naming(source.file):
-            return tokenizers.xlm_roberta(
+            return vocabularies.xlm_roberta(
                 [*((piece, 0.0) for piece in first), *pieces, (last, 0.0)], charsmap
             )
     kinds = model.SentencePiece
@@ -299,7 +299,7 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
                     "added special tokens are known of XLM-RoBERTa"
                 )
             with _naming(source.file):
-                return tokenizers.xlm_roberta(scores, charsmap)
+                return vocabularies.xlm_roberta(scores, charsmap)
         vocabulary = _vocabulary(source.file, {**special, **model["vocab"]})
         if kind == "wordpiece":
             return _wordpiece(source, vocabulary)
@@ -316,10 +316,10 @@ def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
         vocabulary = _vocabulary(source.file, fast["model"]["vocab"])
         pieces = sorted(vocabulary, key=vocabulary.__getitem__)
         if pieces[:5] == [*BERT_SPECIAL.values()]:
-            return tokenizers.symbols(pieces[5:], separated=len(steps) == 1)
+            return vocabularies.symbols(pieces[5:], separated=len(steps) == 1)
     proto = source.beside("spiece.model")
     if fast["model"]["type"] == "Unigram" and steps == ["Metaspace"] and proto.is_file():
-        return tokenizers.unigram(proto)
+        return vocabularies.unigram(proto)
     return None
 
 
@@ -410,7 +410,7 @@ def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
     chinese = source.options.get("tokenize_chinese_chars") is not False
     added = _words(source, vocabulary)
     with _naming(source.file):
-        return tokenizers.wordpiece(vocabulary, lowercase, accents, chinese, added)
+        return vocabularies.wordpiece(vocabulary, lowercase, accents, chinese, added)
 
 
 def _byte_bpe(
@@ -430,7 +430,7 @@ def _byte_bpe(
     prefix_space = source.options.get("add_prefix_space") or False
     added = _words(source, vocabulary)
     with _naming(source.file):
-        return tokenizers.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space, added)
+        return vocabularies.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space, added)
 
 
 def _albert(
@@ -448,7 +448,7 @@ def _albert(
         raise BadInput(f"{source.file} holds a piece twice")
     lowercase, accents = source.lowercase(), source.options.get("keep_accents") or False
     with _naming(source.file):
-        return tokenizers.albert(scores, charsmap, controls, symbols, lowercase, accents)
+        return vocabularies.albert(scores, charsmap, controls, symbols, lowercase, accents)
 
 
 @contextmanager

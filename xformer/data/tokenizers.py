@@ -11,10 +11,9 @@ built, never here, and a text that spells "[SEP]" does not get the special token
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import installed, put_back, read_json, read_run_json
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    pass
 
 META = "tokenizer_meta.json"
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
@@ -223,7 +222,7 @@ def load(directory: str | Path) -> Tokenizer:
         if meta["kind"] == "symbols":
             tokenizer = Tokenizer(meta, pieces, said)
         elif _runs_sentencepiece(meta):
-            tokenizer = Tokenizer(meta, _sentencepiece(path / "spiece.model"), said)
+            tokenizer = Tokenizer(meta, sentencepiece_model(path / "spiece.model"), said)
         else:
             model = _fast(path / "tokenizer.json")
             if meta["kind"] == "unigram":
@@ -276,7 +275,7 @@ def _read_scores(model: Any, path: Path) -> None:
     model.model = models.Unigram(scores, unk_id=found["unk_id"], byte_fallback=False)
 
 
-def _sentencepiece(path: Path) -> Any:
+def sentencepiece_model(path: Path) -> Any:
     import sentencepiece
 
     if not path.is_file():
@@ -287,269 +286,3 @@ def _sentencepiece(path: Path) -> Any:
     except RuntimeError as error:
         raise BadInput(f"{path} is not a SentencePiece model: {error}") from None
     return model
-
-
-def wordpiece(
-    vocabulary: dict[str, int],
-    lowercase: bool,
-    strip_accents: bool | None = None,
-    chinese: bool = True,
-    added: Iterable[AddedToken] = (),
-) -> Tokenizer:
-    """BERT's tokenizer over a given vocabulary (piece -> id). Words `added` that are not in it get
-    the ids behind it; they stand alone wherever a text has them."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    model = Fast(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
-    model.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=chinese,
-        strip_accents=strip_accents,
-        lowercase=lowercase,
-    )
-    model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    model.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    model.add_tokens(list(added))
-    return Tokenizer(
-        {"kind": "wordpiece", "special": dict(BERT_SPECIAL), "pair_separators": 1}, model
-    )
-
-
-def byte_bpe(
-    vocabulary: dict[str, int],
-    merges: list[tuple[str, str]],
-    prefix_space: bool = False,
-    added: Iterable[AddedToken] = (),
-) -> Tokenizer:
-    """RoBERTa's byte-level BPE over a given vocabulary and merge list; `added` as for `wordpiece`.
-
-    With `prefix_space` a text's first word is encoded as if a space went before it.
-    """
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers
-
-    model = Fast(models.BPE(vocabulary, merges))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    model.decoder = decoders.ByteLevel()
-    model.add_tokens(list(added))
-    return Tokenizer({"kind": "bpe", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}, model)
-
-
-def albert(
-    scores: list[tuple[str, float]],
-    charsmap: bytes | None,
-    controls: Iterable[str],
-    symbols: Iterable[str],
-    lowercase: bool = True,
-    keep_accents: bool = False,
-) -> Tokenizer:
-    """ALBERT's tokenizer: SentencePiece's unigram model over text made plain first.
-
-    `scores` are the pieces in id order with their log-probabilities, `charsmap` is the model's own
-    table of characters. A text never gets one of the `controls`; one of `symbols` always stands
-    alone in it, and what follows it begins a word. Raises BadInput unless id 1 is "<unk>".
-    """
-    from tokenizers import AddedToken, normalizers
-
-    if len(scores) < 2 or scores[1][0] != ALBERT_SPECIAL["unk"]:
-        raise BadInput("the vocabulary is not ALBERT's: id 1 is not <unk>")
-    model = _unigram_rules(scores, 1, {*controls, *ALBERT_SPECIAL.values()})
-    steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-    if not keep_accents:
-        steps += [normalizers.NFKD(), normalizers.StripAccents()]
-    if lowercase:
-        steps.append(normalizers.Lowercase())
-    if charsmap:
-        steps.append(_precompiled(charsmap))
-    model.normalizer = normalizers.Sequence(steps)
-    model.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
-    normalisation = {"lowercase": lowercase, "keep_accents": keep_accents}
-    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
-    return Tokenizer({**meta, "normalisation": normalisation}, model)
-
-
-def _precompiled(charsmap: bytes) -> Any:
-    from tokenizers import normalizers
-
-    try:
-        return normalizers.Precompiled(charsmap)
-    except Exception as error:  # the library raises a bare Exception
-        raise BadInput(f"its table of characters is damaged: {error}") from None
-
-
-def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Tokenizer:
-    """XLM-RoBERTa's tokenizer: SentencePiece's unigram model, its ids moved so that RoBERTa's
-    special tokens come first and <mask> last. Arguments as for `albert`, in the final order of ids.
-    Raises BadInput unless id 3 is "<unk>"."""
-    if len(scores) < 4 or scores[3][0] != ROBERTA_SPECIAL["unk"]:
-        raise BadInput("the vocabulary is not XLM-RoBERTa's: id 3 is not <unk>")
-    model = _unigram_rules(scores, 3, set(ROBERTA_SPECIAL.values()))
-    if charsmap:
-        model.normalizer = _precompiled(charsmap)
-    meta = {"kind": "unigram", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}
-    return Tokenizer({**meta, "normalisation": dict(XLM_ROBERTA)}, model)
-
-
-def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[str]) -> Any:
-    """A unigram model that splits text at white space first; no text may get one of `hidden`."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers
-
-    vocabulary = [(HIDDEN + p if p in hidden else p, score) for p, score in scores]
-    model = Fast(models.Unigram(vocabulary, unk_id=unknown, byte_fallback=False))
-    word = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
-    model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), word])
-    model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
-    return model
-
-
-def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
-    """A fixed alphabet after the five special tokens, in the order given, duplicates dropped.
-
-    One character is one symbol and white space is ignored; with `separated`, symbols are words
-    between white space (pitches, synthetic tokens).
-    """
-    letters = list(dict.fromkeys(alphabet))
-    wrong = [s for s in letters if not s or any(map(str.isspace, s)) or s in BERT_SPECIAL.values()]
-    wrong += [] if separated else [s for s in letters if len(s) > 1]
-    if wrong or not letters:
-        raise BadInput(f"these cannot be the symbols of an alphabet: {wrong[:5] or 'none given'}")
-    special = dict(BERT_SPECIAL)
-    meta = {"kind": "symbols", "special": special, "pair_separators": 1, "separated": separated}
-    return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])
-
-
-def unigram(path: Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece model, whose own normalisation is all there is."""
-    return _unigram(_sentencepiece(path))
-
-
-def _unigram(model: Any) -> Tokenizer:
-    meta = {"kind": "unigram", "special": dict(ALBERT_SPECIAL), "pair_separators": 1}
-    return Tokenizer(meta, model)
-
-
-def plus() -> Tokenizer:
-    """The alphabet of PLUS (Min et al. 2019): 20 amino acids, X for any, O and U as K and C."""
-    special = {**BERT_SPECIAL, "unk": "X"}
-    meta = {
-        "kind": "symbols",
-        "special": special,
-        "pair_separators": 1,
-        "separated": False,
-        "synonyms": {"O": "K", "U": "C", "B": "X", "Z": "X"},
-    }
-    return Tokenizer(meta, ["[PAD]", *"ARNDCQEGHILKMFPSTWYVX", "[MASK]", "[CLS]", "[SEP]"])
-
-
-def train(
-    kind: str,
-    texts: Iterable[str],
-    vocab_size: int,
-    lowercase: bool = True,
-    characters: Iterable[str] | None = None,
-) -> Tokenizer:
-    """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
-
-    `kind` is wordpiece, bpe, unigram or symbols (the characters seen; `vocab_size` bounds them).
-    `lowercase` concerns WordPiece alone. WordPiece and BPE give fewer where the texts hold no more;
-    otherwise raises BadInput where they cannot give that many. `characters` are all that the texts
-    hold: with them WordPiece learns the same pieces every time; without, ties fall at random.
-    """
-    if vocab_size <= len(BERT_SPECIAL):
-        raise BadInput(f"a vocabulary of {vocab_size} leaves nothing beside the 5 special tokens")
-    if kind == "symbols":
-        seen: set[str] = set()
-        for text in texts:
-            seen.update(text)
-        letters = {letter for letter in seen if not letter.isspace()}
-        if len(letters) + len(BERT_SPECIAL) > vocab_size:
-            raise BadInput(f"{len(letters)} symbols + 5 special > --vocab-size {vocab_size}")
-        return symbols(sorted(letters))
-    if kind == "unigram":
-        return _train_unigram(texts, vocab_size)
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import models, pre_tokenizers, trainers
-
-    if kind == "wordpiece":
-        # the library's own trainer, run on this module's normalisation
-        rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
-        # the trainer numbers pieces as it meets them in a hash map, and ties go by number: those
-        # inside of words get their numbers here, as "special" ones come first and in order
-        special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
-        rules.train_from_iterator(
-            texts,
-            trainers.WordPieceTrainer(
-                vocab_size=vocab_size, special_tokens=special, show_progress=False
-            ),
-        )
-        return wordpiece(_ids(rules, vocab_size), lowercase)
-    if kind != "bpe":
-        raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
-    rules = Fast(models.BPE())
-    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = list(ROBERTA_SPECIAL.values())
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    rules.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=special,
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
-    merges = [tuple(m) for m in json.loads(rules.to_str())["model"]["merges"]]
-    return byte_bpe(_ids(rules, vocab_size), merges)
-
-
-def _continuations(rules: Any, characters: Iterable[str]) -> list[str]:
-    """The pieces of one character that can stand inside of a word, as BERT's rules leave them."""
-    found: set[str] = set()
-    for character in characters:
-        for normal in rules.normalizer.normalize_str(character):
-            if len(rules.pre_tokenizer.pre_tokenize_str(f"a{normal}a")) == 1:
-                found.add(f"##{normal}")
-    return sorted(found)
-
-
-def _ids(model: Any, vocab_size: int) -> dict[str, int]:
-    """A trained model's vocabulary, its ids made gapless in order."""
-    vocabulary = model.get_vocab(with_added_tokens=True)
-    if len(vocabulary) > vocab_size:  # the trainers keep every character, whatever was asked
-        raise BadInput(
-            f"--vocab-size {vocab_size} is too small: characters and special tokens alone make "
-            f"{len(vocabulary)}"
-        )
-    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
-    return {piece: i for i, piece in enumerate(ordered)}
-
-
-def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    import sentencepiece
-
-    model = io.BytesIO()
-    lines = (line for text in texts for line in text.splitlines())
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="unigram",
-            max_sentence_length=2**24,  # longer lines than the limit are skipped in silence
-            input_sentence_size=5_000_000,
-            pad_id=0,
-            unk_id=1,
-            bos_id=-1,
-            eos_id=-1,
-            pad_piece="<pad>",
-            control_symbols=["[CLS]", "[SEP]", "[MASK]"],
-            minloglevel=2,
-        )
-    except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise BadInput(f"SentencePiece cannot make {vocab_size} pieces of this: {reason}") from None
-    processor = sentencepiece.SentencePieceProcessor()
-    processor.load_from_serialized_proto(model.getvalue())
-    return _unigram(processor)

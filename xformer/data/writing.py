@@ -1,0 +1,194 @@
+"""Writing a store: columns as they come, whole or absent at the end. See xformer.data.store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from xformer.data import tokenizers
+from xformer.data.errors import BadInput
+from xformer.data.files import atomic_directory, block_checksums, file_checksum, write_json
+from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
+
+NARROWED = 2**20  # offsets rewritten at once
+
+
+class NpyWriter:
+    """A .npy file written piece by piece; memory does not grow with it. A dtype such as "(2,)i4"
+    gives rows of two. Values are written, not mapped: a full disk kills who writes to a map."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype, self.shape, self.length = path, dtype.base, dtype.shape, 0
+        self.file: BinaryIO = path.open("wb")
+        self._write_header()
+
+    def _write_header(self) -> None:
+        descr, shape = np.lib.format.dtype_to_descr(self.dtype), (self.length, *self.shape)
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
+        assert self.file.tell() == HEADER
+
+    def append(self, values: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(values, self.dtype).data)
+        self.length += len(values)
+
+    def close(self) -> None:
+        """Write the header anew, now that the length is known."""
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+
+
+def _narrow(path: Path) -> None:
+    """Rewrite a file of int64 as int32: short rows cost less so."""
+    values = np.load(path, mmap_mode="r")
+    writer = NpyWriter(path.with_suffix(".narrow"), np.dtype(np.int32))
+    for start in range(0, len(values), NARROWED):
+        writer.append(values[start : start + NARROWED])
+    writer.close()
+    writer.path.replace(path)
+
+
+class SplitWriter:
+    """Appends rows to one split: a ragged column takes (values, lengths), a plain one values. Who
+    counts the words of the raw text sets `words`."""
+
+    def __init__(self, directory: Path, columns: dict[str, np.dtype], ragged: Sequence[str]):
+        directory.mkdir()
+        self.directory = directory
+        self.words: int | None = None
+        self.writers = {c: NpyWriter(directory / f"{c}.npy", t) for c, t in columns.items()}
+        int64 = np.dtype(np.int64)
+        self.offsets = {c: NpyWriter(directory / f"{c}.offsets.npy", int64) for c in ragged}
+        for writer in self.offsets.values():
+            writer.append(np.zeros(1, np.int64))
+
+    def append(self, column: str, values: np.ndarray) -> None:
+        """Rows of a plain column."""
+        self.writers[column].append(values)
+
+    def append_texts(self, column: str, texts: Sequence[str]) -> None:
+        """Rows of a ragged column of UTF-8 bytes."""
+        parts = [text.encode() for text in texts]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        self.append_ragged(column, np.frombuffer(b"".join(parts), np.uint8), lengths)
+
+    def append_ragged(self, column: str, values: np.ndarray, lengths: np.ndarray) -> None:
+        """Rows of a ragged column: `values` end to end, and each row's length."""
+        ends = self.writers[column].length + np.cumsum(lengths, dtype=np.int64)
+        self.writers[column].append(values)
+        self.offsets[column].append(ends)
+
+    def close(self) -> None:
+        for writer in [*self.writers.values(), *self.offsets.values()]:
+            writer.close()
+        for column, writer in self.offsets.items():
+            if self.writers[column].length < 2**31:
+                _narrow(writer.path)
+
+    def describe(self) -> dict[str, Any]:
+        lengths: dict[str, set[int]] = {}  # by table; "" is the rows
+        for column, writer in self.writers.items():
+            ends = self.offsets.get(column)
+            table = column.partition(".")[0] if "." in column else ""
+            lengths.setdefault(table, set()).add(ends.length - 1 if ends else writer.length)
+        if any(len(found) != 1 for found in lengths.values()):
+            raise ValueError(f"columns of different lengths: {lengths}")
+        tables = {table: found.pop() for table, found in lengths.items()}
+        files = {}
+        for path in sorted(self.directory.glob("*.npy")):
+            name = f"{self.directory.name}/{path.name}"
+            files[name] = {"bytes": path.stat().st_size, "sha256": list(block_checksums(path))}
+        tokens = sum(self.writers[c].length for c in TEXTS if c in self.writers)
+        rows = {"rows": tables.pop(""), "tokens": tokens}
+        rows |= {} if self.words is None else {"words": self.words}
+        return rows | ({"tables": tables} if tables else {}) | {"files": files}
+
+
+class StoreWriter:
+    """Writes the splits of a store; use through `create_store`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: tokenizers.Tokenizer,
+        columns: dict[str, str],
+        ragged: Sequence[str],
+    ):
+        small = len(tokenizer) <= 2**16
+        ids = np.dtype(np.uint16 if small else np.uint32)
+        self.directory, self.tokenizer, self.ragged = directory, tokenizer, ragged
+        self.columns = {c: ids if c in TEXTS else np.dtype(t) for c, t in columns.items()}
+        self.splits: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def split(self, name: str) -> Iterator[SplitWriter]:
+        """Open a new split for appending; raises BadInput if it ends without a row."""
+        writer = SplitWriter(self.directory / name, self.columns, self.ragged)
+        try:
+            yield writer
+        finally:
+            writer.close()
+        self.splits[name] = writer.describe()
+        if self.splits[name]["rows"] == 0:
+            raise BadInput(f"the split {name!r} would be empty: its input holds no example")
+
+    def finish(
+        self,
+        kind: str,
+        labels: Sequence[str],
+        metric: str | None,
+        origin: dict[str, Any],
+        choices: int = 1,
+    ) -> None:
+        """Write the tokenizer and `store.json`, last. `origin`: command, sources, options.
+        `choices`: the rows of a question, for the kind "choice" alone."""
+        if (choices > 1) != (kind == "choice"):
+            raise ValueError(f"a store of kind {kind} cannot have {choices} rows a question")
+        if torn := [name for name, split in self.splits.items() if split["rows"] % choices]:
+            raise ValueError(f"the split {torn[0]} ends within a question of {choices} rows")
+        self.tokenizer.save(self.directory)
+        meta = {
+            "format": FORMAT,
+            "kind": kind,
+            "metric": metric,
+            "labels": list(labels),
+            **({"choices": choices} if kind == "choice" else {}),
+            "tokenizer": {
+                "kind": self.tokenizer.kind,
+                "vocab_size": len(self.tokenizer),
+                "fingerprint": self.tokenizer.fingerprint,
+            },
+            "columns": {
+                c: {"dtype": str(t), "ragged": c in self.ragged} for c, t in self.columns.items()
+            },
+            "splits": self.splits,
+            "origin": origin,
+        }
+        write_json(self.directory / "store.json", meta)
+        small = [path for path in sorted(self.directory.iterdir()) if path.is_file()]
+        write_json(self.directory / SUMS, {"sha256": {p.name: file_checksum(p) for p in small}})
+
+
+@contextmanager
+def create_store(
+    path: Path,
+    tokenizer: tokenizers.Tokenizer,
+    columns: dict[str, str],
+    ragged: Sequence[str] = ("tokens",),
+    overwrite: bool = False,
+) -> Iterator[StoreWriter]:
+    """A new store that appears whole at `path` when the block ends, or not at all.
+
+    `columns` maps each column to its dtype (ignored for `tokens` and `tokens_b`, which hold ids).
+    Raises BadInput if `path` exists, unless `overwrite`, and then only if it is a store.
+    """
+    if overwrite and path.exists() and not (path / "store.json").is_file():
+        raise BadInput(f"{path} exists and is not a store: it is not overwritten")
+    directory: AbstractContextManager[Path] = atomic_directory(path, overwrite)
+    with directory as temporary:
+        yield StoreWriter(temporary, tokenizer, columns, ragged)
