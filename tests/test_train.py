@@ -717,7 +717,7 @@ def test_help_explains_every_key() -> None:
         "  data: str | list of str (required)",
         "  fraction: float = 1.0",
         "  init: str (optional)",
-        '  head: "mlm" | "classify" | "regress" | "span" | "tag" (required)',
+        '  head: "mlm" | "classify" | "regress" | "span" | "tag" | "choice" (required)',
         "  optim.betas: [float, float] = [0.95, 0.98] for novograd, [0.9, 0.999] for all others",
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",
