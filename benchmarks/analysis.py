@@ -48,9 +48,9 @@ from xformer.analysis import attention, capture, gradients, jacobian, perturbati
 from xformer.analysis.examples import inside, open_examples
 from xformer.data.batch import Batch
 from xformer.data.store import open_store
-from xformer.distributed import SystemConfig, start
-from xformer.feed import to_device
 from xformer.model.config import ModelConfig
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import SystemConfig, start
 from xformer.tasks.known import task_of
 from xformer.tasks.task import Head, Model
 

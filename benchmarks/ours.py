@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.bench import ROOT, Bench, Ended, Took, command, fresh
 from xformer import checkpoint as checkpoints
-from xformer import distributed
 from xformer.config import load
 from xformer.data.batch import Assembler
 from xformer.data.errors import Failure
 from xformer.data.store import open_store
-from xformer.distributed import SystemConfig
+from xformer.parallel import processes
+from xformer.parallel.processes import SystemConfig
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.scoring import score
@@ -91,7 +91,7 @@ def evaluate(
     model: str, store: str, split: str, length: int, passes: int, threads: int, precision: str
 ) -> Took:
     """Real tokens a second of whole passes over a split, forward only, after one to warm up."""
-    ranks = distributed.start(SystemConfig(threads=threads))
+    ranks = processes.start(SystemConfig(threads=threads))
     checkpoint, data = checkpoints.load(model), open_store(store)
     assert checkpoint.head is not None
     rows = Assembler(data.split(split), checkpoint.tokenizer, length)
@@ -113,7 +113,7 @@ def batches(store: str, init: str, batch: list[str], count: int) -> Took:
     """Real tokens a second of the loop's own feed, masking included, in one process; the pages of
     the store are in memory."""
     arguments = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
-    job = prepare(load(Recipe, arguments), distributed.Ranks(0, 1, torch.device("cpu")))
+    job = prepare(load(Recipe, arguments), processes.Ranks(0, 1, torch.device("cpu")))
     feed, tokens, position = job.feed(), 0, 0
     job.store.verify_in_background(lambda damage: None).join()  # reads every page
     for number in range(count + count // 10 + 1):
@@ -132,7 +132,7 @@ def idle(arguments: list[str]) -> Took:
     from torch.profiler import ProfilerActivity, profile
 
     recipe = load(Recipe, arguments)
-    ranks = distributed.start(recipe.system)
+    ranks = processes.start(recipe.system)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         training(recipe, ranks)
     events: list[Any] = list(trace.events() or ())

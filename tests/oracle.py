@@ -37,9 +37,9 @@ from xformer.convert import hf
 from xformer.convert.names import Family, Table
 from xformer.data.batch import Assembler, Batch
 from xformer.data.store import Ragged, Split
-from xformer.feed import to_device
 from xformer.ops.native import only_plain
 from xformer.optim import OptimConfig, learning_rate
+from xformer.parallel.feed import to_device
 from xformer.tasks import span
 from xformer.tasks.task import Model
 

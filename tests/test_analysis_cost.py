@@ -51,7 +51,7 @@ def test_masked_words_are_counted_and_timed(tmp_path: Path) -> None:
     config = CostConfig(out="x", threads=1, repeats=2, rows=2, length=5, head="mlm")
     checkpoint = checkpoints.load(looking.checkpoint(tmp_path / "base"))
     with_head = cost._with_head(checkpoint, config)
-    ranks = cost.distributed.start(cost.SystemConfig(threads=1))
+    ranks = cost.processes.start(cost.SystemConfig(threads=1))
     (taken,) = cost.measure([with_head], config, ranks)
     assert [len(seconds) for seconds in taken.values()] == [2, 2]
     assert min(taken["forward"] + taken["training"]) > 0

@@ -67,7 +67,7 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
 
 
 def _packed(batch, reader):
-    from xformer.feed import to_device
+    from xformer.parallel.feed import to_device
 
     assert isinstance(batch.tokens, np.ndarray)
     return to_device(batch, reader.device)

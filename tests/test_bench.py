@@ -24,10 +24,10 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
-from xformer.feed import to_device
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
 from xformer.ops.room import roomy
+from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
 CPU = torch.device("cpu")

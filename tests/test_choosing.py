@@ -22,9 +22,9 @@ from xformer.data.batch import Assembler, Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import open_store
-from xformer.distributed import ALONE
-from xformer.feed import to_device
 from xformer.model.config import ModelConfig
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import ALONE
 from xformer.predictions import read
 from xformer.prepare import prepare
 from xformer.recipe import Recipe

@@ -30,7 +30,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.store import Ragged, Split
 from xformer.evaluate import fill_mask
-from xformer.feed import to_device
+from xformer.parallel.feed import to_device
 
 Weights = dict[str, Tensor]
 

@@ -19,8 +19,8 @@ from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.data.writing import create_store
-from xformer.distributed import slow_precision
 from xformer.evaluate import EvaluateConfig
+from xformer.parallel.processes import slow_precision
 from xformer.tasks import classify
 
 Runs = dict[str, Path]

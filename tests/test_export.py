@@ -34,8 +34,8 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.store import Ragged, Split
 from xformer.evaluate import fill_mask
-from xformer.feed import to_device
 from xformer.model.config import ModelConfig
+from xformer.parallel.feed import to_device
 
 ROBERTA = [*tokenizers.ROBERTA_SPECIAL.values()]
 AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name in CLASSES.items()}}

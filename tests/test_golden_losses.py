@@ -42,8 +42,8 @@ from xformer.checkpoint import Checkpoint
 from xformer.config import load
 from xformer.data import vocabularies
 from xformer.data.writing import create_store
-from xformer.distributed import ALONE
 from xformer.ops import native
+from xformer.parallel.processes import ALONE
 from xformer.recipe import Recipe
 from xformer.train import train
 

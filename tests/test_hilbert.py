@@ -23,9 +23,9 @@ from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
-from xformer.feed import to_device
 from xformer.model.config import ModelConfig
 from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, spread
+from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
 LETTERS = "ACGTDNRS"
@@ -395,7 +395,7 @@ def test_resumed_equals_never_stopped(
 def test_ranks_share_their_running_statistics(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """After each step all ranks hold the mean of what they had found, each in its own rows."""
     spy = """
-from xformer.parallel import Replicas
+from xformer.parallel.replicas import Replicas
 original = Replicas.reduce
 def reduce(self, sums):
     print(*self.buffers[0].tolist())

@@ -17,52 +17,77 @@ from xformer.recipe import Recipe
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
 
-# A module may import from the floors above its own and from its own floor, never from below.
-FLOORS = (
-    ("xformer.data",),
-    ("xformer.start",),
-    ("xformer.config",),
-    ("xformer.watch",),
-    ("xformer.distributed",),
-    ("xformer.ops.native", "xformer.ops.library"),
-    ("xformer.ops.dropout", "xformer.ops.room"),
-    ("xformer.ops.add_norm", "xformer.ops.attention", "xformer.ops.vocabulary_loss"),
-    ("xformer.model.config",),
-    ("xformer.model.encoder",),
-    ("xformer.model.hilbert",),
-    ("xformer.tasks.task",),
-    ("xformer.tasks.classify", "xformer.tasks.mlm", "xformer.tasks.span", "xformer.tasks.tag"),
-    ("xformer.tasks.choice", "xformer.tasks.pairs", "xformer.tasks.regress"),
-    ("xformer.tasks.known",),
-    ("xformer.cost",),
-    ("xformer.checkpoint",),
-    ("xformer.parallel", "xformer.optim"),
-    (
+# What belongs on each floor, and its modules. A module may import from its own floor and from those
+# listed before it.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "Stores, tokenizers, batches, files, lines on the screen: without torch.": ("xformer.data",),
+    "How every command starts and ends.": ("xformer.start",),
+    "Typed settings, recipe files, their help.": ("xformer.config",),
+    "How an operation finds its C++, and how torch knows it.": (
+        "xformer.ops.native",
+        "xformer.ops.library",
+    ),
+    "Operations that others use.": ("xformer.ops.dropout", "xformer.ops.room"),
+    "Operations that the model is made of.": (
+        "xformer.ops.add_norm",
+        "xformer.ops.attention",
+        "xformer.ops.vocabulary_loss",
+    ),
+    "The shape of a model.": ("xformer.model.config",),
+    "The encoder.": ("xformer.model.encoder",),
+    "The convolutional network that stands in its place.": ("xformer.model.hilbert",),
+    "What a task is; the model that it trains.": ("xformer.tasks.task",),
+    "Tasks that others build on.": (
+        "xformer.tasks.classify",
+        "xformer.tasks.mlm",
+        "xformer.tasks.span",
+        "xformer.tasks.tag",
+    ),
+    "Tasks that build on others.": (
+        "xformer.tasks.choice",
+        "xformer.tasks.pairs",
+        "xformer.tasks.regress",
+    ),
+    "All tasks by name.": ("xformer.tasks.known",),
+    "Weights with all that is needed to use them, in memory and on disk.": ("xformer.checkpoint",),
+    "Watching over the other ranks.": ("xformer.parallel.watch",),
+    "Ranks and devices.": ("xformer.parallel.processes",),
+    "One model on several ranks; batches on their way to the device.": (
+        "xformer.parallel.feed",
+        "xformer.parallel.replicas",
+    ),
+    "Optimizers, learning rates, clip and step.": ("xformer.optim",),
+    "Checkpoints of others, in and out; operations on weights.": (
         "xformer.convert",
         "xformer.surgery",
-        "xformer.analysis",
-        "xformer.monitor",
-        "xformer.run",
-        "xformer.profile",
-        "xformer.freeze",
-        "xformer.feed",
-        "xformer.provenance",
-        "xformer.trajectory",
-        "xformer.writer",
-        "xformer.predictions",
-        "xformer.snapshot",
     ),
-    ("xformer.recipe",),
-    ("xformer.scoring",),
-    ("xformer.evaluate",),
-    ("xformer.prepare",),
-    ("xformer.session",),
-    ("xformer.guard",),
-    ("xformer.train",),
-    ("xformer.study",),
-    ("xformer.preprocess",),  # so only the command may import it; it imports the data alone
-    ("xformer.command", "xformer.__main__"),
-)
+    "Which weights a run keeps on the way, and which it trains.": (
+        "xformer.trajectory",
+        "xformer.freeze",
+    ),
+    "What a run is: every group of its settings.": ("xformer.recipe",),
+    "What a run tells, costs and keeps, each thing in a file of its own.": (
+        "xformer.cost",
+        "xformer.monitor",
+        "xformer.predictions",
+        "xformer.profile",
+        "xformer.provenance",
+        "xformer.snapshot",
+        "xformer.writer",
+    ),
+    "A run's directory.": ("xformer.run",),
+    "A model on a split.": ("xformer.scoring",),
+    "The command that scores and predicts.": ("xformer.evaluate",),
+    "From a recipe to a job: all that it names, opened and checked.": ("xformer.prepare",),
+    "A run while it trains: what is due, told and kept.": ("xformer.session",),
+    "Numerical trouble.": ("xformer.guard",),
+    "The loop.": ("xformer.train",),
+    "Looking inside models and runs.": ("xformer.analysis",),
+    "Many runs, their tables and claims.": ("xformer.study",),
+    # only the command may import it, and it imports the data alone
+    "Raw files to stores.": ("xformer.preprocess",),
+    "The command `xformer`.": ("xformer.command", "xformer.__main__"),
+}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 HOME = re.compile(
     r"(?<![\w.:~}$-])(?:/(?:home|root|Users|work|mnt|media|scratch|tmp)/\w|[A-Z]:\\\w)"
@@ -101,7 +126,7 @@ def imports(name: str) -> Iterator[str]:
 
 def floor(name: str) -> int | None:
     """The number of the floor a module of xformer stands on."""
-    for number, packages in enumerate(FLOORS):
+    for number, packages in enumerate(FLOORS.values()):
         if any(name == package or name.startswith(f"{package}.") for package in packages):
             return number
     return None

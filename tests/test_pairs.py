@@ -16,7 +16,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.writing import create_store
-from xformer.feed import to_device
+from xformer.parallel.feed import to_device
 from xformer.preprocess import cli, pairs
 from xformer.tasks.pairs import Pairs
 

@@ -21,7 +21,7 @@ from xformer.data import tokenizers, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
-from xformer.feed import to_device
+from xformer.parallel.feed import to_device
 
 C, H, INNER, LAYERS, LONGEST = 12, 3, 17, 2, 31
 SEQUENCES = ["MKTAYIAKQROUBZX", "GG", "ACDEFGHIKLMNPQRSTVWY", "M"]

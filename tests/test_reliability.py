@@ -19,11 +19,12 @@ from test_train import AT_STEP, drawn_once, log, same
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
-from xformer import provenance, watch
+from xformer import provenance
 from xformer.data.errors import Failure
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.monitor import cut_log, records
 from xformer.ops import native
+from xformer.parallel import watch
 from xformer.writer import Writer
 
 STEPS = [

@@ -34,10 +34,11 @@ from torch.autograd import DeviceType
 from torch.testing import assert_close
 from toys import Toys
 
-from xformer import cost, distributed
+from xformer import cost
 from xformer.data.batch import Work
 from xformer.data.files import read_json
 from xformer.model.config import ModelConfig
+from xformer.parallel import processes as ranks_and_devices
 from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
 from xformer.tasks.task import Model
 
@@ -48,7 +49,7 @@ IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
 # Python that makes the gradient travel in many buckets, and says when each does and what it holds
 BUCKETS = """
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from xformer import parallel
+from xformer.parallel import replicas
 def hook(group, bucket):
     print("bucket", bucket.index(), [list(p.shape) for p in bucket.parameters()])
     return allreduce_hook(group, bucket)
@@ -357,7 +358,7 @@ def test_threads_of_a_process(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     before = torch.get_num_threads()
     try:
-        distributed.start(distributed.SystemConfig(threads=setting))
+        ranks_and_devices.start(ranks_and_devices.SystemConfig(threads=setting))
         share = max(1, len(os.sched_getaffinity(0)) // processes)
         assert torch.get_num_threads() == (threads or share)
     finally:

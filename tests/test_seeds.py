@@ -13,8 +13,8 @@ from toys import Toys
 
 from xformer import config, train
 from xformer.data.files import read_json
-from xformer.distributed import ALONE
-from xformer.feed import to_device
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import ALONE
 from xformer.recipe import Recipe, Seeds
 from xformer.study.plan import content_key, identity
 

@@ -35,8 +35,8 @@ from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
 from xformer.data.batch import Batch, Work
 from xformer.data.files import read_json
-from xformer.distributed import ALONE, Ranks, slow_precision
 from xformer.monitor import SILENT
+from xformer.parallel.processes import ALONE, Ranks, slow_precision
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 

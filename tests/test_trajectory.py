@@ -23,7 +23,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import open_store
-from xformer.distributed import ALONE
+from xformer.parallel.processes import ALONE
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.run import open_run

@@ -16,9 +16,9 @@ from toys import Toys
 
 from xformer.config import load
 from xformer.data.sampler import Samples
-from xformer.distributed import Ranks
 from xformer.guard import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Guard, first_layer
-from xformer.parallel import Sums
+from xformer.parallel.processes import Ranks
+from xformer.parallel.replicas import Sums
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.run import State
@@ -29,7 +29,8 @@ STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
 # Python that makes the output of a layer infinite wherever training has a row of the store
 BAD_ROW = """
 import torch
-from xformer import feed, guard
+from xformer import guard
+from xformer.parallel import feed
 from xformer.tasks.task import Model
 poisoned, loss, to_device = [], Model.loss, feed.to_device
 def spy(batch, device):

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, provenance
+from xformer import provenance
 from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
 from xformer.data.batch import Assembler
@@ -29,9 +29,10 @@ from xformer.data.files import write_text
 from xformer.data.joined import open_stores
 from xformer.data.store import open_store
 from xformer.data.tokenizers import Tokenizer
-from xformer.distributed import ALONE, Ranks, SystemConfig
-from xformer.feed import to_device
 from xformer.ops import native
+from xformer.parallel import processes
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
 from xformer.scoring import assembler_for, outputs_of, score
@@ -109,12 +110,12 @@ def main(read: Read | None = None) -> None:
     if any(a in ("-h", "--help") for a in arguments):
         say(*help_text(EvaluateConfig).split("\n"))
         return
-    with distributed.group():
+    with processes.group():
         config = _config(arguments)
         checkpoint = checkpoints.load(arguments[0])
-        ranks = distributed.start(config.system)
+        ranks = processes.start(config.system)
         provenance.refuse_unlike_ranks(ranks)
-        slow = distributed.slow_precision(ranks.device, config.system.precision)
+        slow = processes.slow_precision(ranks.device, config.system.precision)
         for note in filter(None, (slow, native.note(ranks.device))):
             if ranks.rank == 0:
                 say(note, error=True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from xformer.data.batch import Batch
 from xformer.data.errors import Failure
-from xformer.feed import to_device
-from xformer.parallel import Sums
+from xformer.parallel.feed import to_device
+from xformer.parallel.replicas import Sums
 from xformer.prepare import Job
 from xformer.run import SINCE_LOG, State
 from xformer.session import Session

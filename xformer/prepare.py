@@ -16,10 +16,10 @@ from xformer.data.errors import BadInput
 from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
-from xformer.distributed import Ranks
-from xformer.feed import Feed
 from xformer.freeze import account, chosen
 from xformer.model.config import ModelConfig
+from xformer.parallel.feed import Feed
+from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
 from xformer.run import State
 from xformer.scoring import check_kind, check_task

@@ -16,8 +16,8 @@ import torch
 
 from xformer.config import flat
 from xformer.data.errors import DISTRIBUTION, BadInput
-from xformer.distributed import Ranks
 from xformer.ops import native
+from xformer.parallel.processes import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 20  # seconds for git

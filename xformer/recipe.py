@@ -14,9 +14,9 @@ from pydantic import (
 
 from xformer import trajectory
 from xformer.config import Paths, Settings
-from xformer.distributed import TrainingSystem
 from xformer.model.config import ModelConfig
 from xformer.optim import OptimConfig
+from xformer.parallel.processes import TrainingSystem
 from xformer.surgery.operations import Operation
 from xformer.tasks.known import TASKS
 

@@ -38,7 +38,7 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
-from xformer.feed import Step
+from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
 
 # keys that may be others where a run goes on

@@ -14,8 +14,8 @@ from xformer.data.batch import Assembler, chunks
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
 from xformer.data.store import Store
-from xformer.distributed import Ranks
-from xformer.feed import to_device
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Model, Predictions, Task, check_finite
 
 MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare

@@ -22,9 +22,9 @@ from xformer import cost, provenance
 from xformer.data.batch import Work
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
-from xformer.feed import Step
 from xformer.monitor import Monitor, peak_memory
 from xformer.optim import learning_rate
+from xformer.parallel.feed import Step
 from xformer.prepare import Job, tokens, warmup_share
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State, open_run

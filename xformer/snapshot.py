@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xformer import optim
-from xformer.distributed import Ranks
+from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Model
 
 

@@ -18,21 +18,22 @@ import torch
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, optim
+from xformer import optim
 from xformer.config import load
 from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import say
 from xformer.data.files import read_json
 from xformer.data.hashing import key
-from xformer.distributed import Ranks
-from xformer.feed import Step
 from xformer.freeze import chosen, freeze
 from xformer.guard import Guard
 from xformer.monitor import Monitor, cut_log
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
-from xformer.parallel import Replicas
+from xformer.parallel import processes
+from xformer.parallel.feed import Step
+from xformer.parallel.processes import Ranks
+from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
 from xformer.prepare import Job, prepare
 from xformer.recipe import Recipe
@@ -46,10 +47,10 @@ DROPOUT = 4  # what a key is for
 
 def main() -> None:
     """`torchrun train.py RECIPE key=value ...`"""
-    with distributed.group():
+    with processes.group():
         recipe = load(Recipe, sys.argv[1:])
         mapping.parse(recipe.mapping)
-        train(recipe, distributed.start(recipe.system))
+        train(recipe, processes.start(recipe.system))
 
 
 # --------------------------------------------------------------------------------- the loop
@@ -94,7 +95,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
             say_changes(job, run, state, config, monitor)
         else:
             announce(job, model, monitor)
-        slow = distributed.slow_precision(ranks.device, recipe.system.precision)
+        slow = processes.slow_precision(ranks.device, recipe.system.precision)
         kept = job.trajectory.announcement(run.path, state.step)
         for note in filter(None, (damage, slow, native.note(ranks.device), kept)):
             monitor.say(note)

@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xformer import checkpoint as checkpoints
-from xformer import cost, distributed, optim
+from xformer import cost, optim
 from xformer.analysis import figure
 from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
@@ -42,8 +42,9 @@ from xformer.data.batch import Batch, Work
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
-from xformer.distributed import Ranks, SystemConfig, slow_precision
 from xformer.optim import OptimConfig
+from xformer.parallel import processes
+from xformer.parallel.processes import Ranks, SystemConfig, slow_precision
 from xformer.surgery.operations import CLASSES, apply
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
@@ -78,7 +79,7 @@ COMMAND = Command("cost", CostConfig, __doc__ or "", 1, None)
 def run(paths: list[str], config: CostConfig) -> None:
     """`python -m xformer.analysis cost CHECKPOINT ... key=value ...`"""
     names = names_of(paths, config.names)
-    ranks = distributed.start(SystemConfig(threads=config.threads))
+    ranks = processes.start(SystemConfig(threads=config.threads))
     loaded = [checkpoints.load(path) for path in paths]
     for path, checkpoint in zip(paths, loaded, strict=True):
         _check(path, checkpoint, config)

@@ -17,7 +17,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed
 from xformer.analysis.command import Names, Output
 from xformer.checkpoint import Checkpoint
 from xformer.config import Paths
@@ -28,10 +27,11 @@ from xformer.data.files import read_json
 from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
-from xformer.distributed import SystemConfig
-from xformer.feed import to_device
 from xformer.model.encoder import Encoder
 from xformer.ops.attention import Layout, probabilities
+from xformer.parallel import processes
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import SystemConfig
 from xformer.tasks.task import Model
 
 TOKENS = 4096  # of one forward pass
@@ -155,7 +155,7 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = LONGEST)
     split = store.split(config.split)
     if split.rows == 0:
         raise BadInput(f"the split {config.split!r} of {store.name} has no rows")
-    device = distributed.start(SystemConfig(threads=config.threads)).device
+    device = processes.start(SystemConfig(threads=config.threads)).device
     loaded = [checkpoints.load(path) for path in paths]
     longest = _longest(config, paths, loaded, most)
     readers = []

@@ -42,9 +42,9 @@ from xformer.analysis.examples import (
 from xformer.data.batch import Batch
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
-from xformer.feed import to_device
 from xformer.model.encoder import Encoder
 from xformer.ops.native import only_plain
+from xformer.parallel.feed import to_device
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
 

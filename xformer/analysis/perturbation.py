@@ -35,7 +35,7 @@ from xformer.analysis.examples import (
     open_examples,
 )
 from xformer.data.errors import BadInput
-from xformer.feed import to_device
+from xformer.parallel.feed import to_device
 
 
 class PerturbationConfig(ExamplesConfig):

@@ -16,12 +16,13 @@ from typing import Any
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
-from xformer import distributed, provenance, start, train
+from xformer import provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.monitor import records
+from xformer.parallel import processes
 from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
@@ -118,8 +119,8 @@ def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, st
 def again() -> None:
     """What `_make` starts: a recipe as JSON, and how many steps of it to make."""
     recipe = validate(Recipe, read_json(Path(sys.argv[1])))
-    with distributed.group():
-        train.train(recipe, distributed.start(recipe.system), int(sys.argv[2]))
+    with processes.group():
+        train.train(recipe, processes.start(recipe.system), int(sys.argv[2]))
 
 
 def _records(run: Path, steps: int) -> list[dict[str, Any]]:

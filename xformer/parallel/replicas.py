@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from xformer.data.batch import Batch
-from xformer.distributed import Ranks
+from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Loss, Model
 
 

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from xformer.config import Settings
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
-from xformer.watch import Watch
+from xformer.parallel.watch import Watch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, Masks, Work
 from xformer.data.sampler import Stream
-from xformer.distributed import Ranks
+from xformer.parallel.processes import Ranks
 
 MADE = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
 MOST = 512  # steps made at once: tiny ones hold 3 KiB each beside their tokens
