@@ -80,7 +80,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "The command that scores and predicts.": ("xformer.evaluate",),
     "From a recipe to a job: all that it names, opened and checked.": ("xformer.prepare",),
     "A run while it trains: what is due, told and kept.": ("xformer.session",),
-    "Numerical trouble.": ("xformer.guard",),
+    "Numerical trouble: where it arose, what follows.": ("xformer.tracing", "xformer.guard"),
     "The loop.": ("xformer.train",),
     "Looking inside models and runs.": ("xformer.analysis",),
     "Many runs, their tables and claims.": ("xformer.study",),

@@ -16,20 +16,21 @@ from toys import Toys
 
 from xformer.config import load
 from xformer.data.sampler import Samples
-from xformer.guard import BACKWARD, FORWARD, NOWHERE, WEIGHT, WINDOW, Guard, first_layer
+from xformer.guard import WINDOW, Guard
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Sums
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.run import State
 from xformer.tasks.task import Loss
+from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 
 STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
 
 # Python that makes the output of a layer infinite wherever training has a row of the store
 BAD_ROW = """
 import torch
-from xformer import guard
+from xformer import tracing
 from xformer.parallel import feed
 from xformer.tasks.task import Model
 poisoned, loss, to_device = [], Model.loss, feed.to_device
@@ -38,7 +39,7 @@ def spy(batch, device):
     if {row} in batch.rows:
         poisoned.append(packed)
     return packed
-feed.to_device = guard.to_device = spy
+feed.to_device = tracing.to_device = spy
 def bad_loss(self, batch):
     if not any(batch is each for each in poisoned):
         return loss(self, batch)
@@ -66,6 +67,7 @@ train.loss_of = spoil
 BAD_LOSSES = """
 from xformer import train
 from xformer.tasks.task import Loss
+from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 loss_of = train.loss_of
 def spoil(job, model, batch, step, i):
     loss = loss_of(job, model, batch, step, i)
@@ -289,6 +291,7 @@ def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
     spike = """
 from xformer import train
 from xformer.tasks.task import Loss
+from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 loss_of = train.loss_of
 def spiky(job, model, batch, step, i):
     loss = loss_of(job, model, batch, step, i)

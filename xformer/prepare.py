@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from xformer import checkpoint as checkpoints
-from xformer import trajectory
+from xformer import provenance, trajectory
 from xformer.checkpoint import Checkpoint
 from xformer.data import mapping
 from xformer.data.batch import Assembler, rows_of
@@ -21,9 +24,9 @@ from xformer.model.config import ModelConfig
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
-from xformer.run import State
+from xformer.run import Run, State, open_run
 from xformer.scoring import check_kind, check_task
-from xformer.surgery.operations import apply
+from xformer.surgery import operations
 from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.pairs import pair_scale
@@ -101,7 +104,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.name)
     # before the mapping: an operation may bring another tokenizer
-    start = apply(start, recipe.surgery, recipe.seed.of("weights"))
+    start = operations.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     kind, masking = TASKS[recipe.head], recipe.masking
@@ -254,3 +257,28 @@ def warmup_share(job: Job, length: int) -> float:
         some = np.arange(min(job.samples.rows, 10_000))
         rows = batch.tokens / float(job.train.sizes(some).mean())
     return warmup * rows / length
+
+
+def open_for(job: Job) -> tuple[Run, dict[str, Any]]:
+    """The run, which rank 0 opens and the others follow, and the content of its config.json."""
+    config = job.recipe.model_dump(mode="json")
+    identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
+    identity["data"] = job.store.key
+    if job.recipe.init is not None:
+        identity["init"] = checkpoints.content_key(checkpoints.resolve(job.recipe.init))
+    read = [operations.content(operation) for operation in job.recipe.surgery]
+    if any(read):  # what operations read beside the checkpoint
+        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
+    provenance.refuse_unlike_ranks(job.ranks)
+    environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
+    content = {"config": config, "identity": identity, "environment": environment}
+    path = Path(job.recipe.run)
+    opened: list[Run] = []
+
+    def opening() -> None:
+        if job.recipe.overwrite or not (path / "config.json").exists():
+            job.trajectory.check_room(path, 0)  # before anything is deleted or made
+        opened.append(open_run(path, content, job.recipe.overwrite))
+
+    job.ranks.on_rank_zero(opening)
+    return opened[0] if opened else Run(path), content

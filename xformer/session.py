@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +26,8 @@ from xformer.optim import learning_rate
 from xformer.parallel.feed import Step
 from xformer.prepare import Job, tokens, warmup_share
 from xformer.profile import Profiler
-from xformer.run import SINCE_LOG, Run, State, open_run
+from xformer.run import SINCE_LOG, Run, State
 from xformer.snapshot import Snapshot
-from xformer.surgery import operations
 from xformer.tasks.task import Model
 from xformer.writer import Writer
 
@@ -243,31 +241,6 @@ def sync_told(run: Run) -> None:
     for file in (run.path / "log.jsonl", *board):
         with suppress(FileNotFoundError):  # nothing is drawn where the disk refused
             sync(file)
-
-
-def open_for(job: Job) -> tuple[Run, dict[str, Any]]:
-    """The run, which rank 0 opens and the others follow, and the content of its config.json."""
-    config = job.recipe.model_dump(mode="json")
-    identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
-    identity["data"] = job.store.key
-    if job.recipe.init is not None:
-        identity["init"] = checkpoints.content_key(checkpoints.resolve(job.recipe.init))
-    read = [operations.content(operation) for operation in job.recipe.surgery]
-    if any(read):  # what operations read beside the checkpoint
-        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
-    provenance.refuse_unlike_ranks(job.ranks)
-    environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
-    content = {"config": config, "identity": identity, "environment": environment}
-    path = Path(job.recipe.run)
-    opened: list[Run] = []
-
-    def opening() -> None:
-        if job.recipe.overwrite or not (path / "config.json").exists():
-            job.trajectory.check_room(path, 0)  # before anything is deleted or made
-        opened.append(open_run(path, content, job.recipe.overwrite))
-
-    job.ranks.on_rank_zero(opening)
-    return opened[0] if opened else Run(path), content
 
 
 def announce(job: Job, model: Model, monitor: Monitor) -> None:

@@ -35,11 +35,11 @@ from xformer.parallel.feed import Step
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
-from xformer.prepare import Job, prepare
+from xformer.prepare import Job, open_for, prepare
 from xformer.recipe import Recipe
 from xformer.run import SINCE_LOG, Run, State, is_bare, is_finished
 from xformer.scoring import Scores, score
-from xformer.session import Session, announce, open_for, say_changes, sync_told
+from xformer.session import Session, announce, say_changes, sync_told
 from xformer.tasks.task import Loss, Model
 
 DROPOUT = 4  # what a key is for
