@@ -74,7 +74,7 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, task)) * work.rows
     C, E, F = config.hidden, config.width, config.intermediate
-    last = work.tokens if task is None else task.read(work)
+    last = work.tokens if task is None else task.tokens_read(work)
     # qkv 3CC; out CC, up CF, down CF; a token has a score and a sum for each token of its row
     flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
     flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)

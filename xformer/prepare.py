@@ -15,7 +15,7 @@ from xformer import provenance, trajectory
 from xformer.checkpoint import Checkpoint
 from xformer.data import mapping
 from xformer.data.batch import Assembler, rows_of
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
@@ -108,7 +108,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     kind, masking = TASKS[recipe.head], recipe.masking
-    scale = pair_scale(masking.pair_weight, masking.probability, store, kind.masks)
+    scale = _pair_scale(recipe, store)
     head = Head(
         recipe.head,
         labels=tuple(store.labels) if kind.labelled or scale else (),
@@ -125,7 +125,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     task = task_of(head)
     assert task is not None
     check_task(store, task)
-    if task.lacking(split):
+    if task.has_unlabelled(split):
         raise BadInput(f"{store.name}: the split 'train' has rows without a label")
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
     start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
@@ -202,6 +202,22 @@ def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
         elif value != has and not (name == "vocab_size" and value == 0):
             raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
     return config.model_copy(update=free)
+
+
+def _pair_scale(recipe: Recipe, store: Store) -> float:
+    """As how many masked tokens a pair counts; 0 if no pair head trains. Raises BadInput for a task
+    or a store that has no pairs of two classes."""
+    masking, split = recipe.masking, store.split("train")
+    if not masking.pair_weight:
+        return 0.0
+    masks = TASKS[recipe.head].masks
+    if not masks or "tokens_b" not in split.columns or len(store.labels) != 2:
+        raise BadInput(
+            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
+            f"{store.name} has {len(store.labels)} classes; "
+            f"make such a store with {typed('python preprocess.py pairs')}"
+        )
+    return pair_scale(masking.pair_weight, masking.probability, split)
 
 
 def _class_weights(recipe: Recipe, store: Store) -> tuple[float, ...]:

@@ -70,7 +70,7 @@ def outputs_of(
     total = sum(map(len, mine))
     with Progress(f"scoring {split.name}", total, "rows", active=ranks.rank == 0) as progress:
         for part in mine:
-            host = task.batch(assembler, part, MASKING_SEED)
+            host = task.evaluation_batch(assembler, part, MASKING_SEED)
             with ranks.autocast(precision):
                 batch = to_device(host, ranks.device)
                 places, values = task.evaluate(model, batch, host, assembler)

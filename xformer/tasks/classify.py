@@ -57,7 +57,7 @@ class Pooled(Task):
         logits: Tensor = model.task_head(model.drop(x, before_head))
         return logits
 
-    def read(self, work: Work) -> int:
+    def tokens_read(self, work: Work) -> int:
         return work.rows
 
     def head_flops(self, config: ModelConfig, work: Work) -> int:
@@ -102,7 +102,7 @@ class Classify(Pooled):
         )
         return Loss(total, len(batch.labels), correct)
 
-    def lacking(self, split: Split) -> bool:
+    def has_unlabelled(self, split: Split) -> bool:
         return bool((np.asarray(split.columns["label"]) < 0).any())
 
     def has_labels(self, split: Split) -> bool:
@@ -118,7 +118,7 @@ class Classify(Pooled):
             "as wrong"
         )
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return of_groups(outputs, split)
 
     def score(self, found: Predictions) -> dict[str, float]:

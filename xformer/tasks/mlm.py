@@ -101,14 +101,16 @@ class MLM(Task):
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
-    def read(self, work: Work) -> int:
+    def tokens_read(self, work: Work) -> int:
         return work.masked
 
     def head_flops(self, config: ModelConfig, work: Work) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
         return (2 * C * E + 2 * E * V) * work.masked
 
-    def batch(self, assembler: Assembler, examples: np.ndarray, seed: int) -> Batch[np.ndarray]:
+    def evaluation_batch(
+        self, assembler: Assembler, examples: np.ndarray, seed: int
+    ) -> Batch[np.ndarray]:
         first_epoch = np.zeros_like(examples)
         return assembler.masked_batch(examples, first_epoch, seed, self.head.masking)
 
@@ -139,7 +141,7 @@ class MLM(Task):
     def default_metric(self, of_store: str | None) -> str:
         return "loss"
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return {
             "loss": outputs[:, 0],
             "masked": outputs[:, 1].astype(np.int64),

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xformer.data.batch import Assembler, Batch, Work
-from xformer.data.errors import BadInput, typed
-from xformer.data.store import UNLABELLED, Split, Store
+from xformer.data.store import UNLABELLED, Split
 from xformer.model.config import ModelConfig
 from xformer.ops.room import with_room
 from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
@@ -55,7 +54,7 @@ class Pairs(MLM):
         rate = config.before_head if config.dropout_form == "albert" else 0.0
         return masked, model.pair_head(model.drop(model.pooled(first), rate)).float()
 
-    def read(self, work: Work) -> int:
+    def tokens_read(self, work: Work) -> int:
         return work.masked + work.rows
 
     def head_flops(self, config: ModelConfig, work: Work) -> int:
@@ -69,9 +68,9 @@ class Pairs(MLM):
         masked, pairs = self._both(model, batch)
         return host.rows, torch.cat([self.by_row(model, masked, batch, host), pairs], 1)
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
-        return super().kept(outputs, split) | pairs
+        return super().as_arrays(outputs, split) | pairs
 
     def score(self, found: Predictions) -> dict[str, float]:
         """Means over masked tokens, and of pairs means over rows."""
@@ -81,20 +80,8 @@ class Pairs(MLM):
         return super().score(found) | {f"pair_{name}": pairs[name] for name in ("loss", "accuracy")}
 
 
-def pair_scale(weight: float, masking: float, store: Store, masks: bool) -> float:
+def pair_scale(weight: float, masking: float, split: Split) -> float:
     """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
     tokens and `weight` times the mean over pairs, and still a sum that can be cut anywhere.
-
-    `masking` is the share of masked tokens; `masks` whether the task masks any. Raises BadInput for
-    a store without pairs of two classes.
-    """
-    split = store.split("train")
-    if not weight:
-        return 0.0
-    if not masks or "tokens_b" not in split.columns or len(store.labels) != 2:
-        raise BadInput(
-            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
-            f"{store.name} has {len(store.labels)} classes; "
-            f"make such a store with {typed('python preprocess.py pairs')}"
-        )
+    `masking` is the share of masked tokens."""
     return weight * masking * split.tokens / split.rows

@@ -55,13 +55,13 @@ class Regress(Pooled):
         total = F.mse_loss(logits.squeeze(1), batch.labels, reduction="sum")
         return Loss(total, len(batch.labels), torch.zeros((), device=logits.device))
 
-    def lacking(self, split: Split) -> bool:
+    def has_unlabelled(self, split: Split) -> bool:
         return bool(np.isnan(np.asarray(split.columns["label"])).any())
 
     def has_labels(self, split: Split) -> bool:
         return bool((~np.isnan(np.asarray(split.columns["label"]))).any())
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return of_groups(outputs, split)
 
     def score(self, found: Predictions) -> dict[str, float]:

@@ -71,7 +71,7 @@ class Span(Task):
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
         return Loss(total, len(batch.labels), correct)
 
-    def read(self, work: Work) -> int:
+    def tokens_read(self, work: Work) -> int:
         return work.tokens
 
     def evaluate(
@@ -94,7 +94,7 @@ class Span(Task):
     def has_labels(self, split: Split) -> bool:
         return any(right is not None for right in right_answers(split))
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         columns = split.columns
         return {
             "no_answer": outputs[:, 0],

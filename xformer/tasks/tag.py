@@ -60,7 +60,7 @@ class Tag(Task):
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
         return Loss(total, len(batch.targets), correct)
 
-    def read(self, work: Work) -> int:
+    def tokens_read(self, work: Work) -> int:
         return work.masked
 
     def size(self, split: Split) -> int:
@@ -93,7 +93,7 @@ class Tag(Task):
         labels = np.asarray(split.columns["labels"].values)
         return bool(((labels != IGNORED) & (labels != UNLABELLED)).any())
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         column = split.columns["labels"]
         label = np.asarray(column.values)
         words = label != IGNORED

@@ -148,13 +148,13 @@ class Task:
         """The summed loss of a batch."""
         raise NotImplementedError
 
-    def read(self, work: Work) -> int:
+    def tokens_read(self, work: Work) -> int:
         """How many tokens' last hidden states the task reads."""
         raise NotImplementedError
 
     def head_flops(self, config: ModelConfig, work: Work) -> int:
         """Operations of the matrix products of the task's heads in a forward pass."""
-        return 2 * config.hidden * self.outputs * self.read(work)
+        return 2 * config.hidden * self.outputs * self.tokens_read(work)
 
     # ---------------------------------------------------------------------------------- outputs
 
@@ -167,7 +167,9 @@ class Task:
         """Of how many things evaluation keeps numbers: the rows of a split."""
         return split.rows
 
-    def batch(self, assembler: Assembler, examples: np.ndarray, seed: int) -> Batch[np.ndarray]:
+    def evaluation_batch(
+        self, assembler: Assembler, examples: np.ndarray, seed: int
+    ) -> Batch[np.ndarray]:
         """The batch on which these examples are evaluated."""
         return assembler.batch(examples)
 
@@ -188,7 +190,7 @@ class Task:
 
     # -------------------------------------------------------------------------------- the labels
 
-    def lacking(self, split: Split) -> bool:
+    def has_unlabelled(self, split: Split) -> bool:
         """Whether a split has rows without a label, from which nothing can be learnt."""
         return False
 
@@ -206,7 +208,7 @@ class Task:
         """What decides which checkpoint is the best. `of_store` is the store's wish."""
         return of_store or list(self.metrics)[1]
 
-    def kept(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         """The arrays of predictions from the outputs of a split; see `arrays`."""
         raise NotImplementedError
 
@@ -214,7 +216,7 @@ class Task:
         self, outputs: np.ndarray, split: Split, threshold: float | None = None
     ) -> Predictions:
         """The outputs of a split as they are kept in files."""
-        arrays = {"row": np.arange(split.rows), **self.kept(outputs, split)}
+        arrays = {"row": np.arange(split.rows), **self.as_arrays(outputs, split)}
         arrays = {name: small(values) for name, values in arrays.items()}
         return Predictions(self, split.name, arrays, self.questions(outputs, split), threshold)
 
