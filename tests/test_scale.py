@@ -53,11 +53,11 @@ from xformer.parallel import replicas
 def hook(group, bucket):
     print("bucket", bucket.index(), [list(p.shape) for p in bucket.parameters()])
     return allreduce_hook(group, bucket)
-class Small(parallel.DistributedDataParallel):
+class Small(replicas.DistributedDataParallel):
     def __init__(self, model, **options):
         super().__init__(model, bucket_cap_mb=0.01, **options)
         self.register_comm_hook(None, hook)
-parallel.DistributedDataParallel = Small
+replicas.DistributedDataParallel = Small
 """
 
 
