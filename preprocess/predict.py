@@ -339,18 +339,22 @@ def _number(column: Any) -> int:
 
 
 def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
-    """Whether the file has CoNLL's columns: its first line has tabs, or its first block has known
-    labels in the column of training."""
+    """Whether the file has CoNLL's columns: its first line has tabs, its first block has known
+    labels in the column of training, or is a word a line with an empty line after it."""
     block: list[str] = []
+    ended = False
     for _, line in islice(read_lines(path, BadRows(skip=True)), 1000):
+        ended = bool(block) and not line.strip()
+        if ended:
+            break
         if line.strip():
             block.append(line)
-        elif block:
-            break
     if not block or "\t" in block[0]:
         return bool(block)
-    fields = [line.split() for line in block]
-    return all(len(one) >= max(label, 2) and one[label - 1] in labels for one in fields)
+    fields, known = [line.split() for line in block], {*labels, tags.NO_LABEL}
+    if all(len(words) == 1 for words in fields):
+        return ended and len(block) > 1
+    return all(len(one) >= max(label, 2) and one[label - 1] in known for one in fields)
 
 
 # ------------------------------------------------------------------------------ questions

@@ -426,7 +426,11 @@ def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
     tabs = [block.replace(" ", "\t") for block in blocks[30:]]
     (tmp_path / "tabs.txt").write_text("\n\n".join(tabs))
     (tmp_path / "words.conll").write_text("\n\n".join("\n".join(row) for row in words[30:]))
-    for name in ("plain.txt", "columns.txt", "tabs.txt", "words.conll", "test.conll"):
+    (tmp_path / "words.txt").write_text((tmp_path / "words.conll").read_text())
+    unknown = ["\n".join(f"{word} NN _" for word in row) for row in words[30:]]
+    (tmp_path / "unknown.txt").write_text("\n\n".join(unknown))
+    files = "plain.txt columns.txt tabs.txt words.txt unknown.txt words.conll test.conll"
+    for name in files.split():
         found = predict(forks, run, tmp_path / name)
         assert [row["labels"] for row in found] == expected, name
         assert [row["input"] for row in found] == plain, name

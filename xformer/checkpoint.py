@@ -116,7 +116,7 @@ class Checkpoint:
 
 def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
     """Raise BadInput for a task whose head the architecture cannot bear."""
-    if config.architecture == "hilbert_cnn" and not task.pools:
+    if config.architecture == "hilbert_cnn" and not task.reads_pooled:
         raise BadInput(
             f"head={task.name}: model.architecture=hilbert_cnn predicts classes and scores"
         )

@@ -91,7 +91,7 @@ def fill_mask(
     where the model's outputs are not finite.
     """
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
-    if task is None or not task.masks:
+    if task is None or not task.predicts_masked:
         raise BadInput("this checkpoint has no MLM head, so it cannot fill a mask")
     batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
     model = checkpoint.model().to(ranks.device)
@@ -201,7 +201,7 @@ def _wants_arrays(config: EvaluateConfig) -> bool:
 
 
 def _check_threshold(config: EvaluateConfig, task: Task) -> None:
-    if config.threshold is not None and not task.thresholds:
+    if config.threshold is not None and not task.takes_threshold:
         raise BadInput(f"threshold= is for span heads; this checkpoint's head is {task.name}")
 
 
@@ -216,7 +216,7 @@ def _predict_file(
     checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks, read: Read | None
 ) -> None:
     task, precision = checkpoint.task, config.system.precision
-    if task is None or task.masks:
+    if task is None or task.predicts_masked:
         raise BadInput("input= needs a checkpoint with a class, score, span, tag or choice head")
     head = task.head
     _check_threshold(config, task)

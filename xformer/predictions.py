@@ -92,15 +92,15 @@ def _checked(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prediction
     if about["format"] != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     kind = TASKS[about["head"]]
-    if kind.masks and "outputs" in arrays:
+    if kind.predicts_masked and "outputs" in arrays:
         kind = Pairs
     task = kind(Head(about["head"], tuple(about["classes"])))
-    if not kind.arrays <= arrays.keys() - {"row"} <= kind.arrays | kind.more_arrays:
+    if not kind.arrays <= arrays.keys() - {"row"} <= kind.arrays | kind.optional_arrays:
         raise ValueError(f"it holds the arrays {', '.join(arrays)}")
     if "row" not in arrays or len({len(array) for array in arrays.values()}) != 1:
         raise ValueError("its arrays are not of one length")
     asked = about["questions"]
     questions = None if asked is None else Questions(**asked)
-    if (questions is not None) != kind.asks:
+    if (questions is not None) != kind.has_questions:
         raise ValueError("its questions are not those of its task")
     return Predictions(task, about["split"], arrays, questions, about["threshold"], about["store"])

@@ -81,7 +81,7 @@ class Job:
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
-        masking = recipe.masking.probability if self.task.masks else 0.0
+        masking = recipe.masking.probability if self.task.predicts_masked else 0.0
         seed = recipe.seed.of("masks")
         return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
 
@@ -111,7 +111,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     scale = _pair_scale(recipe, store)
     head = Head(
         recipe.head,
-        labels=tuple(store.labels) if kind.labelled or scale else (),
+        labels=tuple(store.labels) if kind.named_classes or scale else (),
         metric=store.metric,
         mapping=recipe.mapping,
         max_tokens=recipe.batch.max_tokens,
@@ -134,10 +134,14 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
     notes = []
-    if recipe.init is None and not task.masks:
+    if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
     notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
     notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
+    if head.class_weights:
+        pairs = zip(head.labels, head.class_weights, strict=True)
+        weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
+        notes.append(f"class weights of the training loss: {weights}")
     notes += account(start, chosen(start, recipe.train.only), fresh)
     job = Job(
         recipe,
@@ -210,7 +214,7 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
     masking, split = recipe.masking, store.split("train")
     if not masking.pair_weight:
         return 0.0
-    masks = TASKS[recipe.head].masks
+    masks = TASKS[recipe.head].predicts_masked
     if not masks or "tokens_b" not in split.columns or len(store.labels) != 2:
         raise BadInput(
             "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
@@ -226,7 +230,7 @@ def _class_weights(recipe: Recipe, store: Store) -> tuple[float, ...]:
     loss, split = recipe.loss, store.split("train")
     if not loss.model_fields_set or loss == type(loss)():
         return ()
-    if not TASKS[recipe.head].weighs:
+    if not TASKS[recipe.head].takes_class_weights:
         named = ", ".join(f"loss.{name}" for name in sorted(loss.model_fields_set))
         raise BadInput(f"{named}: head={recipe.head} has no such setting; head=classify has")
     if loss.class_weights == "balanced":

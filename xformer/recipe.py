@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -87,9 +88,22 @@ class LossConfig(Settings):
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of each label that is spread evenly over all classes (Szegedy et al. 2016)."""
-    class_weights: Literal["balanced"] | tuple[Annotated[float, Field(ge=0)], ...] = ()
+    class_weights: Literal["balanced"] | tuple[float, ...] = ()
     """Weight of each class, in the order of the store's labels; "balanced": inversely proportional
     to the class's training rows, with a mean of 1 over the rows; empty: all weigh 1."""
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        listed = isinstance(value, list | tuple) and all(
+            isinstance(weight, int | float) and 0 <= weight < math.inf for weight in value
+        )
+        if not listed and value != "balanced":
+            raise ValueError(
+                f"loss.class_weights={value}: give balanced, or a list of numbers from 0 on, one a "
+                "class, such as [1, 2.5]"
+            )
+        return value
 
 
 class TrainConfig(Settings):

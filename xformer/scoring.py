@@ -119,7 +119,7 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
 def check_task(store: Store, task: Task) -> None:
     """Raise BadInput unless the store holds what the task predicts."""
     check_kind(store.kind, task, store.name)
-    if not task.labelled or tuple(store.labels) == task.head.labels:
+    if not task.named_classes or tuple(store.labels) == task.head.labels:
         return
     unknown = sorted(set(store.labels) - set(task.head.labels))
     what = f"other classes than the checkpoint's: {', '.join(store.labels)}"

@@ -149,7 +149,7 @@ class Session:
         values: dict[str, Any] = {"loss": loss}
         if "perplexity" in job.task.metrics:
             values["perplexity"] = math.exp(min(loss, 700))
-        if job.task.counts:
+        if job.task.counts_correct:
             values["accuracy"] = correct / count
         values |= {
             "lr": rate,

@@ -217,9 +217,13 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
     selected checkpoint was stopped. The scores in result.json are those of what is written.
     """
     best = job.recipe.train.select == "best" and state.best_step > 0
-    chosen = run.checkpoint_path(state.best_step if best else state.step)
+    selected = run.checkpoint_path(state.best_step if best else state.step)
     if best and state.best_step != state.step:
-        model.load_state_dict(checkpoints.load(chosen).weights)
+        monitor.say(
+            f"the run stands for the checkpoint of step {state.best_step}, the best on valid by "
+            f"{job.metric}: its scores follow"
+        )
+        model.load_state_dict(checkpoints.load(selected).weights)
     metrics = {}
     for split in job.store.splits:
         if split != "train" and job.task.has_labels(job.store.split(split)):
@@ -232,7 +236,7 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
     if job.ranks.rank == 0:
         result = {
             "metrics": metrics,
-            "selected": str(chosen.relative_to(run.path)),
+            "selected": str(selected.relative_to(run.path)),
             "best_step": state.best_step,
             "steps": state.step,
             "dropped": state.dropped,

@@ -136,7 +136,7 @@ def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
         raise BadInput(
             f"length={config.length}: {path} takes rows of {model.max_positions} at most"
         )
-    if TASKS[config.head].masks and model.architecture != "transformer":
+    if TASKS[config.head].predicts_masked and model.architecture != "transformer":
         raise BadInput(f"head=mlm: {path} is a {model.architecture}; give head=classify")
     for name, weight in checkpoint.weights.items():
         if not torch.isfinite(weight).all():
@@ -173,7 +173,7 @@ def _words(found: dict[str, Any]) -> str:
 def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
     if checkpoint.head is not None and checkpoint.head.kind == config.head:
         return checkpoint
-    head = Head(config.head, ("0", "1") if TASKS[config.head].labelled else ())
+    head = Head(config.head, ("0", "1") if TASKS[config.head].named_classes else ())
     return checkpoint.with_head(head, config.seed)[0]
 
 
@@ -182,7 +182,7 @@ def count(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
     shape, task = checkpoint.config, checkpoint.task
     assert task is not None
     parts = cost.parameters(shape, task)
-    work = Work.even(config.rows, config.length, MASKING if task.masks else 0.0)
+    work = Work.even(config.rows, config.length, MASKING if task.predicts_masked else 0.0)
     return {
         "parameters": {"total": sum(parts.values()), **parts},
         "flops_per_token": {
@@ -231,7 +231,7 @@ def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.devic
     tokens = on_device(draw.integers(0, checkpoint.config.vocab_size, N * L))
     positions = torch.arange(L, device=device).repeat(N)
     labels = places = targets = None
-    if task.masks:
+    if task.predicts_masked:
         masked = np.sort(draw.choice(N * L, max(1, round(N * L * MASKING)), replace=False))
         places, targets = on_device(masked), tokens[on_device(masked)]
     else:

@@ -71,7 +71,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
         "x": config.x,
         "smooth": config.smooth,
         "panels": found,
-        "nats": all(TASKS[head].nats for head in heads if head in TASKS),
+        "nats": all(TASKS[head].loss_in_nats for head in heads if head in TASKS),
     }
     first = found[0]["series"]
     line = f"curves {config.value}: " + "; ".join(

@@ -269,7 +269,7 @@ class PerExample(TorchFunctionMode):
         if name.startswith("encoder."):
             kind = "tokens"
         elif self.task is not None and name.startswith(("task_head", "mlm_head")):
-            kind = self.task.reads
+            kind = self.task.head_reads
         owner = self.owners[kind]
         if x.dim() != 2 or len(x) != len(owner):
             raise Failure(
@@ -430,8 +430,8 @@ def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> t
     if store.split(examples.split).together > 1:
         raise BadInput(f"{store.name} is {store.kind}: the loss of a row depends on other rows")
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
-    labels = tuple(store.labels) if task.labelled else ()
-    if isinstance(own, task) and (not task.labelled or own.head.labels == labels):
+    labels = tuple(store.labels) if task.named_classes else ()
+    if isinstance(own, task) and (not task.named_classes or own.head.labels == labels):
         return reader.model, False
     fresh, *_ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
     say(
@@ -445,7 +445,7 @@ def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> t
 def _batch(
     reader: Reader, rows: np.ndarray, config: GradientsConfig, model: Model
 ) -> Batch[np.ndarray]:
-    if model.task is not None and model.task.masks:
+    if model.task is not None and model.task.predicts_masked:
         epochs = np.zeros_like(rows)
         return reader.assembler.masked_batch(rows, epochs, config.seed, config.masking)
     return reader.assembler.batch(rows)

@@ -278,8 +278,8 @@ def _heads(
     task = _classifier(source, meta, family)
     pooler = dict(family.pooler) if has(family.pooler) else {}
     if task is not None:
-        labels = _labels(source, meta, family.head(task)) if task.labelled else ()
-        own = family.pooler if task.pools else pooler
+        labels = _labels(source, meta, family.head(task)) if task.named_classes else ()
+        own = family.pooler if task.reads_pooled else pooler
         return Head(task.name, labels, max_tokens=longest), own | family.head(task), ["MLM head"]
     table, lacking = pooler, [] if pooler else ["pooler"]
     if has(family.pair):
@@ -317,13 +317,13 @@ def _classifier(
     said = str(meta.get("architectures") or "").strip("[]'").rpartition("For")[2]
     texts, words = (there(table, "task_head.*") for table in (family.classify, family.tag))
     pooled = there(family.pooler | family.classify, "pooler.*")
-    if said == Tag.architecture and words:
+    if said == Tag.hf_class and words:
         return Tag
-    if said == Choice.architecture and there(family.choice, "task_head.*"):
+    if said == Choice.hf_class and there(family.choice, "task_head.*"):
         return Choice
     if said == "NextSentencePrediction" or not (texts or words):
         return None
-    known = said == Classify.architecture
+    known = said == Classify.hf_class
     if not known and not (texts and pooled):
         return Tag if words and not there(family.pooler, "pooler.*") else None
     labels = meta.get("id2label")
@@ -441,7 +441,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
 def _kept_sentence(checkpoint: Checkpoint) -> dict[str, Any]:
     """The files of sentence-transformers that an encoder was imported with; sentence-transformers
     takes the mean over tokens where there are none."""
-    if checkpoint.task is not None and not checkpoint.task.masks:
+    if checkpoint.task is not None and not checkpoint.task.predicts_masked:
         return {}
     records = (record["sentence"] for record in checkpoint.history if "sentence" in record)
     return next(records, {})
@@ -515,7 +515,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
         raise BadInput(f"model.embedding={config.embedding} is not {name}'s: it projects them")
     if config.token_types == 0 and name != "distilbert":
         raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
-    if checkpoint.task is not None and checkpoint.task.masks:
+    if checkpoint.task is not None and checkpoint.task.predicts_masked:
         _check_activation(config, family)
     pad = checkpoint.tokenizer.special["pad"]
     if name == "roberta" and pad != config.first_position - 1:
@@ -540,7 +540,7 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     written |= {"model_type": family.name, "architectures": [named]}
     written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
-    if task is not None and task.labelled and not task.masks:
+    if task is not None and task.named_classes and not task.predicts_masked:
         written["id2label"] = {str(i): label for i, label in enumerate(task.head.labels)}
         written["label2id"] = {label: i for i, label in enumerate(task.head.labels)}
-    return written | (task.their_config if task is not None else {})
+    return written | (task.hf_config if task is not None else {})

@@ -47,14 +47,14 @@ class Family:
         """The table of a task's own head."""
         if task is None:
             return {}
-        table: Table = getattr(self, task.table_of_names)
+        table: Table = getattr(self, task.hf_table)
         return table
 
     def class_of(self, task: Task | None, pairs: bool) -> str:
         """The name of the class for a model with a task's head, and perhaps a pair head."""
-        if pairs and (task is None or task.masks):
+        if pairs and (task is None or task.predicts_masked):
             return self.pair_classes[task is None]
-        return f"{self.model}For{task.architecture}" if task else f"{self.model}Model"
+        return f"{self.model}For{task.hf_class}" if task else f"{self.model}Model"
 
 
 _EMBEDDINGS = {

@@ -33,12 +33,18 @@ class Choice(Pooled):
     stores = ("choice",)
     metrics = {"loss": LOWER, "accuracy": HIGHER}
     arrays = {"outputs", "label", "group"}
-    architecture = "MultipleChoice"
-    table_of_names = "choice"
+    hf_class = "MultipleChoice"
+    hf_table = "choice"
     outputs = 1
 
     def dropouts(self, config: ModelConfig) -> tuple[float, float]:
         return 0.0, config.dropout if config.dropout_form == "roberta" else config.before_head
+
+    @property
+    def _first(self) -> int:
+        """The number of the first ending in the training file."""
+        options = (self.head.columns or {}).get("options", {})
+        return int(options.get("first") or 0)
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         assert batch.labels is not None
@@ -71,11 +77,12 @@ class Choice(Pooled):
         return {"loss": float(losses.mean()), "accuracy": float(right.mean())}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """A line for each question: the number of its likeliest ending, from 0, its probability."""
+        """A line for each question: its likeliest ending, counted as the training file counts them
+        (`--first`), and the probability."""
         chances = np.exp(log_softmax(outputs.astype(np.float64).reshape(-1, split.together)))
         best = chances.argmax(1)
         table = {
-            "ending": [str(i) for i in best],
+            "ending": [str(self._first + i) for i in best],
             "probability": [f"{chance:.4f}" for chance in chances.max(1)],
         }
         first = np.arange(len(best)) * split.together

@@ -33,7 +33,7 @@ from xformer.tasks.task import (
 class Pooled(Task):
     """A task whose head reads the pooled first token, or what a HilbertCNN says of a sequence."""
 
-    pools = True
+    reads_pooled = True
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
         C, heads = features(config), super().modules(config)
@@ -73,11 +73,11 @@ class Classify(Pooled):
     stores = ("class",)
     metrics = {"loss": LOWER, "accuracy": HIGHER, "f1": HIGHER, "mcc": HIGHER}
     arrays = {"outputs", "label"}
-    more_arrays = {"group"}
-    labelled = True
-    weighs = True
-    architecture = "SequenceClassification"
-    table_of_names = "classify"
+    optional_arrays = {"group"}
+    named_classes = True
+    takes_class_weights = True
+    hf_class = "SequenceClassification"
+    hf_table = "classify"
 
     @property
     def outputs(self) -> int:

@@ -61,10 +61,10 @@ class MLM(Task):
         "pair_accuracy": HIGHER,
     }
     arrays = {"loss", "masked", "correct"}
-    masks = True
-    reads = "places"
-    architecture = "MaskedLM"
-    table_of_names = "mlm"
+    predicts_masked = True
+    head_reads = "places"
+    hf_class = "MaskedLM"
+    hf_table = "mlm"
     width = 3
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:

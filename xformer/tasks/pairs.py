@@ -27,8 +27,8 @@ class Pairs(MLM):
     """MLM with a pair head. A pair counts as much as `head.pair_scale` masked tokens. Evaluation
     keeps the two logits of the pair head after the numbers of MLM."""
 
-    more_arrays = {"outputs", "label"}
-    labelled = True
+    optional_arrays = {"outputs", "label"}
+    named_classes = True
     width = 5
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:

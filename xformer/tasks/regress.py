@@ -38,12 +38,12 @@ class Regress(Pooled):
     stores = ("score",)
     metrics = {"loss": LOWER, "pearson": HIGHER, "spearman": HIGHER}
     arrays = {"outputs", "label"}
-    more_arrays = {"group"}
-    counts = False
-    nats = False
-    architecture = "SequenceClassification"
-    table_of_names = "classify"
-    their_config = {"problem_type": "regression", "id2label": {"0": "score"}}
+    optional_arrays = {"group"}
+    counts_correct = False
+    loss_in_nats = False
+    hf_class = "SequenceClassification"
+    hf_table = "classify"
+    hf_config = {"problem_type": "regression", "id2label": {"0": "score"}}
 
     @property
     def outputs(self) -> int:

@@ -33,6 +33,7 @@ from xformer.tasks.task import (
 )
 
 LONGEST = 30  # tokens of an answer (Devlin et al. 2019)
+NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the numbers that evaluation keeps of a window
 
 
 class Span(Task):
@@ -49,11 +50,11 @@ class Span(Task):
         "best_f1": HIGHER,
     }
     arrays = {"group", "label", "no_answer", "best", "first", "last", "loss"}
-    reads = "tokens"
-    asks = True
-    thresholds = True
-    architecture = "QuestionAnswering"
-    table_of_names = "span"
+    head_reads = "tokens"
+    has_questions = True
+    takes_threshold = True
+    hf_class = "QuestionAnswering"
+    hf_table = "span"
     outputs = 2
     width = 5
 
@@ -88,8 +89,9 @@ class Span(Task):
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
         # a window without any text has no span: its score is -inf
-        bad = np.isnan(outputs[:, 1]) | np.isposinf(outputs[:, 1])
-        return bad | ~np.isfinite(np.delete(outputs, 1, 1)).all(1)
+        best = outputs[:, BEST]
+        bad = np.isnan(best) | np.isposinf(best)
+        return bad | ~np.isfinite(np.delete(outputs, BEST, 1)).all(1)
 
     def has_labels(self, split: Split) -> bool:
         return any(right is not None for right in right_answers(split))
@@ -97,11 +99,11 @@ class Span(Task):
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         columns = split.columns
         return {
-            "no_answer": outputs[:, 0],
-            "best": outputs[:, 1],
-            "loss": outputs[:, 4],
-            "first": outputs[:, 2].astype(np.int64),
-            "last": outputs[:, 3].astype(np.int64),
+            "no_answer": outputs[:, NO_ANSWER],
+            "best": outputs[:, BEST],
+            "loss": outputs[:, LOSS],
+            "first": outputs[:, FIRST].astype(np.int64),
+            "last": outputs[:, LAST].astype(np.int64),
             "group": np.asarray(columns["group"]),
             "label": np.asarray(columns["label"]),
         }
@@ -194,8 +196,10 @@ def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
     """The outputs of all windows of a split -> the text of each question's best span over its
     windows, and how far "no answer" lies above it, (Q,)."""
     groups = np.asarray(split.columns["group"])
-    best, margin = best_windows(outputs[:, 1], outputs[:, 0], groups)
-    return [answer(split, row, int(outputs[row, 2]), int(outputs[row, 3])) for row in best], margin
+    best, margin = best_windows(outputs[:, BEST], outputs[:, NO_ANSWER], groups)
+    ends = outputs[best][:, [FIRST, LAST]].astype(np.int64).tolist()
+    said = [answer(split, row, *both) for row, both in zip(best, ends, strict=True)]
+    return said, margin
 
 
 def answer(split: Split, row: int, first: int, last: int) -> str:

@@ -37,10 +37,10 @@ class Tag(Task):
     stores = ("tag",)
     metrics = {"loss": LOWER, "accuracy": HIGHER, "f1": HIGHER, "entity_f1": HIGHER}
     arrays = {"label", "predicted", "loss"}
-    labelled = True
-    reads = "places"
-    architecture = "TokenClassification"
-    table_of_names = "tag"
+    named_classes = True
+    head_reads = "places"
+    hf_class = "TokenClassification"
+    hf_table = "tag"
     width = 2
 
     @property

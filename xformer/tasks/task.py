@@ -100,31 +100,55 @@ class Predictions:
 
 class Task:
     """One kind of output. A subclass answers every question about its kind, so that no other code
-    asks which kind it has. It takes and gives arrays and tensors, never ranks or files.
+    of the model, the loop or the evaluation asks which kind it has. It takes and gives arrays and
+    tensors, never ranks or files.
 
-    Outputs are numbers of each row of a split, (N, `width`); a subclass may choose other things
-    than rows (`size`).
+    A subclass sets the first four attributes below, and those others that differ from their
+    defaults. It must define `outputs`, `logits`, `loss`, `tokens_read`, `as_arrays`, `score` and
+    `table`. It must be listed in xformer.tasks.known. Then recipes, training, scoring, prediction,
+    checkpoints and studies know it. If it needs rows of a new kind, preprocess/ needs a reader, and
+    xformer.data.store a name for that kind.
+
+    Evaluation keeps numbers of each row of a split, (N, `width`); a subclass may choose other
+    things than rows (`size`).
     """
 
-    name: ClassVar[str]  # in recipes and checkpoints
-    stores: ClassVar[tuple[str, ...]]  # the kinds of stores that it learns from
-    metrics: ClassVar[dict[str, int]]  # what it is scored by, and which values are better
-    arrays: ClassVar[set[str]]  # what its predictions hold beside `row`
-    more_arrays: ClassVar[set[str]] = set()  # and what they hold for some stores alone
-    labelled: ClassVar[bool] = False  # its classes have names, which are the store's
-    masks: ClassVar[bool] = False  # it predicts masked tokens of any text
-    # what its own head reads of a batch: all "tokens", the "places", or the first of each "example"
-    reads: ClassVar[Literal["tokens", "places", "examples"]] = "examples"
-    pools: ClassVar[bool] = False  # it reads the pooled first token
-    nats: ClassVar[bool] = True  # its loss is a cross-entropy
-    counts: ClassVar[bool] = True  # an output is right or wrong, and training counts the right ones
-    asks: ClassVar[bool] = False  # its rows are about questions, as those of Questions
-    thresholds: ClassVar[bool] = False  # a threshold decides between two of its outputs
-    weighs: ClassVar[bool] = False  # its loss takes class weights and label smoothing
-    # of transformers: the end of the class's name, the table of weights, more of the config
-    architecture: ClassVar[str] = ""
-    table_of_names: ClassVar[str] = ""
-    their_config: ClassVar[dict[str, Any]] = {}
+    name: ClassVar[str]
+    """What recipes (`head=`) and checkpoints call it."""
+    stores: ClassVar[tuple[str, ...]]
+    """The kinds of stores that it learns from. The first one is made for it."""
+    metrics: ClassVar[dict[str, int]]
+    """What it is scored by: the loss, then the usual choice for "best", then others. HIGHER or
+    LOWER says which values are better."""
+    arrays: ClassVar[set[str]]
+    """What its predictions hold beside `row`."""
+    optional_arrays: ClassVar[set[str]] = set()
+    """What they hold for some stores alone."""
+    named_classes: ClassVar[bool] = False
+    """Its outputs are classes with names, which are the labels of the store."""
+    predicts_masked: ClassVar[bool] = False
+    """It predicts masked tokens, so that any text will do."""
+    head_reads: ClassVar[Literal["tokens", "places", "examples"]] = "examples"
+    """The rows of what its own head reads: all tokens of the batch, its `places`, or the first
+    token of each row."""
+    reads_pooled: ClassVar[bool] = False
+    """Its head reads the pooled first token, so that a HilbertCNN can stand in for the encoder."""
+    loss_in_nats: ClassVar[bool] = True
+    """Its loss is a cross-entropy, not a squared error."""
+    counts_correct: ClassVar[bool] = True
+    """An output is right or wrong, and the log tells the accuracy in training."""
+    takes_class_weights: ClassVar[bool] = False
+    """Its training loss takes class weights and label smoothing."""
+    has_questions: ClassVar[bool] = False
+    """Several rows are about one question; its predictions hold Questions."""
+    takes_threshold: ClassVar[bool] = False
+    """A threshold decides whether it answers at all."""
+    hf_class: ClassVar[str] = ""
+    """How transformers' class is called: the part after "BertFor"."""
+    hf_table: ClassVar[str] = ""
+    """Which table of xformer.convert.names.Family names the weights of its head there."""
+    hf_config: ClassVar[dict[str, Any]] = {}
+    """What its config.json holds there besides."""
 
     def __init__(self, head: Head):
         self.head = head
