@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CLASSIFY, ROOT, Forks, good, task, training
+from helpers import CLASSIFY, ROOT, Forks, good, refused, task, training
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn.utils.rnn import pad_sequence
 
@@ -225,12 +227,15 @@ def test_balanced_weights_are_those_of_scikit_learn() -> None:
     labels = np.random.default_rng(1).choice(4, 300, p=[0.7, 0.1, 0.15, 0.05])
     expected = compute_class_weight("balanced", classes=np.arange(4), y=labels)
     assert balanced(labels, 4) == pytest.approx(expected)
-    assert balanced(np.array([0, 0, 2]), 4)[1] == 0  # a class without rows
+    assert balanced(np.array([0, 0, 2]), 4) == (0.75, 0, 1.5, 0)  # two classes without rows
+
+
+def load(*more: str) -> Recipe:
+    return settings.load(Recipe, [str(ROOT / CLASSIFY), *more])
 
 
 def job(*more: str) -> Head:
-    recipe = settings.load(Recipe, [str(ROOT / CLASSIFY), *more])
-    head = prepare(recipe, ALONE).start.head
+    head = prepare(load(*more), ALONE).start.head
     assert head is not None
     return head
 
@@ -252,8 +257,22 @@ def test_the_settings_reach_the_head(data, tmp_path: Path) -> None:  # type: ign
             job(*given, f"loss.class_weights={wrong}")
     with pytest.raises(BadInput, match=r"loss\.label_smoothing: head=mlm has no such setting"):
         job(*given, "head=mlm", "loss.label_smoothing=0.1")
-    plain = settings.load(Recipe, [str(ROOT / CLASSIFY), *given])
-    assert "loss" not in plain.model_dump(mode="json")  # so older runs keep their keys
+    with pytest.raises(BadInput, match="and not all 0"):
+        job(*given, "loss.class_weights=[0]")
+    half = prepare(load(*given, "fraction=0.5"), ALONE).samples
+    rows, _ = half.at(np.arange(half.per_epoch))
+    weights = balanced(labels[rows], len(store.labels))
+    assert job(*given, "loss.class_weights=balanced", "fraction=0.5").class_weights == weights
+    with pytest.raises(BadInput, match=r"loss\.label_smoothing: head=mlm has no such setting"):
+        job(*given, "head=mlm", "loss.label_smoothing=0.1")
+    with pytest.raises(BadInput, match="and not all 0"):
+        job(*given, "loss.class_weights=[0]")
+    assert job(*given, "loss.class_weights=balanced", "fraction=0.5").class_weights == balanced(
+        labels[
+            prepare(load(*given, "fraction=0.5"), ALONE).samples.at(np.arange(len(labels) // 2))[0]
+        ],
+        len(store.labels),
+    )
 
 
 def test_a_head_without_the_settings_is_written_as_before(chosen: Path) -> None:
@@ -266,3 +285,57 @@ def test_a_head_without_the_settings_is_written_as_before(chosen: Path) -> None:
 def batch_on_host() -> Batch[np.ndarray]:
     ends = np.array([0, 2], np.int32)
     return Batch(np.zeros(2, np.int32), np.arange(2), np.zeros(2), ends, 2, rows=np.zeros(1))
+
+
+# ------------------------------------------------------------------ an example is several rows
+
+
+def test_analyses_look_at_each_ending(
+    forks: Forks, chosen: Path, choices: Path, tmp_path: Path
+) -> None:
+    data = [f"data={choices}", "split=valid", "threads=1"]
+    line = [
+        "-m",
+        "xformer.analysis",
+        "attention",
+        str(chosen),
+        str(chosen),
+        *data,
+        f"out={tmp_path / 'a'}",
+    ]
+    ended = subprocess.run(
+        [sys.executable, *line, "examples=150"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr  # 180 rows of 60 questions
+    line = ["-m", "xformer.analysis", "gradients", str(chosen), *data, f"out={tmp_path / 'g'}"]
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "is choice: the loss of a row depends on other rows" in ended.stderr
+
+
+def test_a_step_holds_at_least_one_question(forks: Forks, choices: Path, tmp_path: Path) -> None:
+    line = training(CHOICE, choices, tmp_path / "run", "batch.tokens=40")
+    refused(forks.run(*line), "batch.tokens=40 is below one question of 3 rows")
+
+
+def test_the_work_of_a_step_counts_rows(choices: Path, tmp_path: Path) -> None:
+    recipe = [str(ROOT / CHOICE), f"data={choices}", f"run={tmp_path}", "batch.max_tokens=16"]
+    job = prepare(settings.load(Recipe, recipe), ALONE)
+    step = job.feed().take(0)
+    sizes = np.diff(step.batches[0].cu_seqlens).astype(int)
+    assert (step.end, step.work.rows) == (16, 48)
+    assert (step.work.tokens, step.work.squares) == (sizes.sum(), (sizes**2).sum())
+
+
+def test_a_metric_that_scoring_will_not_give(data, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    recipe = settings.load(
+        Recipe,
+        [
+            str(ROOT / "recipes/pretrain/smoke.toml"),
+            f"data={data.text}",
+            f"run={tmp_path / 'run'}",
+            "train.metric=pair_loss",
+        ],
+    )
+    with pytest.raises(BadInput, match=r"gives: loss, accuracy, perplexity$"):
+        prepare(recipe, ALONE)

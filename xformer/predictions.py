@@ -36,8 +36,7 @@ import numpy as np
 
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import check_finished, make_directory, write_bytes
-from xformer.tasks.known import TASKS
-from xformer.tasks.pairs import Pairs
+from xformer.tasks.known import kind_of
 from xformer.tasks.task import Head, Predictions, Questions
 
 FORMAT = 1
@@ -91,9 +90,7 @@ def _checked(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prediction
     """The content of a file. Raises ValueError, KeyError or TypeError if it cannot be so."""
     if about["format"] != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
-    kind = TASKS[about["head"]]
-    if kind.predicts_masked and "outputs" in arrays:
-        kind = Pairs
+    kind = kind_of(about["head"], "outputs" in arrays)
     task = kind(Head(about["head"], tuple(about["classes"])))
     if not kind.arrays <= arrays.keys() - {"row"} <= kind.arrays | kind.optional_arrays:
         raise ValueError(f"it holds the arrays {', '.join(arrays)}")

@@ -107,6 +107,13 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     start = operations.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
+    if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
+        raise BadInput(
+            f"batch.tokens={recipe.batch.tokens} is below one question of {split.together} rows of "
+            f"batch.max_tokens={recipe.batch.max_tokens}"
+        )
+    examples = split.rows // split.together
+    samples = Samples(examples, recipe.seed.of("order"), recipe.fraction)
     kind, masking = TASKS[recipe.head], recipe.masking
     scale = _pair_scale(recipe, store)
     head = Head(
@@ -120,7 +127,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         pair_scale=scale,
         columns=store.meta["origin"].get("columns"),
         smoothing=recipe.loss.label_smoothing,
-        class_weights=_class_weights(recipe, store),
+        class_weights=_class_weights(recipe, store, samples),
     )
     task = task_of(head)
     assert task is not None
@@ -149,8 +156,8 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         store,
         start,
         train_assembler,
-        Samples(train_assembler.examples, recipe.seed.of("order"), recipe.fraction),
-        _metric(recipe, task),
+        samples,
+        _metric(recipe, task, store),
         notes,
     )
     return replace(job, trajectory=_trajectory(job))
@@ -224,7 +231,7 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
     return pair_scale(masking.pair_weight, masking.probability, split)
 
 
-def _class_weights(recipe: Recipe, store: Store) -> tuple[float, ...]:
+def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, ...]:
     """The weight of each class in the training loss; () if all weigh the same. Raises BadInput for
     settings that a task or a store does not have."""
     loss, split = recipe.loss, store.split("train")
@@ -234,7 +241,8 @@ def _class_weights(recipe: Recipe, store: Store) -> tuple[float, ...]:
         named = ", ".join(f"loss.{name}" for name in sorted(loss.model_fields_set))
         raise BadInput(f"{named}: head={recipe.head} has no such setting; head=classify has")
     if loss.class_weights == "balanced":
-        return balanced(np.asarray(split.columns["label"]), len(store.labels))
+        rows, _ = samples.at(np.arange(samples.per_epoch))
+        return balanced(np.asarray(split.columns["label"])[rows], len(store.labels))
     if loss.class_weights and len(loss.class_weights) != len(store.labels):
         raise BadInput(
             f"loss.class_weights has {len(loss.class_weights)} weights; {store.name} has the "
@@ -247,10 +255,16 @@ def _parts(names: list[str]) -> list[str]:
     return sorted({name.split(".")[0] for name in names})
 
 
-def _metric(recipe: Recipe, task: Task) -> str:
+def _metric(recipe: Recipe, task: Task, store: Store) -> str:
+    """What decides which checkpoint is the best. Raises BadInput if validation will not give it."""
     metric = recipe.train.metric or task.default_metric(task.head.metric)
-    if metric not in task.metrics:
-        raise BadInput(f"train.metric={metric!r} is none of {', '.join(task.metrics)}")
+    split = store.split("valid" if "valid" in store.splits else "train")
+    known = task.metrics_on(split) if recipe.train.metric else task.metrics
+    if metric not in known:
+        raise BadInput(
+            f"train.metric={metric!r} is none of what scoring the split {split.name!r} of "
+            f"{store.name} gives: {', '.join(known)}"
+        )
     return metric
 
 

@@ -64,7 +64,7 @@ class BatchConfig(Settings):
     """How many rows make a step, over all ranks and micro-batches."""
 
     rows: int = Field(32, ge=1, le=2**20)
-    """Rows a step; the last step of a run may have fewer."""
+    """Rows a step (of head=choice: questions); the last step of a run may have fewer."""
     tokens: int = Field(0, ge=0, le=2**28)
     """Tokens a step, special ones included: as many rows as fit; 0 counts rows instead."""
     max_tokens: int = Field(128, ge=3)
@@ -90,7 +90,8 @@ class LossConfig(Settings):
     """Share of each label that is spread evenly over all classes (Szegedy et al. 2016)."""
     class_weights: Literal["balanced"] | tuple[float, ...] = ()
     """Weight of each class, in the order of the store's labels; "balanced": inversely proportional
-    to the class's training rows, with a mean of 1 over the rows; empty: all weigh 1."""
+    to the class's rows among those that the run trains on, with a mean of 1 over these rows; empty:
+    all weigh 1."""
 
     @field_validator("class_weights", mode="before")
     @classmethod
@@ -98,10 +99,10 @@ class LossConfig(Settings):
         listed = isinstance(value, list | tuple) and all(
             isinstance(weight, int | float) and 0 <= weight < math.inf for weight in value
         )
-        if not listed and value != "balanced":
+        if value != "balanced" and (not listed or (value and not any(value))):
             raise ValueError(
                 f"loss.class_weights={value}: give balanced, or a list of numbers from 0 on, one a "
-                "class, such as [1, 2.5]"
+                "class and not all 0, such as [1, 2.5]"
             )
         return value
 
@@ -194,11 +195,3 @@ class Recipe(Settings):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     system: TrainingSystem = TrainingSystem()
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, plain: SerializerFunctionWrapHandler) -> Any:
-        """Without `loss` unless it is set, so that older runs and results keep their keys."""
-        values = plain(self)
-        if self.loss == LossConfig():
-            del values["loss"]
-        return values

@@ -40,6 +40,7 @@ from xformer.data.files import (
 )
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
+from xformer.recipe import LossConfig
 
 # keys that may be others where a run goes on
 FREE = {
@@ -301,7 +302,7 @@ def is_run(config: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    found = _differences(old.get("identity", {}), new["identity"]).items()
+    found = _differences(completed(old.get("identity", {})), new["identity"]).items()
     others = [(name, a, b) for name, (a, b) in found if name not in FREE]
     differences = [
         f"{name}={_show(a)} is now {_show(b)}" for name, a, b in others if not _longer(name, a, b)
@@ -316,6 +317,11 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
             f"run={path} was made with other settings: {'; '.join(differences)}; "
             "give another run=, or overwrite=true to start anew"
         )
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an older run with those that its version did not know, at their defaults."""
+    return {"loss": LossConfig().model_dump(mode="json"), **config}
 
 
 def _show(value: Any) -> str:

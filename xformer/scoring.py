@@ -67,8 +67,8 @@ def outputs_of(
     outputs = torch.zeros(task.size(split), task.width, device=ranks.device)  # of other ranks 0
     parts = list(chunks(assembler, assembler.examples))
     mine, begun, tokens = parts[ranks.rank :: ranks.world_size], time.monotonic(), 0
-    total = sum(map(len, mine))
-    with Progress(f"scoring {split.name}", total, "rows", active=ranks.rank == 0) as progress:
+    total, unit = sum(map(len, mine)), "rows" if split.together == 1 else "questions"
+    with Progress(f"scoring {split.name}", total, unit, active=ranks.rank == 0) as progress:
         for part in mine:
             host = task.evaluation_batch(assembler, part, MASKING_SEED)
             with ranks.autocast(precision):

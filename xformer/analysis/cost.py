@@ -171,7 +171,7 @@ def _words(found: dict[str, Any]) -> str:
 
 
 def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
-    if checkpoint.head is not None and checkpoint.head.kind == config.head:
+    if type(checkpoint.task) is TASKS[config.head]:
         return checkpoint
     head = Head(config.head, ("0", "1") if TASKS[config.head].named_classes else ())
     return checkpoint.with_head(head, config.seed)[0]

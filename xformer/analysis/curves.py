@@ -25,7 +25,7 @@ from xformer.analysis.command import Command, Output, publish
 from xformer.config import flat
 from xformer.data.errors import BadInput
 from xformer.monitor import records
-from xformer.run import read_config
+from xformer.run import completed, read_config
 from xformer.tasks.known import TASKS
 
 SEEDED = re.compile(r"^(random|symbols|unused):\d+$")
@@ -103,7 +103,7 @@ def _recipe(path: str) -> dict[str, Any]:
     found = read_config(Path(path) / "config.json")
     if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
         raise BadInput(f"{path}/config.json is damaged: it holds no recipe")
-    return dict(found["config"])
+    return completed(found["config"])
 
 
 def _without_seeds(value: Any, key: str = "") -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = LONGEST)
     """
     names = names_of(paths, config.names)
     store = open_stores(config.data)
-    split = store.split(config.split)
+    split = replace(store.split(config.split), together=1)  # each row is looked into by itself
     if split.rows == 0:
         raise BadInput(f"the split {config.split!r} of {store.name} has no rows")
     device = processes.start(SystemConfig(threads=config.threads)).device

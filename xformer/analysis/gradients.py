@@ -431,15 +431,17 @@ def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> t
         raise BadInput(f"{store.name} is {store.kind}: the loss of a row depends on other rows")
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
     labels = tuple(store.labels) if task.named_classes else ()
-    if isinstance(own, task) and (not task.named_classes or own.head.labels == labels):
+    if type(own) is task and (not task.named_classes or own.head.labels == labels):
         return reader.model, False
-    fresh, *_ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
+    made, fresh, _ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
+    if not fresh:  # an MLM head that trained beside a pair head
+        return made.model().to(reader.device), False
     say(
         f"{reader.path} has no head for {figure.of_stores(store.name)}: a fresh one ({task.name}, "
         f"seed {config.seed})",
         error=True,
     )
-    return fresh.model().to(reader.device), True
+    return made.model().to(reader.device), True
 
 
 def _batch(

@@ -193,9 +193,13 @@ class Assembler:
     def sizes(self, examples: np.ndarray) -> np.ndarray:
         """Tokens of each example in a batch, special ones included."""
         together = self.split.together
-        a, b = self.lengths(rows_of(examples, together))
-        sizes = a + b + self.extra
+        sizes = self.row_sizes(rows_of(examples, together))
         return sizes if together == 1 else sizes.reshape(-1, together).sum(1)
+
+    def row_sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each row in a batch, special ones included."""
+        a, b = self.lengths(rows)
+        return a + b + self.extra
 
     def batch(self, examples: np.ndarray) -> Batch[np.ndarray]:
         """The packed batch of these examples, unmasked."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Masks, Work
+from xformer.data.batch import Assembler, Batch, Masks, Work, rows_of
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 
@@ -96,24 +96,29 @@ class Feed:
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as MADE tokens allow, by position."""
-        steps: list[tuple[int, int, Work]] = []  # position, micro-batches, work
-        parts: list[tuple[np.ndarray, np.ndarray]] = []  # rows and epochs of a micro-batch
+        steps: list[tuple[int, int, int, Work]] = []  # its position and end, micro-batches, work
+        parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
-            rows, epochs, sizes = self.stream.take(position)
-            squares = int(sizes @ sizes) // self.assembler.split.together  # of even rows
-            work = Work(int(sizes.sum()), squares, len(rows))
+            examples, epochs, sizes = self.stream.take(position)
+            work = self._work(examples, sizes)
             bounds = self._bounds(sizes)
-            mine = [(rows[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
-            steps.append((position, len(mine), work))
+            mine = [(examples[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
+            steps.append((position, position + len(examples), len(mine), work))
             parts += mine
-            position += len(rows)
+            position += len(examples)
             made += work.tokens // self.ranks.world_size
             if len(steps) == MOST:
                 break
         self.at_once = min(MADE, 4 * made)
         batches = self._batches(parts)
-        return {at: Step(at + work.rows, [*islice(batches, own)], work) for at, own, work in steps}
+        return {at: Step(end, [*islice(batches, own)], work) for at, end, own, work in steps}
+
+    def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Work:
+        """The size of a step of these examples, of `sizes` tokens."""
+        if self.assembler.split.together > 1:
+            sizes = self.assembler.row_sizes(rows_of(examples, self.assembler.split.together))
+        return Work(int(sizes.sum()), int(sizes @ sizes), len(sizes))
 
     def _bounds(self, sizes: np.ndarray) -> list[int]:
         """Where this rank's micro-batches begin and end among the rows of a step."""

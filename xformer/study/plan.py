@@ -26,7 +26,7 @@ from xformer.data.files import file_checksum, installed, read_json, write_json
 from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.spec import PLACE, Levels, Need, Stage, Study, Table
-from xformer.tasks.known import TASKS
+from xformer.tasks.known import kind_of
 
 RESULTS = 2  # raised by hand when a change of the code changes results
 # they change no result: `validate_every` is none of them, it decides which checkpoint is the best
@@ -34,7 +34,7 @@ INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_s
 # fields of the recipe that are younger than the first results: they enter the key only if they
 # differ from their default, so that earlier results keep their keys. Add each new field here, or to
 # INTERVALS if it changes no result
-LATER = ("train.trouble", "train.spike")
+LATER = ("loss", "train.trouble", "train.spike")
 BELOW = re.compile(r"(?:/[^\s{}]*)?")  # what follows a need and belongs to its path
 FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 UNPACKED = ".unpacked"  # marks the result of a command that came out of a ledger
@@ -137,7 +137,8 @@ class Plan:
             )
             if work.recipe is None or not table.where.items() <= work.levels.items():
                 continue
-            known = TASKS[work.recipe["head"]].metrics
+            pairs = work.recipe.get("masking", {}).get("pair_weight", 0) > 0
+            known = kind_of(work.recipe["head"], pairs).metrics
             for metric in wanted:
                 split, _, name = metric.rpartition(".")
                 if split != "train" and name not in known:

@@ -160,10 +160,12 @@ class Classify(Pooled):
 
 
 def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
-    """Weights of classes, from the labels of the training rows (N,): N / (K x rows of the class),
-    so that all classes weigh the same (scikit-learn's "balanced"). A class without rows has 0."""
+    """Weights of classes, from the labels of the rows (N,): inversely proportional to the rows of
+    the class, so that all classes weigh the same, with a mean of 1 over the rows (scikit-learn's
+    "balanced"). A class without rows has the weight 0."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)
-    weights = counts.sum() / (classes * np.maximum(counts, 1)) * (counts > 0)
+    present = counts > 0
+    weights = present * counts.sum() / (present.sum() * np.maximum(counts, 1))
     return tuple(float(weight) for weight in weights)
 
 

@@ -16,8 +16,13 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
+def kind_of(name: str, pairs: bool = False) -> type[Task]:
+    """The task of this name; with `pairs` the one that trains a pair head beside it."""
+    return Pairs if pairs and TASKS[name].predicts_masked else TASKS[name]
+
+
 def task_of(head: Head | None) -> Task | None:
     """The task that a head was trained for."""
     if head is None:
         return None
-    return Pairs(head) if head.pair_scale else TASKS[head.kind](head)
+    return kind_of(head.kind, head.pair_scale > 0)(head)

@@ -53,13 +53,7 @@ class MLM(Task):
 
     name = "mlm"
     stores = ("text", "class", "score", "span", "tag", "choice")
-    metrics = {
-        "loss": LOWER,
-        "accuracy": HIGHER,
-        "perplexity": LOWER,
-        "pair_loss": LOWER,
-        "pair_accuracy": HIGHER,
-    }
+    metrics = {"loss": LOWER, "accuracy": HIGHER, "perplexity": LOWER}
     arrays = {"loss", "masked", "correct"}
     predicts_masked = True
     head_reads = "places"

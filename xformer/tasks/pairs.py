@@ -20,14 +20,15 @@ from xformer.model.config import ModelConfig
 from xformer.ops.room import with_room
 from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
 from xformer.tasks.mlm import MLM
-from xformer.tasks.task import Loss, Model, Predictions
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
 
 
 class Pairs(MLM):
     """MLM with a pair head. A pair counts as much as `head.pair_scale` masked tokens. Evaluation
     keeps the two logits of the pair head after the numbers of MLM."""
 
-    optional_arrays = {"outputs", "label"}
+    metrics = {**MLM.metrics, "pair_loss": LOWER, "pair_accuracy": HIGHER}
+    arrays = MLM.arrays | {"outputs", "label"}
     named_classes = True
     width = 5
 

@@ -96,6 +96,10 @@ class Span(Task):
     def has_labels(self, split: Split) -> bool:
         return any(right is not None for right in right_answers(split))
 
+    def metrics_on(self, split: Split) -> list[str]:
+        unanswerable = any(right == [] for right in right_answers(split))
+        return [m for m in self.metrics if unanswerable or not m.startswith("best_")]
+
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         columns = split.columns
         return {

@@ -93,6 +93,9 @@ class Tag(Task):
         labels = np.asarray(split.columns["labels"].values)
         return bool(((labels != IGNORED) & (labels != UNLABELLED)).any())
 
+    def metrics_on(self, split: Split) -> list[str]:
+        return [m for m in self.metrics if m != "entity_f1" or is_bio(self.head.labels)]
+
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         column = split.columns["labels"]
         label = np.asarray(column.values)

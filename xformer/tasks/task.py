@@ -232,6 +232,10 @@ class Task:
         """What decides which checkpoint is the best. `of_store` is the store's wish."""
         return of_store or list(self.metrics)[1]
 
+    def metrics_on(self, split: Split) -> list[str]:
+        """The metrics that scoring a split will give."""
+        return list(self.metrics)
+
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         """The arrays of predictions from the outputs of a split; see `arrays`."""
         raise NotImplementedError
