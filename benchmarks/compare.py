@@ -16,12 +16,13 @@ checkpoint, every line of log.jsonl but for what the clock decides, and the metr
 part is "equal" only if every byte or every digit is. Otherwise the largest difference is shown: of
 a weight relative to the largest number of its tensor, of a number in log or metrics relative to it.
 
-Time: two recipes (pre-training and fine-tuning) train by turns in OLD and NEW, and each pair of
-turns changes the order. A turn's speed is the median of the real tokens a second that its log
-tells, after the first lines, so the start of the process does not count. Shown are the median of
-NEW / OLD over the pairs and an interval that holds the true median with 95 % confidence (from the
-order statistics, without an assumption about the distribution; it needs 6 pairs). NEW is called
-slower only if the whole interval lies below 0.97. Leave the machine alone meanwhile.
+Time: three recipes (pre-training, fine-tuning, fine-tuning of a model of MiniLM's shape) train by
+turns in OLD and NEW, and each pair of turns changes the order. A turn's speed is the median of the
+real tokens a second that its log tells, after the first lines, so the start of the process does not
+count. Shown are the median of NEW / OLD over the pairs and an interval that holds the true median
+with 95 % confidence (from the order statistics, without an assumption about the distribution; it
+needs 6 pairs). NEW is called slower only if the whole interval lies below 0.97. Leave the machine
+alone meanwhile.
 
 The exit status tells whether all was compared, not what came out.
 """
@@ -82,6 +83,13 @@ SMALL = {
     "model.intermediate": 1024,
     "model.max_positions": 64,
 }
+MINILM = {
+    "model.layers": 6,
+    "model.hidden": 384,
+    "model.heads": 12,
+    "model.intermediate": 1536,
+    "model.max_positions": 512,
+}
 SHORT = {
     "batch.rows": 16,
     "batch.max_tokens": 64,
@@ -123,6 +131,7 @@ TIMED = {
     "pretrain": Recipe(SMOKE, "text", SMALL | {"model.vocab_size": 8_000}),
     # a word table as large as BERT's, in which few rows have a gradient
     "finetune": Recipe(CLASSIFY, "classes", SMALL | {"model.vocab_size": 30_522}),
+    "minilm": Recipe(CLASSIFY, "classes", MINILM | {"model.vocab_size": 30_522}),
 }
 
 

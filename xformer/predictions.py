@@ -43,20 +43,20 @@ FORMAT = 1
 FOLDER = "predictions"  # of a run
 
 
-def write(path: Path, found: Predictions, store: str) -> None:
+def write(path: Path, kept: Predictions, store: str) -> None:
     """Write the predictions for a split of the store with this key, compressed and whole or not at
     all. Raises OSError where the disk refuses."""
     about = {
         "format": FORMAT,
-        "head": found.head,
-        "split": found.split,
-        "classes": found.classes,
-        "questions": None if found.questions is None else vars(found.questions),
-        "threshold": found.threshold,
+        "head": kept.head,
+        "split": kept.split,
+        "classes": kept.classes,
+        "questions": None if kept.questions is None else vars(kept.questions),
+        "threshold": kept.threshold,
         "store": store,
     }
     content = io.BytesIO()
-    np.savez_compressed(content, about=np.array(json.dumps(about).encode()), **found.arrays)  # type: ignore[arg-type]
+    np.savez_compressed(content, about=np.array(json.dumps(about).encode()), **kept.arrays)  # type: ignore[arg-type]
     make_directory(path.parent)
     write_bytes(path, content.getvalue())
 

@@ -47,8 +47,8 @@ def score(
     split, task = assembler.split, model.task
     assert task is not None
     outputs = outputs_of(model, assembler, ranks, precision, f"the split {split.name!r}: outputs")
-    found = task.predictions(outputs, split, threshold)
-    return Scores(found.metrics(), outputs, found)
+    predictions = task.predictions(outputs, split, threshold)
+    return Scores(predictions.metrics(), outputs, predictions)
 
 
 @torch.no_grad()

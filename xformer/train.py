@@ -70,27 +70,27 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
         ranks.on_rank_zero(run.verify_bare)
         _leave(job, run)
         return
-    found = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
-    state = State(**read_json(Path(found) / "state.json")) if found else State()
+    newest = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
+    state = State(**read_json(Path(newest) / "state.json")) if newest else State()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
     if job.done(state) and finished:
         _leave(job, run)
         return
     ranks.on_rank_zero(lambda: job.trajectory.check_room(run.path, state.step))
     ranks.on_rank_zero(lambda: run.begin(config, state.step))
-    start = checkpoints.load(found, verified=True) if found else job.start
+    start = checkpoints.load(newest, verified=True) if newest else job.start
     model = start.model()
     freeze(model, chosen(start, recipe.train.only))
     model = model.to(ranks.device).train()
     optimizer = optim.build(model, recipe.optim)
-    if found:
-        moments = checkpoints.load_tensors(Path(found) / "optimizer.safetensors")
+    if newest:
+        moments = checkpoints.load_tensors(Path(newest) / "optimizer.safetensors")
         optim.load_state(optimizer, moments)
-    damage = cut_log(run.path, state.step if found else -1) if ranks.rank == 0 else ""
+    damage = cut_log(run.path, state.step if newest else -1) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     bar = job.progress(state.step, state.position)
-    with Monitor(run.path, ranks.rank == 0, state.step if found else -1, *bar, unit) as monitor:
-        if found:
+    with Monitor(run.path, ranks.rank == 0, state.step if newest else -1, *bar, unit) as monitor:
+        if newest:
             monitor.say(f"continuing {run.path} from step {state.step}")
             say_changes(job, run, state, config, monitor)
         else:
@@ -231,8 +231,8 @@ def _finish(job: Job, run: Run, model: Model, state: State, monitor: Monitor) ->
             metrics[split] = scores.metrics
             if job.ranks.rank == 0:
                 write(run.predictions_path(split), scores.predictions, job.store.key)
-    for split, found in metrics.items():
-        monitor.event("end", state.step, split=split, **found)
+    for split, values in metrics.items():
+        monitor.event("end", state.step, split=split, **values)
     if job.ranks.rank == 0:
         result = {
             "metrics": metrics,

@@ -64,14 +64,14 @@ class Choice(Pooled):
         group = np.arange(split.rows) // split.together
         return {"outputs": outputs, "label": np.asarray(split.columns["label"]), "group": group}
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """Means over questions."""
-        questions = int(found.arrays["group"][-1]) + 1
-        logits = found.arrays["outputs"].astype(np.float64).reshape(questions, -1)
-        labels = found.arrays["label"].reshape(questions, -1)[:, 0]
+        questions = int(kept.arrays["group"][-1]) + 1
+        logits = kept.arrays["outputs"].astype(np.float64).reshape(questions, -1)
+        labels = kept.arrays["label"].reshape(questions, -1)[:, 0]
         known = np.flatnonzero(labels != UNLABELLED)
         if not len(known):
-            raise no_labels(found.split)
+            raise no_labels(kept.split)
         losses = -log_softmax(logits)[known, labels[known]]
         right = logits[known].argmax(1) == labels[known]
         return {"loss": float(losses.mean()), "accuracy": float(right.mean())}

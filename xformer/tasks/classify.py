@@ -121,10 +121,10 @@ class Classify(Pooled):
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return of_groups(outputs, split)
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """The loss is a mean over rows. If rows form groups, the metrics are over groups: a group
         has the class that most of its rows vote for (Kao & Lee 2021, appendix G.4)."""
-        some, labels, groups = known_rows(found, found.arrays["label"] != UNLABELLED)
+        some, labels, groups = known_rows(kept, kept.arrays["label"] != UNLABELLED)
         log_probability = log_softmax(some)
         losses = losses_of(log_probability, labels)
         if groups is not None:
@@ -180,15 +180,15 @@ def of_groups(outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
 
 
 def known_rows(
-    found: Predictions, known: np.ndarray
+    kept: Predictions, known: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Outputs in float64, labels and groups of the rows that have a label (N,). Raises BadInput if
     there is none."""
     if not known.any():
-        raise no_labels(found.split)
-    outputs, group = found.arrays["outputs"][known], found.arrays.get("group")
+        raise no_labels(kept.split)
+    outputs, group = kept.arrays["outputs"][known], kept.arrays.get("group")
     groups = None if group is None else group[known]
-    return outputs.astype(np.float64), found.arrays["label"][known], groups
+    return outputs.astype(np.float64), kept.arrays["label"][known], groups
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

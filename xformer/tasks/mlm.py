@@ -142,12 +142,12 @@ class MLM(Task):
             "correct": outputs[:, 2].astype(np.int64),
         }
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """Means over masked tokens."""
-        loss, masked, correct = (found.arrays[name] for name in ("loss", "masked", "correct"))
+        loss, masked, correct = (kept.arrays[name] for name in ("loss", "masked", "correct"))
         count = int(masked.sum())
         if count == 0:
-            raise BadInput(f"the split {found.split!r} has no token to mask")
+            raise BadInput(f"the split {kept.split!r} has no token to mask")
         mean = float(loss.astype(np.float64).sum()) / count
         return {
             "loss": mean,

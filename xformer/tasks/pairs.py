@@ -73,12 +73,12 @@ class Pairs(MLM):
         pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
         return super().as_arrays(outputs, split) | pairs
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """Means over masked tokens, and of pairs means over rows."""
-        logits, labels, _ = known_rows(found, found.arrays["label"] != UNLABELLED)
+        logits, labels, _ = known_rows(kept, kept.arrays["label"] != UNLABELLED)
         pairs = losses_of(log_softmax(logits), labels)
         pairs |= classification(logits.argmax(1), labels, 2)
-        return super().score(found) | {f"pair_{name}": pairs[name] for name in ("loss", "accuracy")}
+        return super().score(kept) | {f"pair_{name}": pairs[name] for name in ("loss", "accuracy")}
 
 
 def pair_scale(weight: float, masking: float, split: Split) -> float:

@@ -64,14 +64,14 @@ class Regress(Pooled):
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return of_groups(outputs, split)
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """The loss is a mean over rows. If rows form groups, the correlations are of the groups'
         mean scores."""
-        label = found.arrays["label"]
-        some, labels, groups = known_rows(found, ~np.isnan(label))
+        label = kept.arrays["label"]
+        some, labels, groups = known_rows(kept, ~np.isnan(label))
         if len(bad := np.flatnonzero(np.isinf(label))):
             raise BadInput(
-                f"the split {found.split!r}: {len(bad):,} labels are not finite, those of the "
+                f"the split {kept.split!r}: {len(bad):,} labels are not finite, those of the "
                 f"rows {some_rows(bad)}"
             )
         loss = float(((some[:, 0] - labels) ** 2).mean())

@@ -116,19 +116,19 @@ class Span(Task):
         ids = texts(split.columns["question.id"])
         return Questions(ids, answers(outputs, split)[0], right_answers(split))
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """SQuAD's metrics, and the loss as a mean over windows. A question is left unanswered if
         "no answer" scores higher than its best span by more than `threshold`, by default 0 if there
         are questions without an answer. Then the best threshold is told too."""
-        assert found.questions is not None
-        arrays, right = found.arrays, found.questions.right
+        assert kept.questions is not None
+        arrays, right = kept.arrays, kept.questions.right
         _, margin = best_windows(arrays["best"], arrays["no_answer"], arrays["group"])
         known = [i for i, answer in enumerate(right) if answer is not None]
         if not known:
-            raise BadInput(f"the split {found.split!r} has no answers to score against")
+            raise BadInput(f"the split {kept.split!r} has no answers to score against")
         wanted = [right[i] or [] for i in known]
-        said, margin = [found.questions.answer[i] for i in known], margin[known]
-        chosen = answered(said, margin, threshold(right, found.threshold))
+        said, margin = [kept.questions.answer[i] for i in known], margin[known]
+        chosen = answered(said, margin, threshold(right, kept.threshold))
         scores = {"loss": float(arrays["loss"].astype(np.float64).mean())}
         scores |= squad(chosen, wanted)
         return scores | ({} if all(wanted) else squad_with_threshold(said, margin, wanted))
@@ -259,16 +259,16 @@ def answer_scores(answer: str, wanted: Sequence[str]) -> tuple[float, float]:
     """(exact match, F1 over words) of an answer, the best over those `wanted`; no wanted answer
     means that none is right (Rajpurkar et al. 2018)."""
     golds = [gold for gold in wanted if plain_answer(gold)] or [""]
-    found = plain_answer(answer)
-    exact = max(float(found == plain_answer(gold)) for gold in golds)
-    return exact, max(_word_f1(found.split(), plain_answer(gold).split()) for gold in golds)
+    said = plain_answer(answer)
+    exact = max(float(said == plain_answer(gold)) for gold in golds)
+    return exact, max(_word_f1(said.split(), plain_answer(gold).split()) for gold in golds)
 
 
-def _word_f1(found: list[str], gold: list[str]) -> float:
-    if not found or not gold:
-        return float(found == gold)
-    shared = sum((Counter(found) & Counter(gold)).values())
-    return 2 * shared / (len(found) + len(gold))
+def _word_f1(said: list[str], gold: list[str]) -> float:
+    if not said or not gold:
+        return float(said == gold)
+    shared = sum((Counter(said) & Counter(gold)).values())
+    return 2 * shared / (len(said) + len(gold))
 
 
 def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -302,9 +302,9 @@ def squad_with_threshold(
     totals = np.where(allowed[:, None], totals, -1)
     best = totals.argmax(0)
     threshold = values[best[1]] if best[1] else no_answer.min() - 1
-    found = totals.max(0) / len(wanted)
+    scores = totals.max(0) / len(wanted)
     return {
-        "best_exact_match": float(found[0]),
-        "best_f1": float(found[1]),
+        "best_exact_match": float(scores[0]),
+        "best_f1": float(scores[1]),
         "best_threshold": float(threshold),
     }

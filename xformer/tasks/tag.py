@@ -108,15 +108,15 @@ class Tag(Task):
             "predicted": outputs[words, 0].astype(np.int64) - 1,
         }
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """loss, accuracy and f1 (the mean over classes) of labelled words, and entity_f1 if the
         classes are those of entities. Words that truncation cut are not scored."""
-        row, label, predicted = (found.arrays[name] for name in ("row", "label", "predicted"))
+        row, label, predicted = (kept.arrays[name] for name in ("row", "label", "predicted"))
         scored = (label != UNLABELLED) & (predicted >= 0)
         if not scored.any():
-            raise no_labels(found.split)
+            raise no_labels(kept.split)
         seen = scored & (label >= 0)
-        losses = found.arrays["loss"][seen].astype(np.float64)
+        losses = kept.arrays["loss"][seen].astype(np.float64)
         scores = {"loss": float(losses.mean())} if seen.any() else {}
         row, label, predicted = row[scored], label[scored], predicted[scored]
         scores |= tagging(predicted, label, len(self.head.labels))
@@ -153,15 +153,15 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     """(first word, last word, type) of every entity in a row of labels O, B-X and I-X. An I-X that
     follows neither B-X nor I-X begins an entity, as in the script of Tjong Kim Sang & De Meulder
     2003."""
-    found, start, kind = set(), 0, ""
+    spans, start, kind = set(), 0, ""
     for i, label in enumerate([*labels, "O"]):
         mark, _, its = label.partition("-")
         if kind and (mark != "I" or its != kind):
-            found.add((start, i - 1, kind))
+            spans.add((start, i - 1, kind))
             kind = ""
         if mark != "O" and not kind:
             start, kind = i, its
-    return found
+    return spans
 
 
 def entity_f1(

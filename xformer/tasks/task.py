@@ -252,7 +252,7 @@ class Task:
         """The questions of a split, if its rows are about questions."""
         return None
 
-    def score(self, found: Predictions) -> dict[str, float]:
+    def score(self, kept: Predictions) -> dict[str, float]:
         """Every metric of some predictions. Raises BadInput if there is no label."""
         raise NotImplementedError
 
