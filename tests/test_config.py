@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from xformer.config import (
+    ELSEWHERE,
     Paths,
     Settings,
     all_keys,
     each,
+    flat,
     help_text,
     load,
     merge,
@@ -205,6 +207,8 @@ def test_nearest() -> None:
     assert nearest("optim.rl", choices) == "; did you mean optim.lr?"
     assert nearest("lr", choices) == "; did you mean optim.lr?"
     assert nearest("train.lr", choices) == "; did you mean optim.lr?"
+    assert nearest("optim.learning_rate", choices) == "; did you mean optim.lr?"
+    assert nearest("max_steps", choices) == "; did you mean train.steps?"
     assert nearest("stepps", choices) == "; did you mean train.steps?"
     assert nearest("completely else", choices) == ""
 
@@ -254,3 +258,8 @@ def test_settings_are_frozen_and_every_key_has_a_sentence() -> None:
         place = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))
         assert lines[place + 1].startswith("      ")
     assert max(map(len, lines[lines.index("Keys:") :])) <= 100
+
+
+def test_the_names_of_others_lead_to_our_keys() -> None:
+    keys = set(flat(Recipe(data="-", run="-", head="mlm").model_dump())) | {"init"}
+    assert set(ELSEWHERE.values()) <= keys

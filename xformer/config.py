@@ -99,7 +99,10 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
         if not arguments or "=" in arguments[0]:
             such = typed("such as recipes/pretrain/mini.toml")
             raise BadInput(f"the first argument must be a recipe, {such}")
-        values, arguments = read_recipe(find_recipe(arguments[0])), arguments[1:]
+        values, name, *arguments = read_recipe(find_recipe(arguments[0])), *arguments
+        if "scales" in values:
+            study = typed("python -m xformer.study")
+            raise BadInput(f"{name} is a study, not a recipe: run it with {study} {name} scale=...")
     return validate(schema, merge(values, parse_overrides(schema, arguments)))
 
 
@@ -302,9 +305,38 @@ def _repr(value: Any) -> str:
         return "{... very deep ...}"
 
 
+# what transformers and others call our keys
+ELSEWHERE = {
+    "batch_size": "batch.rows",
+    "bf16": "system.precision",
+    "epochs": "train.epochs",
+    "fp16": "system.precision",
+    "gradient_accumulation_steps": "batch.accumulate",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.schedule",
+    "max_grad_norm": "optim.clip",
+    "max_length": "batch.max_tokens",
+    "max_seq_length": "batch.max_tokens",
+    "max_steps": "train.steps",
+    "mlm_probability": "masking.probability",
+    "model_name_or_path": "init",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "run",
+    "per_device_train_batch_size": "batch.rows",
+    "resume_from_checkpoint": "run",
+    "task": "head",
+    "train_file": "data",
+    "warmup_ratio": "optim.warmup",
+    "warmup_steps": "optim.warmup",
+}
+
+
 def nearest(name: str, choices: list[str]) -> str:
     """ "; did you mean X?" for the choice nearest to a misspelt name, or nothing."""
     own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
+    if ELSEWHERE.get(own) in choices:
+        return f"; did you mean {ELSEWHERE[own]}?"
     close = difflib.get_close_matches(name, choices, 1, cutoff=0.8)
     close = close or [c for c in choices if last[c] == own]
     close = close or difflib.get_close_matches(name, choices, 1)

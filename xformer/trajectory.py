@@ -29,9 +29,9 @@ from xformer.data.sampler import Stream
 
 FORMS = '"log", "log:500", or a list such as [0, 100, "2000 steps", "5M tokens", "1M words"]'
 PARTS = 20  # that "log" divides a run into
-SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 LOG = re.compile(r"log(?::([1-9]\d{0,17}))?")
-MARK = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([kMB]?) ?(step|token|word)s?")
+MARK = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([kKMB]?) ?(step|token|word)s?")
 SAMPLE = 100  # steps of which an error message takes the mean
 
 

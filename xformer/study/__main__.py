@@ -50,7 +50,7 @@ AGAIN = 30.0  # seconds after which the time left is estimated anew
 class Arguments(Settings):
     """How to run a study."""
 
-    scale: str
+    scale: str = ""
     """A scale of the study file: mini, minutes to hours of two CPU cores; small, full fine-tuning
     sets with the micro family, hours to days; paper, exactly as published."""
     executor: Literal["local", "slurm"] = "local"

@@ -35,7 +35,7 @@ from xformer.config import (
     refuse_moved,
     validate,
 )
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.files import plain_name
 
 Levels = dict[str, str]  # {factor: level}
@@ -323,7 +323,12 @@ def read_study(path: Path, scale: str) -> Study:
     """The study in a file at a scale. Raises BadInput naming what is wrong in it."""
     values = read_recipe(path)
     scales = values.pop("scales", {})
-    if not isinstance(scales, dict) or scale not in scales or not plain_name(scale):
+    if not isinstance(scales, dict) or not scales:
+        door = typed("train.py")
+        raise BadInput(f"{path} is no study, it has no scales; a recipe is run with {door}")
+    if not scale:
+        raise BadInput(f"give a scale of {path}: scale={' or scale='.join(scales)}")
+    if scale not in scales or not plain_name(scale):
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
     merged = {**merge(values, scales[scale]), "path": path, "scale": scale}
     lists = [part.get("deviations", []) for part in (values, scales[scale])]
