@@ -228,11 +228,16 @@ class Progressing(Progress):
         for key in [key for key in outcomes if key not in self.said]:
             outcome = outcomes[key]
             self.said.add(key)
+            if outcome.state == "not needed":
+                self.total -= 1
+                continue
             if self.open.pop(key, None):
                 if time.monotonic() > self.estimated + AGAIN:  # by now more stores are there
                     self._estimate(Costs(self.plan))
                 self.seconds.pop(key, None)
                 self.ended = time.monotonic()
+            else:
+                self.before += 1  # it was there: it tells nothing about the speed
             self.advance(1)
             say(*self._lines(outcome), error=True)
             if outcome.state in ("done", "there"):
@@ -255,7 +260,7 @@ class Progressing(Progress):
         """The lines on a work that has ended."""
         if outcome.state in ("there", "not needed"):
             return []
-        line = f"[{len(self.said)}/{len(self.plan.works)}] {outcome.work.name}: {outcome.state}"
+        line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.work.name}: {outcome.state}"
         if outcome.state != "done":
             return [line, *(f"    {text}" for text in outcome.why.splitlines())]
         after = f"; about {duration(self.left())} left" if self.seconds else ""
