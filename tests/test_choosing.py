@@ -111,6 +111,8 @@ def test_new_questions_are_answered(forks: Forks, chosen: Path, tmp_path: Path) 
     ending, probability, context, text = said[1].split("\t")
     assert (ending, context, text) == ("1", "the cow says", "moo loud")
     assert float(probability) > 0.5
+    done = forks.run(*line, f"out={tmp_path / 'x.json'}")
+    refused(done, "x.json: predictions are a table; give a name that ends in .tsv")
 
 
 def test_a_batch_keeps_questions_whole(choices: Path) -> None:

@@ -391,6 +391,9 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
         found = predict(forks, run, file)
         assert {row["id"]: row["answer"] for row in found} == expected, file
         assert [(row["id"], row["input"]) for row in found] == [one[:2] for one in asked]
+    again = tmp_path / "again.json"
+    good(forks.run("evaluate.py", run, f"input={tmp_path / 'hidden.json'}", f"out={again}"))
+    assert json.loads(again.read_text()) == expected  # in the form of SQuAD's script
     bare = write(
         tmp_path / "bare.csv", [{k: row[k] for k in ("question", "context")} for row in rows]
     )

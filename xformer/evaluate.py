@@ -59,7 +59,8 @@ class EvaluateConfig(Settings):
     split: str = "test"
     """Which split of it."""
     out: str | None = None
-    """Write the scores as JSON to this file; with `input` the predictions."""
+    """Write the scores as JSON to this file; with `input` the predictions as a tab-separated table,
+    or for span heads, if the name ends in .json, as SQuAD's script reads them."""
     predictions: str | None = None
     """Write a tab-separated table to this file, with a header and a line for each row of the split;
     for span heads JSON from each question's id to its answer. A name that ends in .npz gets every
@@ -218,8 +219,10 @@ def _predict_file(
     task, precision = checkpoint.task, config.system.precision
     if task is None or task.predicts_masked:
         raise BadInput("input= needs a checkpoint with a class, score, span, tag or choice head")
-    head = task.head
+    head, as_json = task.head, (config.out or "").lower().endswith(".json")
     _check_threshold(config, task)
+    if as_json and not task.has_questions:
+        raise BadInput(f"out={config.out}: predictions are a table; give a name that ends in .tsv")
     if read is None:
         raise ValueError("input= needs `read`, the readers of raw rows")
     with TemporaryDirectory(prefix="xformer-") as directory:
@@ -232,6 +235,8 @@ def _predict_file(
         alone = replace(ranks, rank=0, world_size=1)  # the other ranks have nothing to do
         outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
         lines = as_table(task.table(outputs, split, config.threshold))
+        if as_json:
+            lines = task.lines(outputs, split, config.threshold)
     if config.out:
         write_text(Path(config.out), lines)
     else:
