@@ -289,8 +289,7 @@ def _twice(survey: Survey) -> dict[str, dict[str, int]]:
         for other, number in others.items()
     ]
     if parts:
-        text = "; ".join(parts)
-        say(f"note: {text} too, word for word; they stay, as published", error=True)
+        say(f"note: word for word, {'; '.join(parts)} too; they are kept", error=True)
     return found
 
 
