@@ -29,7 +29,7 @@ from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, write_json
 from xformer.study import page, pool
-from xformer.study.__main__ import listing, prepare
+from xformer.study.__main__ import listing, newest_numbers, prepare
 from xformer.study.__main__ import main as study_main
 from xformer.study.cost import Costs
 from xformer.study.curves import averaged
@@ -1852,3 +1852,22 @@ def test_every_study_resolves(path: Path, scale: str, tmp_path: Path) -> None:
     assert plan.works
     if scale == "mini":
         assert sum(bool(work.stage) for work in plan.works.values()) <= 60
+
+
+def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
+    """The newest line of the newest log, also while it is being written."""
+
+    def work(name: str) -> Work:
+        return Work(name, name, tmp_path / name, tmp_path / name, ())
+
+    works = [work("old"), work("new"), work("command")]
+    assert newest_numbers(works) == {}
+    line = {"event": "train", "step": 10, "loss": 2.5, "real_tokens_per_second": 900.0}
+    for name, step in (("old", 10), ("new", 20)):
+        (tmp_path / name).mkdir()
+        text = json.dumps({**line, "step": step}) + "\n"
+        (tmp_path / name / "log.jsonl").write_text(text + '{"event": "validation"}\n')
+    os.utime(tmp_path / "old/log.jsonl", (1, 1))
+    assert newest_numbers(works) == {"step": 20, "loss": 2.5, "tokens/s": 900.0}
+    (tmp_path / "new/log.jsonl").write_text('{"event": "train", "st')
+    assert newest_numbers(works) == {}

@@ -12,12 +12,13 @@ is tried again, another seed adds its own runs, and studies share the runs that 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -44,6 +45,7 @@ from xformer.study.write import markdown
 
 Level = str | int | float | bool  # of a factor, as TOML has it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study between two looks at its works
+MINUTE = 60.0  # seconds between two lines in a log while a work runs
 AGAIN = 30.0  # seconds after which the time left is estimated anew
 
 
@@ -212,14 +214,28 @@ def work_off(
             signal.signal(number, handler)
 
 
+def newest_numbers(works: Iterable[Work]) -> dict[str, float]:
+    """Step, loss and speed of the training that logged last among works that are not done."""
+    try:
+        logs = [file for work in works if (file := work.path / "log.jsonl").is_file()]
+        newest = max(logs, key=lambda file: file.stat().st_mtime)
+        lines = newest.read_text(encoding="utf-8").splitlines()
+        record = json.loads(next(line for line in reversed(lines) if '"train"' in line))
+        speed = record["real_tokens_per_second"]
+        return {"step": record["step"], "loss": record["loss"], "tokens/s": speed}
+    except (OSError, StopIteration, KeyError, ValueError):  # nothing is logged, or just being so
+        return {}
+
+
 class Progressing(Progress):
-    """What is said while a study runs: a line for each work that ends, with the time left, and a
-    bar on a terminal. It puts finished works into the ledger."""
+    """What is said while a study runs: a line for each work that ends and one a minute in a log,
+    with the time left, and a bar on a terminal. It puts finished works into the ledger."""
 
     def __init__(self, plan: Plan, costs: Costs, ledger: Ledger, slots: int):
         self.plan, self.ledger, self.slots = plan, ledger, slots
         self.open = to_do(plan.works.values(), plan.wanted)
         self.said: set[str] = set()
+        self.looked = time.monotonic()
         self._estimate(costs)
         super().__init__("study", len(plan.works), "works", lines=False, stay=True)
 
@@ -244,6 +260,12 @@ class Progressing(Progress):
                 line = self.ledger.keep(outcome.work, again=outcome.state == "done")
                 if line:
                     say(line, error=True)
+        now = time.monotonic()
+        if now - self.looked > MINUTE:
+            self.looked = now
+            self.numbers = newest_numbers(self.open.values())
+            if self.bar is None and self.open:
+                say(self._line(), error=True)
         self.advance(0)  # the time left is another one now
 
     def left(self) -> float:
