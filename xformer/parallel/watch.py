@@ -21,6 +21,7 @@ import torch.distributed as dist
 from xformer.data.display import say
 
 BEAT = 1.0  # seconds between two signs of life
+LEAVE = 2.0  # seconds that a thread may take to come out of a call of the store
 SILENCE = 30.0  # seconds after which a rank counts as gone
 SOON = 5.0  # the same, where a collective has failed already
 ENDED = "ended"
@@ -122,7 +123,7 @@ class Watch:
         """
         self.over.set()
         for thread in self.threads:
-            thread.join(2 * BEAT)  # longer only if rank 0 is gone
+            thread.join(LEAVE)  # longer only if rank 0 is gone
         with suppress(RuntimeError):
             self.store.set(str(self.rank), ENDED)
 
