@@ -54,12 +54,6 @@ class Choice(Pooled):
         correct = (logits.detach().argmax(1) == labels).sum().float()
         return Loss(total, len(labels), correct)
 
-    def has_unlabelled(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) < 0).any())
-
-    def has_labels(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) != UNLABELLED).any())
-
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         group = np.arange(split.rows) // split.together
         return {"outputs": outputs, "label": np.asarray(split.columns["label"]), "group": group}

@@ -65,6 +65,12 @@ class Pooled(Task):
         pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
         return pooler + super().head_flops(config, work)
 
+    def has_unlabelled(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) < 0).any())
+
+    def has_labels(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) != UNLABELLED).any())
+
 
 class Classify(Pooled):
     """One class a sequence."""
@@ -101,12 +107,6 @@ class Classify(Pooled):
             label_smoothing=self.head.smoothing,
         )
         return Loss(total, len(batch.labels), correct)
-
-    def has_unlabelled(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) < 0).any())
-
-    def has_labels(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) != UNLABELLED).any())
 
     def note(self, split: Split) -> str:
         labels = np.asarray(split.columns["label"])

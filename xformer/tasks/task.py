@@ -1,4 +1,4 @@
-"""A task: one kind of output, and everything that is particular to it. The model that it trains.
+"""A task is one kind of output and all that belongs to it. A model is trained for one task.
 
 T tokens in the batch, N sequences, M masked or labelled tokens, C hidden size, V vocabulary, K
 outputs of a head.
