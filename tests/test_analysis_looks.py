@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from xformer.analysis import (
     attention,
     capture,
     curves,
-    figure,
     gradients,
     jacobian,
     perturbation,
@@ -32,6 +32,7 @@ from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
 from xformer.analysis.perturbation import PerturbationConfig
 from xformer.checkpoint import resolve
+from xformer.data import style
 from xformer.data.errors import BadInput
 
 
@@ -334,7 +335,7 @@ def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
         "draws": 3,
         "data": {"store": "words", "examples": 1},
     }
-    written = figure.save(found, perturbation.draw, tmp_path, "noise")
+    written = style.write_light_and_dark(partial(perturbation.draw, found), tmp_path, "noise")
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg

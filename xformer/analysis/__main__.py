@@ -14,6 +14,7 @@ CHECKPOINT may be a run: then the checkpoint that train.select chose.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def main() -> None:
 
 def _draw(paths: list[str]) -> None:
     """Draw the figures of results anew, beside them."""
-    from xformer.analysis import figure
+    from xformer.data import style
     from xformer.data.files import read_json
 
     if not paths or paths[0] in ("-h", "--help"):
@@ -70,7 +71,8 @@ def _draw(paths: list[str]) -> None:
             raise BadInput(f"{path} is no result of an analysis")
         module = import_module(f"xformer.analysis.{found['analysis']}")
         try:
-            pictures = figure.save(found, module.draw, path.parent, path.stem)
+            draw = partial(module.draw, found)
+            pictures = style.write_light_and_dark(draw, path.parent, path.stem)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadInput(f"{path} is no whole result of {found['analysis']}: {error!r}") from None
         for picture in pictures:

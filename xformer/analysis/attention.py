@@ -14,14 +14,14 @@ H heads, L length of an example.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis import figure
+from xformer.analysis import drawing
 from xformer.analysis.command import Command, progress, publish
 from xformer.analysis.examples import (
     Examples,
@@ -29,8 +29,12 @@ from xformer.analysis.examples import (
     look_inside,
     open_examples,
 )
+from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 READABLE = 24  # tokens of an example whose maps are drawn, at most, if one is so short
 
@@ -162,44 +166,41 @@ def _picture(
 # ----------------------------------------------------------------------------------- drawing
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """The curve over layers, the matching of one layer, and the matched heads of one example."""
-    names = [figure.short(c["name"]) for c in found["checkpoints"]]
-    heads = found["picture"]["heads"]
+    names = [drawing.short(c["name"]) for c in result["checkpoints"]]
+    heads = result["picture"]["heads"]
     count = len(heads[0])
     with_maps = max(6, min(count, 12))
-    drawn, axes = figure.mosaic(
-        1.15 * with_maps,
-        7.2,
-        [
-            ["curve"] * (with_maps // 2) + ["matching"] * (with_maps - with_maps // 2),
-            *[[f"{side}{i}" if i < count else "." for i in range(with_maps)] for side in "ab"],
-        ],
-        height_ratios=[2.6, 1, 1],
-    )
-    _draw_curve(axes["curve"], found, theme)
-    _draw_matching(axes["matching"], found, names, theme, drawn)
-    _draw_heads(axes, found, names, theme, min(count, with_maps))
-    store = figure.of_stores(found["data"]["store"])
-    drawn.suptitle(
+    figure = style.new_figure(1.15 * with_maps, 7.2)
+    rows: list[Any] = [
+        ["curve"] * (with_maps // 2) + ["matching"] * (with_maps - with_maps // 2),
+        *[[f"{side}{i}" if i < count else "." for i in range(with_maps)] for side in "ab"],
+    ]
+    axes: Any = figure.subplot_mosaic(rows, height_ratios=[2.6, 1, 1])
+    _draw_curve(axes["curve"], result)
+    _draw_matching(axes["matching"], result, names, figure)
+    _draw_heads(axes, result, names, min(count, with_maps))
+    store = drawing.of_stores(result["data"]["store"])
+    figure.suptitle(
         f"{names[0]} and {names[1]}\n"
-        f"attention on {figure.many(found['data']['examples'], 'example')} of {store}",
+        f"attention on {drawing.many(result['data']['examples'], 'example')} of {store}",
         fontsize=10.5,
     )
-    drawn.supxlabel(
+    figure.supxlabel(
         "maps: queries down, keys across; colours from 0 to each map's own maximum",
         fontsize=8,
-        color=theme.faint,
+        color=style.FAINT,
     )
-    return drawn
+    return figure
 
 
-def _draw_curve(axes: Any, found: dict[str, Any], theme: figure.Theme) -> None:
-    layers = found["layers"]
+def _draw_curve(axes: Any, result: dict[str, Any]) -> None:
+    layers = result["layers"]
     numbers = [layer["layer"] for layer in layers]
     mean = np.array([layer["distance"]["mean"] for layer in layers])
     spread = np.array([layer["distance"]["deviation"] for layer in layers])
-    colour = theme.colours[0]
+    colour = "C0"
     axes.fill_between(
         numbers,
         mean - spread,
@@ -211,14 +212,12 @@ def _draw_curve(axes: Any, found: dict[str, Any], theme: figure.Theme) -> None:
     )
     axes.plot(numbers, mean, "o-", color=colour, ms=4, lw=1.8, label="heads matched by example")
     fixed = [float(np.mean(layer["matching"]["distance"])) for layer in layers]
-    axes.plot(
-        numbers, fixed, "s--", color=theme.colours[1], ms=3.5, lw=1.3, label="one matching for all"
-    )
+    axes.plot(numbers, fixed, "s--", color="C1", ms=3.5, lw=1.3, label="one matching for all")
     axes.plot(
         numbers,
         [layer["unmatched"] for layer in layers],
         ":",
-        color=theme.faint,
+        color=style.FAINT,
         lw=1.5,
         label="all pairs of heads",
     )
@@ -228,12 +227,10 @@ def _draw_curve(axes: Any, found: dict[str, Any], theme: figure.Theme) -> None:
     axes.legend(fontsize=7.5)
 
 
-def _draw_matching(
-    axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme, drawn: Any
-) -> None:
-    layer = found["layers"][found["picture"]["layer"] - 1]
+def _draw_matching(axes: Any, result: dict[str, Any], names: list[str], figure: Any) -> None:
+    layer = result["layers"][result["picture"]["layer"] - 1]
     values = np.array(layer["distances"])
-    image = axes.imshow(values, cmap=theme.scale, origin="lower", aspect="auto")
+    image = axes.imshow(values, origin="lower", aspect="auto")
     axes.plot(
         layer["matching"]["second"],
         layer["matching"]["first"],
@@ -241,7 +238,7 @@ def _draw_matching(
         mfc="none",
         ms=9,
         mew=1.6,
-        color=theme.colours[1],
+        color="C1",
     )
     axes.grid(False)
     axes.set_xticks(range(values.shape[1]), range(1, values.shape[1] + 1), fontsize=8)
@@ -251,17 +248,15 @@ def _draw_matching(
         ylabel=f"head of {names[0]}",
         title=f"Matching of layer {layer['layer']} (circles)",
     )
-    drawn.colorbar(image, ax=axes, label="mean L1 distance", fraction=0.05, pad=0.02)
+    figure.colorbar(image, ax=axes, label="mean L1 distance", fraction=0.05, pad=0.02)
 
 
-def _draw_heads(
-    axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme, count: int
-) -> None:
-    picture = found["picture"]
+def _draw_heads(axes: Any, result: dict[str, Any], names: list[str], count: int) -> None:
+    picture = result["picture"]
     for i in range(count):
         for side, maps, heads in zip("ab", picture["maps"], picture["heads"], strict=True):
             panel = axes[f"{side}{i}"]
-            panel.imshow(maps[i], cmap=theme.scale, vmin=0, vmax=max(map(max, maps[i])))
+            panel.imshow(maps[i], vmin=0, vmax=max(map(max, maps[i])))
             panel.grid(False)
             panel.set_xticks([])
             panel.set_yticks([])

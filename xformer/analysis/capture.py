@@ -29,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xformer.analysis.command import Command, progress
+from xformer.analysis.drawing import many
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
@@ -37,7 +38,6 @@ from xformer.analysis.examples import (
     open_examples,
     parse_layers,
 )
-from xformer.analysis.figure import many
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, read_own_json, sync, write_json

@@ -8,16 +8,20 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from xformer.analysis import figure
 from xformer.config import Settings, help_text, parse_overrides, validate
+from xformer.data import style
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import make_directory, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def _split(names: Any) -> Any:
@@ -117,7 +121,7 @@ def made() -> dict[str, Any]:
 def publish(
     config: Output,
     found: dict[str, Any],
-    draw: figure.Draw,
+    draw: Callable[[dict[str, Any]], Figure],
     line: str,
     metrics: dict[str, dict[str, float]],
 ) -> None:
@@ -132,7 +136,7 @@ def publish(
                 raise Failure(f"{name}: {of_what}.{key} is {value}: no result is written")
     make_directory(out, "out=")
     found = {**found, "metrics": metrics, "made": made()}
-    pictures = figure.save(found, draw, out, name)
+    pictures = style.write_light_and_dark(partial(draw, found), out, name)
     write_json(out / f"{name}.json", found)
     if config.run is not None:
         _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, metrics)

@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,11 +33,12 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import cost, optim
-from xformer.analysis import figure
+from xformer.analysis import drawing
 from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint
 from xformer.config import validate
+from xformer.data import style
 from xformer.data.batch import Batch, Work
 from xformer.data.display import say
 from xformer.data.errors import BadInput
@@ -48,6 +49,9 @@ from xformer.parallel.processes import Ranks, SystemConfig, slow_precision
 from xformer.surgery.operations import CLASSES, apply
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MASKING = 0.15  # share of the tokens that the head mlm is asked for
 
@@ -124,7 +128,7 @@ def run(paths: list[str], config: CostConfig) -> None:
         "repeats": config.repeats,
     }
     line = "cost " + "; ".join(_words(one) for one in found)
-    threads = figure.many(torch.get_num_threads(), "thread")
+    threads = drawing.many(torch.get_num_threads(), "thread")
     line += f" ({config.rows} rows of {config.length} tokens, {threads})"
     metrics = {one["name"]: numbers(one) for one in found}
     publish(config, {"analysis": "cost", "batch": batch, "models": found}, draw, line, metrics)
@@ -333,13 +337,14 @@ def _spelled(record: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------- drawing
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """Bars of each checkpoint: parameters by part, operations, speed, seconds to make."""
-    models, batch = found["models"], found["batch"]
-    drawn, axes = figure.figure(11, 3.4 + 0.9 * len(models), 2, 2)
+    models, batch = result["models"], result["batch"]
+    figure = style.new_figure(11, 3.4 + 0.9 * len(models))
+    axes = figure.subplots(2, 2)
     places = np.arange(len(models))[::-1]
-    names = [figure.short(m["name"]) for m in models]
-    _parameters(axes[0, 0], models, places, theme)
+    names = [drawing.short(m["name"]) for m in models]
+    _parameters(axes[0, 0], models, places)
     measures: Any = (
         (
             axes[0, 1],
@@ -359,7 +364,7 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
             values = [value(m, what) for m in models]
             spots = places + 0.2 - 0.4 * i
             label = "forward pass" if what == "forward" else "training step"
-            panel.barh(spots, values, 0.38, color=theme.colours[i], label=label)
+            panel.barh(spots, values, 0.38, color=f"C{i}", label=label)
             _say(panel, spots, values)
         panel.set(xlabel=unit, title=title)
         panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
@@ -368,34 +373,30 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
         panel.grid(axis="y", visible=False)
     panel = axes[1, 1]
     made = [m["made"]["seconds"] for m in models]
-    panel.barh(places, made, 0.5, color=theme.colours[2])
+    panel.barh(places, made, 0.5, color="C2")
     _say(panel, places, made)
     if min(made) > 0 and max(made) > 50 * min(made):
         panel.set_xscale("log")
-        figure.plain_ticks(panel.xaxis)
+        style.plain_ticks(panel.xaxis)
     hows = [m["made"]["how"] for m in models]
-    hows = [h if len(h) <= figure.LONGEST else f"{h[: figure.LONGEST - 1]}…" for h in hows]
+    hows = [h if len(h) <= drawing.LONGEST else f"{h[: drawing.LONGEST - 1]}…" for h in hows]
     panel.set_yticks(places, [f"{n}\n{how}" for n, how in zip(names, hows, strict=True)])
     panel.set(xlabel="seconds", title="Time to make it")
-    drawn.suptitle(
+    figure.suptitle(
         f"{batch['rows']} rows of {batch['length']} tokens, head {batch['head']}, "
         f"{batch['precision']}, {batch['device'].upper()}, "
-        f"{figure.many(batch['threads'], 'thread')}",
+        f"{drawing.many(batch['threads'], 'thread')}",
         fontsize=10.5,
     )
-    return drawn
+    return figure
 
 
-def _parameters(
-    panel: Any, models: list[dict[str, Any]], places: np.ndarray, theme: figure.Theme
-) -> None:
+def _parameters(panel: Any, models: list[dict[str, Any]], places: np.ndarray) -> None:
     parts = list(dict.fromkeys(p for m in models for p in m["parameters"] if p != "total"))
     left = np.zeros(len(models))
     for i, part in enumerate(parts):
         values = np.array([m["parameters"].get(part, 0) / 1e6 for m in models])
-        panel.barh(
-            places, values, 0.5, left=left, label=part, color=theme.colours[i % len(theme.colours)]
-        )
+        panel.barh(places, values, 0.5, left=left, label=part, color=f"C{i}")
         left += values
     _say(panel, places, list(left))
     panel.set(xlabel="millions", title="Parameters")

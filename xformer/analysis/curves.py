@@ -15,18 +15,22 @@ import math
 import re
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
-from xformer.analysis import figure
+from xformer.analysis import drawing
 from xformer.analysis.command import Command, Output, publish
 from xformer.config import flat
+from xformer.data import style
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.run import completed, read_config
 from xformer.tasks.known import TASKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SEEDED = re.compile(r"^(random|symbols|unused):\d+$")
 IGNORED = ("run", "seed", "overwrite", "system")  # what runs of one curve may differ in
@@ -75,8 +79,8 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     }
     first = found[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
-        f"{s['name']} {figure.spread(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
-        f"{config.x} {s['x'][-1]:g} ({figure.many(len(s['runs']), 'run')})"
+        f"{s['name']} {drawing.plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
+        f"{config.x} {s['x'][-1]:g} ({drawing.many(len(s['runs']), 'run')})"
         for s in first
     )
     publish(config, result, draw, line, {s["name"]: {config.value: s["mean"][-1]} for s in first})
@@ -165,15 +169,16 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
     }
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """A panel of training, and one of validation where it is wanted."""
-    panels = found["panels"]
-    drawn, axes = figure.figure(1.2 + 5.0 * len(panels), 3.8, 1, len(panels), squeeze=False)
+    panels = result["panels"]
+    figure = style.new_figure(1.2 + 5.0 * len(panels), 3.8)
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for one, panel in zip(axes[0], panels, strict=True):
         for i, series in enumerate(panel["series"]):
-            colour = theme.colours[i % len(theme.colours)]
+            colour = f"C{i}"
             x, mean, spread = (np.array(series[k]) for k in ("x", "mean", "deviation"))
-            label = f"{series['name']} ({figure.many(len(series['runs']), 'run')})"
+            label = f"{series['name']} ({drawing.many(len(series['runs']), 'run')})"
             one.plot(
                 x,
                 mean,
@@ -185,9 +190,9 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
             )
             if len(series["runs"]) > 1:
                 one.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
-        unit = " (nats)" if panel["value"] == "loss" and found.get("nats", True) else ""
+        unit = " (nats)" if panel["value"] == "loss" and result.get("nats", True) else ""
         title = {"train": "Training", "validation": "Validation"}[panel["event"]]
-        one.set(xlabel=found["x"], ylabel=f"{panel['value']}{unit}", title=title)
+        one.set(xlabel=result["x"], ylabel=f"{panel['value']}{unit}", title=title)
         one.legend(fontsize=8)
-    drawn.suptitle("Mean over runs, band ± sd", fontsize=9, color=theme.faint)
-    return drawn
+    figure.suptitle("Mean over runs, band ± sd", fontsize=9, color=style.FAINT)
+    return figure

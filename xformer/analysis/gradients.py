@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from xformer.analysis import figure
+from xformer.analysis import drawing
 from xformer.analysis.command import Command, publish
 from xformer.analysis.examples import (
     Examples,
@@ -39,6 +39,7 @@ from xformer.analysis.examples import (
     look_inside,
     open_examples,
 )
+from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
@@ -47,6 +48,9 @@ from xformer.ops.native import only_plain
 from xformer.parallel.feed import to_device
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STRIP = 1024  # rows of a matrix of token by token products that exist at once
 FORMED = 2**22  # numbers of formed gradients that exist at once: more leave the cache
@@ -437,7 +441,7 @@ def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> t
     if not fresh:  # an MLM head that trained beside a pair head
         return made.model().to(reader.device), False
     say(
-        f"{reader.path} has no head for {figure.of_stores(store.name)}: a fresh one ({task.name}, "
+        f"{reader.path} has no head for {drawing.of_stores(store.name)}: a fresh one ({task.name}, "
         f"seed {config.seed})",
         error=True,
     )
@@ -474,13 +478,17 @@ def _summary(values: np.ndarray, norms: np.ndarray, reader: Reader) -> dict[str,
     }
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """The distribution of the cosines of each checkpoint, its mean, median and minimum."""
-    every = found["gradients"]
-    drawn, axes = figure.figure(2.4 + 1.7 * len(every), 4.2)
+    from matplotlib import rcParams
+
+    every = result["gradients"]
+    figure = style.new_figure(2.4 + 1.7 * len(every), 4.2)
+    axes = figure.subplots()
+    ink, paper = rcParams["text.color"], rcParams["axes.facecolor"]
     for i, one in enumerate(every):
-        colour = theme.colours[i % len(theme.colours)]
-        parts = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
+        colour = f"C{i}"
+        parts: Any = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
         for body in parts["bodies"]:
             body.set(facecolor=colour, alpha=0.35, edgecolor=colour)
         axes.boxplot(
@@ -491,25 +499,25 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
             meanline=True,
             showmeans=True,
             patch_artist=True,
-            boxprops={"facecolor": theme.paper, "edgecolor": colour},
+            boxprops={"facecolor": paper, "edgecolor": colour},
             whiskerprops={"color": colour},
             capprops={"color": colour},
             medianprops={"color": colour, "lw": 1.6},
-            meanprops={"color": theme.ink, "ls": "--", "lw": 1.3},
+            meanprops={"color": ink, "ls": "--", "lw": 1.3},
         )
         axes.plot(i, one["minimum"], "v", color=colour, ms=6)
         axes.text(
             i + 0.12, one["minimum"], f"{one['minimum']:.3f}", fontsize=8, va="center", color=colour
         )
-    axes.axhline(0, color=theme.faint, ls=":", lw=1.2)
-    axes.set_xticks(range(len(every)), [figure.short(one["name"]) for one in every])
+    axes.axhline(0, color=style.FAINT, ls=":", lw=1.2)
+    axes.set_xticks(range(len(every)), [drawing.short(one["name"]) for one in every])
     axes.set_xlim(-0.6, len(every) - 0.4)
-    store = figure.of_stores(found["data"]["store"])
+    store = drawing.of_stores(result["data"]["store"])
     axes.set_ylabel("cosine of two examples' gradients")
-    axes.set_title(f"{len(found['rows'])} examples of {store}\nhead: {every[0]['head']}")
-    drawn.supxlabel(
+    axes.set_title(f"{len(result['rows'])} examples of {store}\nhead: {every[0]['head']}")
+    figure.supxlabel(
         "line median, dashes mean,\ntriangle minimum, whiskers the range",
         fontsize=8,
-        color=theme.faint,
+        color=style.FAINT,
     )
-    return drawn
+    return figure

@@ -16,7 +16,7 @@ probes, m steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import functional_call, jvp
 
-from xformer.analysis import figure
+from xformer.analysis import drawing
 from xformer.analysis.command import Command, progress, publish
 from xformer.analysis.examples import ExamplesConfig, Reader, look_inside, open_examples
+from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.ops.native import only_plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B by itself
 TOKENS = 2048  # of all copies of an example whose products are taken at once
@@ -218,7 +222,7 @@ def run(paths: list[str], config: JacobianConfig) -> None:
         f"{f['largest']['mean']:.3g}, {100 * f['near_one']['mean']:.1f} % between 1/2 and 2"
         for f in found
     )
-    line += f" on {figure.many(len(examples.rows), 'example')}, output token {config.token}"
+    line += f" on {drawing.many(len(examples.rows), 'example')}, output token {config.token}"
     metrics = {f["name"]: {name: f[name]["mean"] for name in SUMMARY} for f in found}
     publish(config, result, draw, line, metrics)
 
@@ -265,28 +269,27 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------- drawing
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """Histograms on a linear axis (as in figure 10 of the paper) and on a logarithmic one."""
-    spectra = found["spectra"]
+    spectra = result["spectra"]
     whole = all("whole" in row for s in spectra for row in s["examples"])
-    drawn, axes = figure.figure(9.6, 6.8 if whole else 3.6, 2 if whole else 1, 2, squeeze=False)
+    figure = style.new_figure(9.6, 6.8 if whole else 3.6)
+    axes = figure.subplots(2 if whole else 1, 2, squeeze=False)
     one = [[np.array(row["values"]) for row in s["examples"]] for s in spectra]
-    _draw_row(axes[0], one, spectra, theme, f"output token {found['token']}")
+    _draw_row(axes[0], one, spectra, f"output token {result['token']}")
     if whole:
-        _draw_whole(axes[1], spectra, theme)
-    store = figure.of_stores(found["data"]["store"])
-    drawn.suptitle(
+        _draw_whole(axes[1], spectra)
+    store = drawing.of_stores(result["data"]["store"])
+    figure.suptitle(
         "Singular values of d(last hidden state) / d(word embeddings), "
-        f"{figure.many(found['data']['examples'], 'example')} of {store}"
-        + (" (mean ± sd over them)" if found["data"]["examples"] > 1 else ""),
+        f"{drawing.many(result['data']['examples'], 'example')} of {store}"
+        + (" (mean ± sd over them)" if result["data"]["examples"] > 1 else ""),
         fontsize=10.5,
     )
-    return drawn
+    return figure
 
 
-def _draw_row(
-    axes: Any, spectra: list[Any], named: list[dict[str, Any]], theme: figure.Theme, title: str
-) -> None:
+def _draw_row(axes: Any, spectra: list[Any], named: list[dict[str, Any]], title: str) -> None:
     largest = max(float(values.max()) for s in spectra for values in s)
     smallest = min(float(values.min()) for s in spectra for values in s)
     low = max(smallest, LEAST * largest)
@@ -296,11 +299,11 @@ def _draw_row(
         if kind == "log":
             middle = np.sqrt(bounds[1:] * bounds[:-1])
             panel.set_xscale("log")
-            figure.plain_ticks(panel.xaxis)
+            style.plain_ticks(panel.xaxis)
         for i, s in enumerate(spectra):
             shares = np.array([_shares(values, bounds) for values in s])
-            mean, colour = shares.mean(0), theme.colours[i % len(theme.colours)]
-            panel.stairs(mean, bounds, color=colour, lw=1.6, label=figure.short(named[i]["name"]))
+            mean, colour = shares.mean(0), f"C{i}"
+            panel.stairs(mean, bounds, color=colour, lw=1.6, label=drawing.short(named[i]["name"]))
             panel.stairs(mean, bounds, color=colour, alpha=0.15, fill=True)
             if len(shares) > 1:
                 panel.errorbar(
@@ -312,30 +315,30 @@ def _draw_row(
                     elinewidth=0.8,
                     alpha=0.7,
                 )
-        panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
+        panel.axvline(1, color=style.FAINT, ls="--", lw=1.2)
         rest = "; the first bar: all below" if kind == "log" and smallest < low else ""
         panel.set(xlabel=f"singular value{rest}", title=f"{title} ({kind} axis)")
         panel.set_ylim(bottom=0)
     axes[0].set_ylabel("share of singular values")
     axes[0].legend(fontsize=8)
-    axes[1].text(1, axes[1].get_ylim()[1], " isometry", fontsize=8, color=theme.faint, va="top")
+    axes[1].text(1, axes[1].get_ylim()[1], " isometry", fontsize=8, color=style.FAINT, va="top")
 
 
-def _draw_whole(axes: Any, spectra: list[dict[str, Any]], theme: figure.Theme) -> None:
+def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
     """The estimate for all output tokens, a thin line an example: some 40 nodes resolve the few
     large singular values and stand in lumps for the many small ones, so sums are drawn, no bins."""
     for i, spectrum in enumerate(spectra):
         for number, row in enumerate(spectrum["examples"]):
             nodes, weights = (np.array(row["whole"][key]).ravel() for key in ("nodes", "weights"))
             order = np.argsort(nodes)[::-1]
-            style = {
-                "color": theme.colours[i % len(theme.colours)],
+            look = {
+                "color": f"C{i}",
                 "lw": 1.0,
                 "alpha": 0.8,
-                "label": figure.short(spectrum["name"]) if number == 0 else None,
+                "label": drawing.short(spectrum["name"]) if number == 0 else None,
             }
             for panel, mass in zip(axes, (weights, weights * nodes**2), strict=True):
-                panel.step(nodes[order], np.cumsum(mass[order]) / mass.sum(), where="post", **style)
+                panel.step(nodes[order], np.cumsum(mass[order]) / mass.sum(), where="post", **look)
     for panel, what in zip(axes, ("singular values", "all their squares"), strict=True):
         panel.set(
             xscale="log",
@@ -343,12 +346,12 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]], theme: figure.Theme) -
             ylabel=f"share of {what} from s up",
             title="all output tokens, estimated",
         )
-        panel.axvline(1, color=theme.faint, ls="--", lw=1.2)
+        panel.axvline(1, color=style.FAINT, ls="--", lw=1.2)
     axes[0].set_yscale("log")
     every = [row["whole"]["singular_values"] for s in spectra for row in s["examples"]]
     axes[0].set_ylim(bottom=0.5 / max(every))  # half of one singular value
     for axis in (axes[0].xaxis, axes[0].yaxis, axes[1].xaxis):
-        figure.plain_ticks(axis)
+        style.plain_ticks(axis)
     axes[1].set_ylim(0, 1.02)
     axes[0].legend(fontsize=8)
 

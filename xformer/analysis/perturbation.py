@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xformer.analysis import figure
+from xformer.analysis import drawing
 from xformer.analysis.command import Command, progress, publish
 from xformer.analysis.examples import (
     Examples,
@@ -34,8 +34,12 @@ from xformer.analysis.examples import (
     look_inside,
     open_examples,
 )
+from xformer.data import style
 from xformer.data.errors import BadInput
 from xformer.parallel.feed import to_device
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class PerturbationConfig(ExamplesConfig):
@@ -128,7 +132,7 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         f"{f['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in f["noise"])
         for f in found
     )
-    line += f" (L2, {len(examples.rows)} examples, {figure.many(config.draws, 'draw')} of noise)"
+    line += f" (L2, {len(examples.rows)} examples, {drawing.many(config.draws, 'draw')} of noise)"
     metrics = {f["name"]: {f"{n['std']:.0e}": n["mean"] for n in f["noise"]} for f in found}
     publish(config, result, draw, line, metrics)
 
@@ -145,10 +149,13 @@ def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> di
     }
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """Bars of the means with deviations, as figures 12 and 13 of the paper."""
-    models = found["models"]
-    drawn, axes = figure.figure(6.4, 3.8)
+    from matplotlib import rcParams
+
+    models = result["models"]
+    figure = style.new_figure(6.4, 3.8)
+    axes = figure.subplots()
     width = 0.8 / len(models)
     for i, model in enumerate(models):
         places = np.arange(len(model["noise"])) + (i + 0.5) * width - 0.4
@@ -160,20 +167,28 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
             places,
             mean,
             width * 0.92,
-            color=theme.colours[i % len(theme.colours)],
-            label=figure.short(model["name"]),
+            color=f"C{i}",
+            label=drawing.short(model["name"]),
         )
-        axes.errorbar(places, mean, [below, spread], fmt="none", ecolor=theme.ink, lw=1, capsize=3)
+        axes.errorbar(
+            places,
+            mean,
+            [below, spread],
+            fmt="none",
+            ecolor=rcParams["text.color"],
+            lw=1,
+            capsize=3,
+        )
     axes.set_yscale("log")
-    figure.plain_ticks(axes.yaxis)
+    style.plain_ticks(axes.yaxis)
     axes.set_xticks(range(len(models[0]["noise"])), [f"{n['std']:g}" for n in models[0]["noise"]])
     axes.grid(axis="x", visible=False)
-    store = figure.of_stores(found["data"]["store"])
+    store = drawing.of_stores(result["data"]["store"])
     axes.set(
         xlabel="standard deviation of the noise on every parameter",
         ylabel="L2 distance of last hidden states",
-        title=f"{found['data']['examples']} examples of {store}, "
-        f"{figure.many(found['draws'], 'draw')} of noise (mean ± sd)",
+        title=f"{result['data']['examples']} examples of {store}, "
+        f"{drawing.many(result['draws'], 'draw')} of noise (mean ± sd)",
     )
     axes.legend(fontsize=8.5)
-    return drawn
+    return figure

@@ -18,20 +18,24 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis import capture, figure
+from xformer.analysis import capture, drawing
 from xformer.analysis.command import Command, publish
 from xformer.analysis.examples import ExamplesConfig, look_inside, open_examples, parse_layers
 from xformer.analysis.factor import Basis, Factor, basis
 from xformer.config import Paths
+from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Variant = Literal["definition", "svcca", "anatome"]
 Stream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
@@ -398,56 +402,58 @@ def _publish(config: PwccaConfig, result: dict[str, Any]) -> None:
     publish(config, result, draw, line, {"last": metrics})
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
+def draw(result: dict[str, Any]) -> Figure:
     """Heat maps of every measure over layers; of one pair of layers its correlations."""
-    names = [figure.short(c["name"]) for c in found["checkpoints"]]
-    if len(found["similarity"]) == len(found["similarity"][0]) == 1:
-        return _draw_pair(found, names, theme)
+    names = [drawing.short(c["name"]) for c in result["checkpoints"]]
+    if len(result["similarity"]) == len(result["similarity"][0]) == 1:
+        return _draw_pair(result, names)
     titles = {"pwcca": "PWCCA", "svcca": "SVCCA", "cca": "mean CCA", "cka": "linear CKA"}
-    drawn, axes = figure.figure(12.4, 3.7, 1, 4, sharey=True)
+    figure = style.new_figure(12.4, 3.7)
+    axes = figure.subplots(1, 4, sharey=True)
     for panel, (measure, title) in zip(axes, titles.items(), strict=True):
-        values = [[cell[measure] for cell in row] for row in found["similarity"]]
-        image = figure.heat_map(panel, values, theme, title)
-        panel.set_xticks(range(len(found["layers"][1])), found["layers"][1])
-        panel.set_yticks(range(len(found["layers"][0])), found["layers"][0])
+        values = [[cell[measure] for cell in row] for row in result["similarity"]]
+        image = drawing.heat_map(panel, values, title)
+        panel.set_xticks(range(len(result["layers"][1])), result["layers"][1])
+        panel.set_yticks(range(len(result["layers"][0])), result["layers"][0])
         panel.set_xlabel(f"layer of {names[1]}")
     axes[0].set_ylabel(f"layer of {names[0]}")
-    bar = drawn.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
+    bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
     bar.set_label("similarity (1: equal)")
-    tokens = found["similarity"][0][0]["samples"]
-    store = figure.of_stores(found["data"]["store"])
-    drawn.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
-    return drawn
+    tokens = result["similarity"][0][0]["samples"]
+    store = drawing.of_stores(result["data"]["store"])
+    figure.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
+    return figure
 
 
-def _draw_pair(found: dict[str, Any], names: list[str], theme: figure.Theme) -> Any:
-    cell = found["similarity"][0][0]
-    drawn, axes = figure.figure(6.2, 3.8)
+def _draw_pair(result: dict[str, Any], names: list[str]) -> Any:
+    cell = result["similarity"][0][0]
+    figure = style.new_figure(6.2, 3.8)
+    axes = figure.subplots()
     axes.plot(
         range(1, len(cell["correlations"]) + 1),
         cell["correlations"],
-        color=theme.colours[0],
+        color="C0",
         lw=2,
         label="canonical correlations",
     )
     axes.plot(
         range(1, len(cell["weights"]) + 1),
         np.array(cell["weights"]) / max(cell["weights"]),
-        color=theme.colours[4],
+        color="C4",
         lw=1.2,
         label="their weights in PWCCA (largest: 1)",
     )
     for i, measure in enumerate(("pwcca", "cka")):
         axes.axhline(
             cell[measure],
-            color=theme.colours[i + 1],
+            color=f"C{i + 1}",
             ls="--",
             lw=1.4,
             label=f"{measure.upper()} {cell[measure]:.3f}",
         )
     axes.axhline(
         cell["chance"],
-        color=theme.faint,
+        color=style.FAINT,
         ls=":",
         lw=1.4,
         label=f"mean of independent data {cell['chance']:.3f}",
@@ -455,9 +461,9 @@ def _draw_pair(found: dict[str, Any], names: list[str], theme: figure.Theme) -> 
     axes.set(
         xlabel="canonical direction",
         ylabel="correlation",
-        title=f"{names[0]} layer {found['layers'][0][0]}, {names[1]} layer "
-        f"{found['layers'][1][0]}, {cell['samples']:,} tokens",
+        title=f"{names[0]} layer {result['layers'][0][0]}, {names[1]} layer "
+        f"{result['layers'][1][0]}, {cell['samples']:,} tokens",
     )
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8)
-    return drawn
+    return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 
-from xformer.analysis import figure
+from xformer.analysis.drawing import plus_minus
 from xformer.study.curves import Panel, averaged
 from xformer.study.pool import Outcome
 from xformer.study.results import Cell, Described, Results, Verdict, drawn
@@ -222,7 +222,7 @@ def _ends(panels: list[Panel]) -> str:
     lines = ["| panel | line | runs | number | last point |", "|---|---|---|---|---|"]
     for panel in panels:
         for line in panel.lines:
-            end = figure.spread(line.mean[-1], line.deviation[-1], line.runs)
+            end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
             lines.append(
                 f"| {_cell(panel.name)} | {_cell(line.name)} | {line.runs} "
                 f"| {_cell(panel.value)} | {end} "
