@@ -219,7 +219,7 @@ def attention_case(examples: int = 16, length: int = 64) -> Case:
     maps = torch.randn(2, examples, 12, length, length, generator=generator).softmax(-1)
 
     def ours() -> list[float]:
-        costs = [attention.distances(a, b).double().numpy() for a, b in zip(*maps, strict=True)]
+        costs = [attention.map_distances(a, b).double().numpy() for a, b in zip(*maps, strict=True)]
         return [float(cost[attention.match(cost)].mean()) for cost in costs]
 
     def pair_by_pair() -> list[float]:
@@ -296,7 +296,7 @@ def capture_case(examples: int = 256) -> Case:
 
     def in_memory() -> Path:
         chosen = open_examples(config, [str(ckpt)])
-        reader = chosen.readers[0]
+        reader = chosen.models[0]
         states: list[list[Tensor]] = [[] for _ in range(reader.layers + 1)]
         with torch.no_grad():
             for row in chosen.rows:

@@ -52,16 +52,16 @@ def test_masked_words_are_counted_and_timed(tmp_path: Path) -> None:
     checkpoint = checkpoints.load(looking.checkpoint(tmp_path / "base"))
     with_head = cost._with_head(checkpoint, config)
     ranks = cost.processes.start(cost.SystemConfig(threads=1))
-    (taken,) = cost.measure([with_head], config, ranks)
+    (taken,) = cost.time_models([with_head], config, ranks)
     assert [len(seconds) for seconds in taken.values()] == [2, 2]
     assert min(taken["forward"] + taken["training"]) > 0
     C, V, masked = looking.HIDDEN, looking.PIECES, 2 / 10
-    bare = cost.count(
+    bare = cost.count_operations(
         cost._with_head(checkpoint, CostConfig(out="x", rows=2, length=5)),
         CostConfig(out="x", rows=2, length=5),
     )
     pooled = (2 * C * C + 4 * C) / 5
-    more = cost.count(with_head, config)["flops_per_token"]["forward"]
+    more = cost.count_operations(with_head, config)["flops_per_token"]["forward"]
     more -= bare["flops_per_token"]["forward"] - pooled
     assert more == pytest.approx(masked * (2 * C * C + 2 * C * V))
 

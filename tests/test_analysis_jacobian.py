@@ -52,7 +52,7 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
     """The derivative by word vectors, against central differences of the whole encoder."""
     config = JacobianConfig(data=str(looking.store(tmp_path / "s")), out="x", threads=1)
     examples = open_examples(config, [str(looking.checkpoint(tmp_path / "c"))])
-    reader = examples.readers[0]
+    reader = examples.models[0]
     reader.model.double().requires_grad_(False)
     batch = reader.assembler.batch(examples.rows[:1])
     function, x = from_words(reader, batch)

@@ -25,12 +25,12 @@ from xformer.analysis import (
     perturbation,
     pwcca,
 )
-from xformer.analysis.__main__ import _draw as redraw
+from xformer.analysis.__main__ import _redraw as redraw
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
-from xformer.analysis.command import parse
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
 from xformer.analysis.perturbation import PerturbationConfig
+from xformer.analysis.subcommand import parse_arguments
 from xformer.checkpoint import resolve
 from xformer.data import style
 from xformer.data.errors import BadInput
@@ -60,7 +60,7 @@ def test_a_capture_holds_what_the_encoder_computes(
     monkeypatch.setattr(capture, "PART", 40)  # several parts
     config = config_of(small, tmp_path / "f.h5", what="hidden,attention", dtype="float32")
     capture.run([str(small / "a")], config)
-    reader = open_examples(config, [str(small / "a")]).readers[0]
+    reader = open_examples(config, [str(small / "a")]).models[0]
     monkeypatch.chdir(tmp_path.parent)  # the parts are found from anywhere
     with h5py.File(tmp_path / "f.h5") as f:
         assert len(json.loads(f.attrs["parts"])) > 2
@@ -216,13 +216,24 @@ def test_layers_by_name_and_number() -> None:
             parse_layers(wrong, 2)
 
 
+def test_a_run_without_a_checkpoint_says_so(small: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    config = PerturbationConfig(data=str(small / "s"), out=str(tmp_path / "o"), threads=1)
+    with pytest.raises(BadInput, match=r"run is not finished and has no checkpoint yet; finish it"):
+        perturbation.run([str(run)], config)
+    looking.checkpoint(run / "checkpoints/step_9")
+    with pytest.raises(BadInput, match=r"is not finished; name one of its checkpoints: step_9"):
+        perturbation.run([str(run)], config)
+
+
 # ---------------------------------------------------------------------------------- attention
 
 
 def test_matching_finds_heads_that_were_shuffled() -> None:
     maps = torch.rand(5, 7, 7, generator=seeded(1)).softmax(2)
     order = [3, 0, 4, 1, 2]
-    cost = attention.distances(maps, maps[order]).numpy()
+    cost = attention.map_distances(maps, maps[order]).numpy()
     ours, theirs = attention.match(cost)
     assert [order[j] for j in theirs] == ours.tolist() == [0, 1, 2, 3, 4]
     assert cost[ours, theirs] == pytest.approx(0, abs=1e-6)
@@ -239,7 +250,7 @@ def test_distances_of_maps_go_from_0_to_2() -> None:
     first, last = torch.zeros(1, 3, 3), torch.zeros(1, 3, 3)
     first[..., 0] = 1
     last[..., 2] = 1
-    assert float(attention.distances(first, last)) == pytest.approx(2)
+    assert float(attention.map_distances(first, last)) == pytest.approx(2)
     costs = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
     found = attention._of_layer(1, costs)
     assert found["distance"]["mean"] == 0  # matched example by example
@@ -253,14 +264,14 @@ def test_distances_of_maps_go_from_0_to_2() -> None:
 def test_small_noise_moves_outputs_in_proportion_and_by_seed(small: Path) -> None:
     config = PerturbationConfig(data=str(small / "s"), out="x", threads=1)
     examples = open_examples(config, [str(small / "a")])
-    reader = examples.readers[0]
+    reader = examples.models[0]
     encoder = copy.deepcopy(reader.model.encoder).double()
     before = perturbation.outputs(encoder, reader, examples)
 
     def moved(size: float, seed: int = 0, draw: int = 0) -> float:
         noisy = perturbation.perturbed(encoder, size, seed, draw)
         after = perturbation.outputs(noisy, reader, examples)
-        return float(perturbation.distances(before, after)[0].mean())
+        return float(perturbation.output_distances(before, after)[0].mean())
 
     tiny = moved(1e-8)
     assert moved(1e-6) / tiny == pytest.approx(100, rel=1e-3)
@@ -306,7 +317,7 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     named = [run_of(tmp_path / f"lines-{i}", i, 1e-3, 0.0) for i in range(3)]
     assert curves.grouped(named) == {"lines": named}
     with pytest.raises(BadInput, match="is given twice"):
-        parse(curves.COMMAND, [runs[0], runs[1], runs[0], "out=x"])
+        parse_arguments(curves.SUBCOMMAND, [runs[0], runs[1], runs[0], "out=x"])
     (tmp_path / "d").mkdir()
     (tmp_path / "d/config.json").write_text("7")
     with pytest.raises(BadInput, match=r"d/config.json is damaged: it holds no recipe"):
@@ -341,5 +352,5 @@ def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
     assert "<!-- 0.01 -->" in svg
     assert "<!-- a $ sign -->" in svg
     (tmp_path / "pwcca.json").write_text('{"analysis": "pwcca"}')
-    with pytest.raises(BadInput, match=r"pwcca.json is no whole result of pwcca: KeyError"):
+    with pytest.raises(BadInput, match=r"pwcca.json is not a complete result of pwcca \(KeyError"):
         redraw([str(tmp_path / "pwcca.json")])

@@ -15,7 +15,7 @@ import torch
 
 from xformer.analysis import pwcca as analysis
 from xformer.analysis.factor import FOLD, Factor, basis
-from xformer.analysis.pwcca import chance, compare, grid, pwcca, similarity
+from xformer.analysis.pwcca import chance, compare_networks, grid, pwcca, similarity
 
 Array = np.ndarray
 
@@ -55,7 +55,7 @@ def by_eigenvalues(x: Array, y: Array) -> dict[str, float]:
 @pytest.mark.parametrize(("n", "d", "e"), [(211, 13, 7), (211, 7, 13), (99, 13, 13), (999, 1, 7)])
 def test_equals_an_independent_derivation(n: int, d: int, e: int) -> None:
     x, y = networks(n, d, e)
-    found, expected = compare(x, y), by_eigenvalues(x, y)
+    found, expected = compare_networks(x, y), by_eigenvalues(x, y)
     for name, value in expected.items():
         assert abs(getattr(found, name) - value) < 1e-8, name
     assert found.ranks == found.widths == (d, e)
@@ -72,7 +72,7 @@ def test_a_worked_example() -> None:
     a, b, c = waves.T.astype(float)
     x, y = np.stack([3 * a, b], 1), np.stack([a, b + c], 1)
     with pytest.warns(UserWarning, match="too few"):
-        found = compare(x, y)
+        found = compare_networks(x, y)
     root = math.sqrt(0.5)
     assert np.allclose(found.correlations, [1, root])
     # alpha_1 = |<a, 3a>| / |a| = 6, alpha_2 = 2; from y: 2 and |<(b + c) / |b + c|, b + c>|
@@ -89,7 +89,7 @@ def test_svcca_keeps_99_percent_of_the_variance() -> None:
     small = draw.standard_normal((20_000, 2)) * 0.05
     x = np.concatenate([draw.standard_normal((20_000, 2)), small], 1)
     y = np.concatenate([draw.standard_normal((20_000, 2)), small], 1)
-    found = compare(x, y)
+    found = compare_networks(x, y)
     assert found.svcca < 0.02
     assert found.correlations[:2] == pytest.approx([1, 1], abs=1e-12)
     assert found.cca == pytest.approx(0.5, abs=0.01)
@@ -101,14 +101,16 @@ def test_invertible_maps_of_the_second_network_change_nothing() -> None:
     moved = y @ draw.standard_normal((7, 7)) + 11
     assert pwcca(x, moved) == pytest.approx(pwcca(x, y), abs=1e-10)
     turned = scipy.linalg.qr(draw.standard_normal((7, 7)))[0]
-    assert compare(x, 3 * y @ turned).cka == pytest.approx(compare(x, y).cka, abs=1e-12)
+    assert compare_networks(x, 3 * y @ turned).cka == pytest.approx(
+        compare_networks(x, y).cka, abs=1e-12
+    )
     # of the first network only the correlations stay: the weights are its neurons'
     assert abs(pwcca(x @ draw.standard_normal((13, 13)), y) - pwcca(x, y)) > 1e-4
 
 
 def test_identical_networks_are_1() -> None:
     x, _ = networks(301, 13, 7)
-    found = compare(x, x - 2)
+    found = compare_networks(x, x - 2)
     for name in analysis.MEASURES:
         assert getattr(found, name) == pytest.approx(1, abs=1e-12), name
     assert found.correlations == pytest.approx(1, abs=1e-12)
@@ -149,11 +151,11 @@ def test_constant_duplicated_and_dependent_neurons_do_not_count() -> None:
     x, y = networks(301, 6, 7)
     ones = np.ones((301, 1))
     wide = np.concatenate([x, 7 * ones, x[:, :2], x @ np.ones((6, 1)), 0 * ones], 1)  # 11 columns
-    found = compare(wide, np.concatenate([y, -ones], 1))
+    found = compare_networks(wide, np.concatenate([y, -ones], 1))
     assert found.ranks == (6, 7)
     assert found.widths == (11, 8)
     # the correlations are those of the independent neurons, the weights count every neuron
-    assert found.correlations == pytest.approx(compare(x, y).correlations, abs=1e-10)
+    assert found.correlations == pytest.approx(compare_networks(x, y).correlations, abs=1e-10)
     assert np.isfinite([found.pwcca, found.svcca, found.cka]).all()
     # duplicated neurons weigh twice: done in loops
     centred = wide - wide.mean(0)
@@ -166,16 +168,18 @@ def test_constant_duplicated_and_dependent_neurons_do_not_count() -> None:
 def test_a_layer_norm_output_lacks_one_direction() -> None:
     x, y = networks(301, 13, 7)
     normed = torch.nn.functional.layer_norm(torch.from_numpy(x), (13,)).numpy()
-    assert compare(normed, y).ranks == (12, 7)
+    assert compare_networks(normed, y).ranks == (12, 7)
     single = torch.nn.functional.layer_norm(torch.from_numpy(x).float(), (13,)).numpy()
-    assert compare(single, y).ranks == (12, 7)
-    assert compare(single, y).pwcca == pytest.approx(compare(normed, y).pwcca, abs=1e-5)
+    assert compare_networks(single, y).ranks == (12, 7)
+    assert compare_networks(single, y).pwcca == pytest.approx(
+        compare_networks(normed, y).pwcca, abs=1e-5
+    )
 
 
 def test_fewer_samples_than_neurons_warn_with_the_number_needed() -> None:
     x, y = networks(9, 13, 7)
     with pytest.warns(UserWarning, match=r"9 tokens are too few.* more than 15, better 80"):
-        found = compare(x, y)
+        found = compare_networks(x, y)
     assert found.ranks == (8, 7)
     assert found.correlations == pytest.approx(1)
     assert found.chance == 1
@@ -277,7 +281,7 @@ def test_a_stream_equals_the_matrix_in_memory() -> None:
     # the result in memory when the last bit of the numbers changes: they determine no more
     assert cells[0][0].pwcca == pytest.approx(expected, abs=1e-9)
     assert cells[1][0].pwcca == pytest.approx(1, abs=1e-10)
-    assert cells[0][0].cka == pytest.approx(compare(x, y).cka, abs=1e-10)
+    assert cells[0][0].cka == pytest.approx(compare_networks(x, y).cka, abs=1e-10)
 
 
 def test_the_factor_of_chunks_is_that_of_the_centred_matrix() -> None:

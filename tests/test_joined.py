@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from test_train import timeless_log
 from toys import Toys
 
-from xformer.analysis.command import Command, parse
 from xformer.analysis.examples import ExamplesConfig, open_examples
+from xformer.analysis.subcommand import Subcommand, parse_arguments
 from xformer.checkpoint import content_key, resolve
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
@@ -274,7 +274,7 @@ def test_analyses_take_a_list_of_stores(tmp_path: Path) -> None:
         f"out={tmp_path / 'o'}",
         "threads=1",
     ]
-    paths_given, config = parse(Command("attention", ExamplesConfig, ""), words)
+    paths_given, config = parse_arguments(Subcommand("attention", ExamplesConfig, ""), words)
     assert config.data == tuple(paths)
     examples = open_examples(config, paths_given)
     assert len(examples.rows) == 2 * looking.ROWS

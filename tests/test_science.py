@@ -15,7 +15,7 @@ from test_tags import toy
 from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
-from xformer.analysis.command import Output, publish
+from xformer.analysis.subcommand import Output, publish
 from xformer.config import load, validate
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json

@@ -321,6 +321,11 @@ def resolve(path: str | Path) -> Path:
         return path / result["selected"]
     if (path / "checkpoints").is_dir():
         steps = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step_*")))
+        if not steps:
+            raise BadInput(
+                f"the run {path} is not finished and has no checkpoint yet; finish it, or wait for "
+                "its first checkpoint"
+            )
         raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")
     if not path.is_dir():
         where = ", neither here nor in the package" if given != path else ""

@@ -28,7 +28,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis.command import Command, progress
 from xformer.analysis.drawing import many
 from xformer.analysis.examples import (
     Examples,
@@ -38,6 +37,7 @@ from xformer.analysis.examples import (
     open_examples,
     parse_layers,
 )
+from xformer.analysis.subcommand import Subcommand, with_progress
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, read_own_json, sync, write_json
@@ -67,7 +67,7 @@ class CaptureConfig(ExamplesConfig):
     """How many rows, drawn by `seed`; all of them if the split has no more."""
 
 
-COMMAND = Command("capture", CaptureConfig, __doc__ or "", directory=False)
+SUBCOMMAND = Subcommand("capture", CaptureConfig, __doc__ or "", directory=False)
 
 
 def run(paths: list[str], config: CaptureConfig) -> None:
@@ -81,7 +81,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     if not kinds or not set(kinds) <= {"hidden", "attention"}:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
-    layers = parse_layers(config.layers, examples.readers[0].layers)
+    layers = parse_layers(config.layers, examples.models[0].layers)
     if "attention" in kinds and not any(layers):
         raise BadInput(f"layers={config.layers}: the embeddings (0) have no attention")
     identity = _identity(examples, config, kinds, layers)
@@ -103,12 +103,12 @@ def _identity(
     examples: Examples, config: CaptureConfig, kinds: list[str], layers: list[int]
 ) -> dict[str, Any]:
     """What two captures must agree on to be one; the attributes of the file."""
-    reader = examples.readers[0]
+    loaded = examples.models[0]
     return {
         "format": FORMAT,
-        "checkpoint": reader.path,
-        "weights": reader.key,
-        "tokenizer": reader.checkpoint.tokenizer.fingerprint,
+        "checkpoint": loaded.path,
+        "weights": loaded.key,
+        "tokenizer": loaded.checkpoint.tokenizer.fingerprint,
         "store": examples.store.name,
         "store_key": examples.store.key,
         "split": examples.split,
@@ -118,7 +118,7 @@ def _identity(
         "mapping": config.mapping or "as trained",
         "what": ",".join(kinds),
         "layers": layers,
-        "model_layers": reader.layers,
+        "model_layers": loaded.layers,
         "dtype": config.dtype,
     }
 
@@ -178,7 +178,9 @@ def _write_parts(
     files = []
     size = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
     pieces = list(examples.parts(PART))
-    shown = progress(pieces, examples.tokens, "tokens", lambda rows: sum(size[r] for r in rows))
+    shown = with_progress(
+        pieces, examples.tokens, "tokens", lambda rows: sum(size[r] for r in rows)
+    )
     for number, rows in enumerate(shown):
         file = parts / f"{number:05}.h5"
         files.append(file)
@@ -191,7 +193,7 @@ def _write_parts(
                 examples.split,
                 rows,
                 np.array([size[r] for r in rows]),
-                examples.readers,
+                examples.models,
                 examples.max_tokens,
             )
             for part in some.parts():
@@ -214,19 +216,19 @@ def _append(
     h5: Any, examples: Examples, part: np.ndarray, kinds: list[str], layers: list[int], dtype: str
 ) -> None:
     """Look into one batch and add it to a part."""
-    reader = examples.readers[0]
-    batch, inside = look_inside(reader, part, maps="attention" in kinds)
+    loaded = examples.models[0]
+    batch, inside = look_inside(loaded, part, maps="attention" in kinds)
     _extend(h5, "tokens", batch.tokens.astype(np.int32))
     _extend(h5, "positions", batch.positions.astype(np.int32))
     _extend(h5, "rows", batch.rows)
     _extend(h5, "sizes", np.diff(batch.cu_seqlens).astype(np.int32))
     if "hidden" in kinds:
         for layer in layers:
-            _extend(h5, f"hidden/{layer}", _as(inside.hidden[layer], dtype, reader.path, layer))
+            _extend(h5, f"hidden/{layer}", _as(inside.hidden[layer], dtype, loaded.path, layer))
     if "attention" in kinds:
         for layer in filter(None, layers):
             maps = [m.permute(1, 2, 0).flatten(0, 1) for m in inside.maps[layer - 1]]  # (L L, H)
-            _extend(h5, f"attention/{layer}", _as(torch.cat(maps), dtype, reader.path, layer))
+            _extend(h5, f"attention/{layer}", _as(torch.cat(maps), dtype, loaded.path, layer))
 
 
 def _as(x: Tensor, dtype: str, path: str, layer: int) -> np.ndarray:

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from xformer.analysis import drawing
-from xformer.analysis.command import Command, Output, publish
+from xformer.analysis.subcommand import Output, Subcommand, publish
 from xformer.config import flat
 from xformer.data import style
 from xformer.data.errors import BadInput
@@ -49,7 +49,7 @@ class CurvesConfig(Output):
     """Average of so many neighbouring points."""
 
 
-COMMAND = Command("curves", CurvesConfig, __doc__ or "", 1, None, "run")
+SUBCOMMAND = Subcommand("curves", CurvesConfig, __doc__ or "", 1, None, "run")
 
 
 def run(paths: list[str], config: CurvesConfig) -> None:

@@ -31,14 +31,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from xformer.analysis import drawing
-from xformer.analysis.command import Command, publish
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
-    Reader,
+    LoadedModel,
     look_inside,
     open_examples,
 )
+from xformer.analysis.subcommand import Subcommand, publish
 from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.display import say
@@ -67,7 +67,7 @@ class GradientsConfig(ExamplesConfig):
     """Share of the tokens that a masked-language-modelling loss asks for."""
 
 
-COMMAND = Command("gradients", GradientsConfig, __doc__ or "", 1, None)
+SUBCOMMAND = Subcommand("gradients", GradientsConfig, __doc__ or "", 1, None)
 
 
 @dataclass(frozen=True)
@@ -381,19 +381,19 @@ def run(paths: list[str], config: GradientsConfig) -> None:
     examples = open_examples(config, paths)
     rows = _labelled(examples)
     found = []
-    for reader in examples.readers:
-        model, fresh = _with_head(reader, examples, config)
-        batch = to_device(_batch(reader, rows, config, model), reader.device)
+    for loaded in examples.models:
+        model, fresh = _with_head(loaded, examples, config)
+        batch = to_device(_batch(loaded, rows, config, model), loaded.device)
         values, norms = cosines(inner_products(model, batch))
         if not np.isfinite(norms).all():
             for row in rows:
-                look_inside(reader, np.array([row]))  # which says where a number is not finite
+                look_inside(loaded, np.array([row]))  # which says where a number is not finite
         found.append(
             {
-                "name": reader.name,
+                "name": loaded.name,
                 "head": model.task.name if model.task else "none",
                 "fresh_head": fresh,
-                **_summary(values, norms, reader),
+                **_summary(values, norms, loaded),
             }
         )
     result = {
@@ -428,40 +428,42 @@ def _labelled(examples: Examples) -> np.ndarray:
     return rows
 
 
-def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> tuple[Model, bool]:
+def _with_head(
+    loaded: LoadedModel, examples: Examples, config: GradientsConfig
+) -> tuple[Model, bool]:
     """The model with the head that the store's task takes, and whether that is fresh."""
-    store, checkpoint = examples.store, reader.checkpoint
+    store, checkpoint = examples.store, loaded.checkpoint
     if store.split(examples.split).together > 1:
         raise BadInput(f"{store.name} is {store.kind}: the loss of a row depends on other rows")
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
     labels = tuple(store.labels) if task.named_classes else ()
     if type(own) is task and (not task.named_classes or own.head.labels == labels):
-        return reader.model, False
+        return loaded.model, False
     made, fresh, _ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
     if not fresh:  # an MLM head that trained beside a pair head
-        return made.model().to(reader.device), False
+        return made.model().to(loaded.device), False
     say(
-        f"{reader.path} has no head for {drawing.of_stores(store.name)}: a fresh one ({task.name}, "
+        f"{loaded.path} has no head for {drawing.of_stores(store.name)}: a fresh one ({task.name}, "
         f"seed {config.seed})",
         error=True,
     )
-    return made.model().to(reader.device), True
+    return made.model().to(loaded.device), True
 
 
 def _batch(
-    reader: Reader, rows: np.ndarray, config: GradientsConfig, model: Model
+    loaded: LoadedModel, rows: np.ndarray, config: GradientsConfig, model: Model
 ) -> Batch[np.ndarray]:
     if model.task is not None and model.task.predicts_masked:
         epochs = np.zeros_like(rows)
-        return reader.assembler.masked_batch(rows, epochs, config.seed, config.masking)
-    return reader.assembler.batch(rows)
+        return loaded.assembler.masked_batch(rows, epochs, config.seed, config.masking)
+    return loaded.assembler.batch(rows)
 
 
-def _summary(values: np.ndarray, norms: np.ndarray, reader: Reader) -> dict[str, Any]:
+def _summary(values: np.ndarray, norms: np.ndarray, loaded: LoadedModel) -> dict[str, Any]:
     if not np.isfinite(norms).all():
-        raise BadInput(f"{reader.path}: the gradient of an example is not finite (NaN or infinite)")
+        raise BadInput(f"{loaded.path}: the gradient of an example is not finite (NaN or infinite)")
     if without := int((norms == 0).sum()):
-        say(f"{reader.path}: {without} examples have no gradient (no masked token)", error=True)
+        say(f"{loaded.path}: {without} examples have no gradient (no masked token)", error=True)
     values = values[np.isfinite(values)]
     if not len(values):
         raise BadInput("no two examples have a gradient: take longer rows or more masking")

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.func import functional_call, jvp
 
 from xformer.analysis import drawing
-from xformer.analysis.command import Command, progress, publish
-from xformer.analysis.examples import ExamplesConfig, Reader, look_inside, open_examples
+from xformer.analysis.examples import ExamplesConfig, LoadedModel, look_inside, open_examples
+from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
@@ -61,10 +61,10 @@ class JacobianConfig(ExamplesConfig):
     """Random starting vectors of that estimate for each example."""
 
 
-COMMAND = Command("jacobian", JacobianConfig, __doc__ or "", 1, None)
+SUBCOMMAND = Subcommand("jacobian", JacobianConfig, __doc__ or "", 1, None)
 
 
-def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
+def from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function, Tensor]:
     """The last hidden states of one example as a function of its word vectors, and these, (L, E).
 
     Each position of each copy gets a row of its own in place of the embedding table. Copies are
@@ -72,7 +72,7 @@ def from_words(reader: Reader, batch: Batch) -> tuple[Function, Tensor]:
     those of `vmap` fall back to loops. Operations take their plain way, which has a forward
     derivative.
     """
-    encoder, device = reader.model.encoder, reader.device
+    encoder, device = loaded.model.encoder, loaded.device
     L = len(batch.tokens)
     tokens, positions, segments = (
         torch.from_numpy(a).to(device) for a in (batch.tokens, batch.positions, batch.segments)
@@ -204,13 +204,13 @@ def run(paths: list[str], config: JacobianConfig) -> None:
             f"token={config.token}: the shortest of the drawn rows has {examples.sizes.min()} "
             "tokens, counted from 0"
         )
-    for reader in examples.readers:
-        reader.model.requires_grad_(False)
-    work = [(reader, int(row)) for reader in examples.readers for row in examples.rows]
+    for loaded in examples.models:
+        loaded.model.requires_grad_(False)
+    work = [(loaded, int(row)) for loaded in examples.models for row in examples.rows]
     spectra: dict[str, list[dict[str, Any]]] = {}
-    for reader, row in progress(work, len(work), "Jacobians"):
-        spectra.setdefault(reader.path, []).append(_of_example(reader, row, config))
-    found = [{"name": r.name, **_summary(spectra[r.path])} for r in examples.readers]
+    for loaded, row in with_progress(work, len(work), "Jacobians"):
+        spectra.setdefault(loaded.path, []).append(_of_example(loaded, row, config))
+    found = [{"name": r.name, **_summary(spectra[r.path])} for r in examples.models]
     result = {
         "analysis": "jacobian",
         "token": config.token,
@@ -227,9 +227,9 @@ def run(paths: list[str], config: JacobianConfig) -> None:
     publish(config, result, draw, line, metrics)
 
 
-def _of_example(reader: Reader, row: int, config: JacobianConfig) -> dict[str, Any]:
-    batch, _ = look_inside(reader, np.array([row]))  # which says where a number is not finite
-    function, x = from_words(reader, batch)
+def _of_example(loaded: LoadedModel, row: int, config: JacobianConfig) -> dict[str, Any]:
+    batch, _ = look_inside(loaded, np.array([row]))  # which says where a number is not finite
+    function, x = from_words(loaded, batch)
     exact = singular_values(of_token(function, x, config.token))
     found: dict[str, Any] = {"row": row, "tokens": len(x), "values": exact.tolist()}
     if config.whole:

@@ -25,15 +25,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xformer.analysis import drawing
-from xformer.analysis.command import Command, progress, publish
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
-    Reader,
-    check_finite,
+    LoadedModel,
+    check_hidden_finite,
     look_inside,
     open_examples,
 )
+from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.errors import BadInput
 from xformer.parallel.feed import to_device
@@ -53,7 +53,7 @@ class PerturbationConfig(ExamplesConfig):
     """Draws of the noise at each size; draw i has the same directions at every size."""
 
 
-COMMAND = Command("perturbation", PerturbationConfig, __doc__ or "", 1, None)
+SUBCOMMAND = Subcommand("perturbation", PerturbationConfig, __doc__ or "", 1, None)
 
 
 def noise(name: str, weight: Tensor, seed: int, draw: int) -> Tensor:
@@ -74,22 +74,22 @@ def perturbed(model: nn.Module, deviation: float, seed: int, draw: int) -> nn.Mo
 
 
 @torch.no_grad()
-def outputs(encoder: nn.Module, reader: Reader, examples: Examples) -> list[Tensor]:
+def outputs(encoder: nn.Module, loaded: LoadedModel, examples: Examples) -> list[Tensor]:
     """The last hidden states of every example, a list of (L, C). Raises BadInput naming the row
     where one is not finite."""
     found: list[Tensor] = []
     for part in examples.parts():
-        batch = reader.assembler.batch(part)
-        packed = to_device(batch, reader.device)
+        batch = loaded.assembler.batch(part)
+        packed = to_device(batch, loaded.device)
         hidden = encoder(packed)
         if not torch.isfinite(hidden).all():
-            look_inside(reader, part)  # which says in which layer, unless it is for the noise
-        check_finite(hidden, batch, reader, "the last layer")
+            look_inside(loaded, part)  # which says in which layer, unless it is for the noise
+        check_hidden_finite(hidden, batch, loaded, "the last layer")
         found += hidden.split(np.diff(batch.cu_seqlens).tolist())
     return found
 
 
-def distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+def output_distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """The L2 distance of each example, and that relative to its outputs' length, (N,) each; both
     are means over the example's tokens."""
     pairs = list(zip(before, after, strict=True))
@@ -106,19 +106,19 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
     if not config.deviations or min(config.deviations) <= 0:
         raise BadInput("deviations: give positive numbers, such as deviations=[1e-2,1e-4]")
     examples = open_examples(config, paths)
-    work = [(reader, n) for reader in examples.readers for n in range(config.draws)]
+    work = [(loaded, n) for loaded in examples.models for n in range(config.draws)]
     measured: dict[str, dict[float, list[tuple[np.ndarray, np.ndarray]]]] = {}
-    encoders = {r.path: copy.deepcopy(r.model.encoder).double() for r in examples.readers}
-    before = {r.path: outputs(encoders[r.path], r, examples) for r in examples.readers}
-    for reader, number in progress(work, len(work), "draws"):
+    encoders = {r.path: copy.deepcopy(r.model.encoder).double() for r in examples.models}
+    before = {r.path: outputs(encoders[r.path], r, examples) for r in examples.models}
+    for loaded, number in with_progress(work, len(work), "draws"):
         for deviation in config.deviations:
-            moved = perturbed(encoders[reader.path], deviation, config.seed, number)
-            after = outputs(moved, reader, examples)
-            of_model = measured.setdefault(reader.path, {})
-            of_model.setdefault(deviation, []).append(distances(before[reader.path], after))
+            moved = perturbed(encoders[loaded.path], deviation, config.seed, number)
+            after = outputs(moved, loaded, examples)
+            of_model = measured.setdefault(loaded.path, {})
+            of_model.setdefault(deviation, []).append(output_distances(before[loaded.path], after))
     found: list[dict[str, Any]] = [
         {"name": r.name, "noise": [_summary(d, measured[r.path][d]) for d in config.deviations]}
-        for r in examples.readers
+        for r in examples.models
     ]
     result = {
         "analysis": "perturbation",

@@ -26,9 +26,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xformer.analysis import capture, drawing
-from xformer.analysis.command import Command, publish
 from xformer.analysis.examples import ExamplesConfig, look_inside, open_examples, parse_layers
 from xformer.analysis.factor import Basis, Factor, basis
+from xformer.analysis.subcommand import Subcommand, publish
 from xformer.config import Paths
 from xformer.data import style
 from xformer.data.display import say
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Variant = Literal["definition", "svcca", "anatome"]
-Stream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
+LayerStream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
 KEPT_VARIANCE = 0.99  # of SVCCA (Raghu et al. 2017, section 2)
 MEASURES = ("pwcca", "svcca", "cca", "cka")
 
@@ -79,14 +79,14 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
     where there are not more samples than neurons.
     """
     x, y = _matrices(x, y)
-    found = compare(x, y)
+    found = compare_networks(x, y)
     if variant == "anatome":
         pair = _joint(iter([(x, y)]))
         return _anatome(pair, iter([x]))
     return found.pwcca if variant == "definition" else _svcca_code(_joint(iter([(x, y)])))
 
 
-def compare(x: Any, y: Any) -> Similarity:
+def compare_networks(x: Any, y: Any) -> Similarity:
     """All measures of two networks' (n, d) and (n, d') arrays. Raises ValueError as `pwcca`."""
     x, y = _matrices(x, y)
     pair = _joint(iter([(x, y)]))
@@ -126,7 +126,7 @@ def too_few(samples: int, ranks: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Pair:
+class NetworkPair:
     """Two networks over the same samples; `inner` (r, r') is U^T U' of their bases."""
 
     x: Basis
@@ -134,7 +134,7 @@ class Pair:
     inner: Tensor
 
 
-def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> Pair:
+def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> NetworkPair:
     """The pair of two matrices that come in chunks of rows, in one pass and constant memory."""
     factor: Factor | None = None
     for x, y in chunks:
@@ -146,7 +146,7 @@ def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> Pair:
     r, mean = factor.result()
     x_basis, u = basis(r[:, :width], mean[:width], factor.rows)
     y_basis, v = basis(r[:, width:], mean[width:], factor.rows)
-    return Pair(x_basis, y_basis, u.T @ v)
+    return NetworkPair(x_basis, y_basis, u.T @ v)
 
 
 def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
@@ -201,7 +201,7 @@ def chance(samples: int, rank_x: int, rank_y: int) -> float:
     return min(1.0, middle + ones)
 
 
-def _svcca_code(pair: Pair) -> float:
+def _svcca_code(pair: NetworkPair) -> float:
     """As google/svcca's compute_pwcca: the network with fewer neurons is the reference; its
     directions are the canonical coefficients applied to neurons that are not whitened, with the
     neurons' means added, orthonormalised in order, and projected on neurons that are not centred.
@@ -225,7 +225,7 @@ def _svcca_code(pair: Pair) -> float:
     return float(weights @ rho / weights.sum())
 
 
-def _anatome(pair: Pair, chunks: Iterator[Tensor]) -> float:
+def _anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
     """As anatome's pwcca_distance: the coefficients of the canonical vectors of x are
     orthonormalised, and a weight is the sum over samples of the absolute values of x projected on
     them. `chunks` are the rows of x once more."""
@@ -242,7 +242,7 @@ def _anatome(pair: Pair, chunks: Iterator[Tensor]) -> float:
 # ------------------------------------------------------------------------------ many layers
 
 
-def grid(stream: Stream) -> list[list[Similarity]]:
+def grid(stream: LayerStream) -> list[list[Similarity]]:
     """The similarity of every layer of one network to every layer of another, in two passes.
 
     `stream()` starts a pass: it yields, for the same samples, the layers of both, lists of (n, d).
@@ -304,7 +304,7 @@ class PwccaConfig(ExamplesConfig):
     crash the library or keep it busy for ever."""
 
 
-COMMAND = Command("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
+SUBCOMMAND = Subcommand("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
 
 
 def run(paths: list[str], config: PwccaConfig) -> None:
@@ -324,13 +324,13 @@ def run(paths: list[str], config: PwccaConfig) -> None:
         if not config.data:
             raise BadInput("data must be given: data=STORE")
         examples = open_examples(config, paths)
-        described, layers = examples.describe(), [reader.layers for reader in examples.readers]
+        described, layers = examples.describe(), [loaded.layers for loaded in examples.models]
 
         def stream_of(chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
             for part in examples.parts():
                 both = []
-                for reader, numbers in zip(examples.readers, chosen, strict=True):
-                    hidden = look_inside(reader, part)[1].hidden
+                for loaded, numbers in zip(examples.models, chosen, strict=True):
+                    hidden = look_inside(loaded, part)[1].hidden
                     both.append([hidden[number] for number in numbers])
                 yield both[0], both[1]
 
@@ -351,7 +351,7 @@ def run(paths: list[str], config: PwccaConfig) -> None:
 
 
 def _compare_layers(
-    stream: Stream,
+    stream: LayerStream,
     chosen: list[list[int]],
     variant: Variant,
 ) -> list[list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ from xformer.start import share_cores
 WANTED = (
     "xformer.train",
     "xformer.evaluate",
-    "xformer.analysis.command",
+    "xformer.analysis.subcommand",
     "xformer.convert.hf",
     "xformer.preprocess.cli",
     "xformer.preprocess.predict",
