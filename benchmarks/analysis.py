@@ -313,7 +313,7 @@ def capture_case(examples: int = 256) -> Case:
                     compression="gzip",
                     compression_opts=1,
                     shuffle=True,
-                    chunks=(capture.ROWS, data.shape[1]),
+                    chunks=(capture.CHUNK_ROWS, data.shape[1]),
                 )
         return plain
 

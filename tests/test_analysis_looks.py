@@ -57,7 +57,7 @@ def config_of(small: Path, out: Path, **changes: Any) -> CaptureConfig:
 def test_a_capture_holds_what_the_encoder_computes(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "PART", 40)  # several parts
+    monkeypatch.setattr(capture, "PART_TOKENS", 40)  # several parts
     config = config_of(small, tmp_path / "f.h5", what="hidden,attention", dtype="float32")
     capture.run([str(small / "a")], config)
     reader = open_examples(config, [str(small / "a")]).models[0]
@@ -81,7 +81,7 @@ def test_a_capture_holds_what_the_encoder_computes(
 def test_a_killed_capture_goes_on(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "PART", 40)
+    monkeypatch.setattr(capture, "PART_TOKENS", 40)
     whole, cut = tmp_path / "whole.h5", tmp_path / "cut.h5"
     capture.run([str(small / "a")], config_of(small, whole))
     written: list[int] = []
@@ -106,6 +106,15 @@ def test_a_killed_capture_goes_on(
     with h5py.File(whole) as f, h5py.File(cut) as g:
         for name in ("hidden/0", "hidden/2", "rows", "tokens", "offsets"):
             assert np.array_equal(f[name][:], g[name][:]), name
+
+
+def test_a_capture_makes_its_directory(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new/directory/f.h5"
+    capture.run([str(small / "a")], config_of(small, out))
+    assert open_capture(out).layers == [0, 1, 2]
+    for wrong, message in ((out / "g.h5", "f.h5 is a file"), (tmp_path / "f", "ends in .h5")):
+        with pytest.raises(BadInput, match=message):
+            capture.run(["no such checkpoint"], config_of(small, wrong))  # before it is opened
 
 
 def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> None:
@@ -155,7 +164,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part.write_bytes(content)
     out.rename(tmp_path / "new.h5")
     part.parent.rename(tmp_path / "new.h5.parts")
-    with pytest.raises(BadInput, match=r"finds its parts as f.h5.parts alone: rename it f.h5"):
+    with pytest.raises(BadInput, match=r"can only be found as f.h5.parts: rename it to f.h5"):
         open_capture(tmp_path / "new.h5")
     (tmp_path / "new.h5").rename(out)
     (tmp_path / "new.h5.parts").rename(part.parent)
@@ -166,7 +175,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
         out.write_bytes(damaged)
         with pytest.raises(BadInput, match=r"f.h5 is not what `capture` wrote: its checksum"):
             open_capture(out)
-        with pytest.raises(BadInput, match="cut off or no HDF5 file"):
+        with pytest.raises(BadInput, match="cut off or not an HDF5 file"):
             open_capture(out, trust=True)
 
 
@@ -185,7 +194,7 @@ def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_pat
         with pytest.raises(BadInput, match=refused):
             pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings))
         with pytest.raises(BadInput, match=refused):
-            capture.run([str(small / "a")], config_of(small, theirs))  # it would say "is whole"
+            capture.run([str(small / "a")], config_of(small, theirs))  # it would say "is complete"
     pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings, trust=True))
     assert (tmp_path / "o/pwcca.json").is_file()
     both = [str(small / "a"), str(small / "b")]
