@@ -8,8 +8,6 @@ In each layer and for each example, the heads of the first model are matched one
 of the second, so that the mean L1 distance of matched maps is smallest (Kao & Lee 2021, section
 4.4.1 and figure 5). The distance of two maps is the sum over keys of |a - b|, averaged over
 queries. It is 0 for equal maps, and 2 for maps that attend to different tokens.
-
-H heads, H' heads of the second model, L tokens of an example, N examples.
 """
 
 from __future__ import annotations
@@ -35,6 +33,8 @@ from xformer.data.errors import BadInput
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Shapes: H heads, H' heads of the second model, L tokens of an example, N examples.
 
 READABLE = 24  # tokens: the maps of an example that is longer are too fine to read
 

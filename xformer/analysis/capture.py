@@ -8,8 +8,6 @@ The numbers are in the part files in F.h5.parts/. F.h5 joins them, so that a pro
 Each part is renamed when it is complete, so the same command continues after it was killed. Memory
 does not grow with the number of examples. F.h5.parts/capture.json holds the settings and, once F.h5
 is complete, the SHA-256 of every file.
-
-T tokens of all examples, N examples, C hidden size, H heads, L tokens of an example.
 """
 
 from __future__ import annotations
@@ -50,6 +48,8 @@ from xformer.data.files import (
     sync,
     write_json,
 )
+
+# Shapes: N examples, C hidden size, H heads, L tokens of an example.
 
 FORMAT = 1
 PART_TOKENS = 16384  # in one file of F.h5.parts

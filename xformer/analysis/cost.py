@@ -15,8 +15,6 @@ Seconds to make depend on where a checkpoint comes from:
     temporary directory inside `out`, and timed from loading the weights to having them on disk
   - training, for a run: the seconds that its result.json holds
   - anything else: the seconds to load it and to save a copy
-
-N rows, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -55,6 +53,8 @@ from xformer.tasks.task import Head, Model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Shapes: N rows, L tokens of a row.
 
 MASKING = 0.15  # share of the tokens that the head mlm predicts
 

@@ -45,7 +45,7 @@ class CurvesConfig(Output):
     """A number that the log has for validations, such as loss or accuracy. It gets a panel of its
     own."""
     x: str = "step"
-    """The horizontal panel_axes: step or epoch."""
+    """The horizontal axis: step or epoch."""
     smooth: int = Field(1, ge=1)
     """Average over this many neighbouring points."""
 
@@ -177,7 +177,7 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """A panel for training, and another for validation if the result has panel_axes."""
+    """A panel for training, and another for validation if the result has one."""
     panels = result["panels"]
     figure = style.new_figure(1.2 + 5.0 * len(panels), 3.8)
     axes = figure.subplots(1, len(panels), squeeze=False)

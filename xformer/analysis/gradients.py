@@ -13,8 +13,6 @@ one, initialised with `seed`.
 One packed backward pass serves all examples, and no gradient of a single example is stored. For a
 weight matrix, the inner product of two examples' gradients is the sum over their tokens s and t of
 (a_s . a_t) (g_s . g_t), where a is a token's input and g the gradient of its output.
-
-N examples, T tokens, R rows of a matrix product, V rows and E columns of a weight.
 """
 
 from __future__ import annotations
@@ -52,6 +50,8 @@ from xformer.tasks.task import Head, Model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Shapes: N examples, R rows of a matrix product, V rows and E columns of a weight.
 
 STRIP = 1024  # rows of the token by token matrix in memory at a time
 FORMED = 2**22  # gradient entries in memory at a time; more would not fit into the cache

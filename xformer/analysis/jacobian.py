@@ -9,9 +9,6 @@ section 4.4.3, F.1 and figure 10). The Jacobian of one output token is computed 
 vector-Jacobian product for each hidden unit. With `whole=true` the spectrum of all output tokens
 together is estimated as well, by Golub-Kahan-Lanczos quadrature from random probes; the result
 holds its standard error.
-
-L tokens of an example, C hidden size, E embedding size, n = L E, B copies of the example, P probes,
-m steps.
 """
 
 from __future__ import annotations
@@ -35,6 +32,9 @@ from xformer.ops.native import only_plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Shapes: L tokens of an example, C hidden size, E embedding size, n = L E, B copies of the example,
+# P probes, m steps.
 
 Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B independently
 COPY_TOKENS = 2048  # in all copies of an example that are differentiated together

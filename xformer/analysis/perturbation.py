@@ -9,8 +9,6 @@ Gaussian noise is added to every parameter of the encoder, with mean 0 and stand
 the L2 distance between a token's last hidden states without and with noise, averaged over an
 example's tokens. Its mean and deviation are over examples and draws of the noise. Everything is
 float64, because noise of 1e-8 is smaller than the spacing of float32 numbers near 1.
-
-T tokens in a batch, N examples, C hidden size.
 """
 
 from __future__ import annotations
@@ -40,6 +38,8 @@ from xformer.parallel.feed import to_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Shapes: L tokens of an example, N examples, C hidden size.
 
 
 class PerturbationConfig(ExamplesConfig):

@@ -9,9 +9,6 @@ Both checkpoints read the same examples. Every token is a sample, and every hidd
 Layer 0 is the output of the embeddings, layer i that of the i-th layer. Give the same checkpoint
 twice to compare its layers with each other. `layers=last` takes one pass over the examples; several
 layers take two.
-
-n samples (tokens), d neurons of a network, r its rank, k = min(r, r'). A prime means the second
-network.
 """
 
 from __future__ import annotations
@@ -38,6 +35,9 @@ from xformer.data.errors import BadInput
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Shapes: n samples (tokens), d neurons of a network, r its rank, k = min(r, r'). A prime means the
+# second network.
 
 Variant = Literal["definition", "svcca", "anatome"]
 LayerStream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
