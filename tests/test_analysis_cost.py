@@ -1,4 +1,4 @@
-"""What a model costs: its counts, how it was made, what is refused."""
+"""The cost of a model: its counts, how it was made, and what is refused."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def test_counts_speed_and_origin(tmp_path: Path, capsys: pytest.CaptureFixture) 
         out=str(tmp_path / "out"), threads=1, repeats=1, rows=2, length=5, names="whole,half"
     )
     cost.run([str(base), fewer], config)
-    found = json.loads((tmp_path / "out/cost.json").read_text())["models"]
-    assert [m["name"] for m in found] == ["whole", "half"]
+    models = json.loads((tmp_path / "out/cost.json").read_text())["models"]
+    assert [m["name"] for m in models] == ["whole", "half"]
     half = checkpoints.load(fewer)
     model = cost._with_head(half, config).model()
-    assert found[1]["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+    assert models[1]["parameters"]["total"] == sum(p.numel() for p in model.parameters())
     C, F = looking.HIDDEN, 33
     layer = 8 * C * C + 4 * C * F + 4 * C * 5
-    apart = [a["flops_per_token"]["forward"] for a in found]
+    apart = [a["flops_per_token"]["forward"] for a in models]
     assert apart[0] - apart[1] == pytest.approx(layer)
-    assert found[1]["made"]["how"].startswith("clean(seed=3, ")
-    assert found[1]["made"]["identical"]
-    assert found[0]["made"]["how"] == "copy"
-    assert found[0]["speed"]["training"]["relative"] == 1
+    assert models[1]["made"]["how"].startswith("clean(seed=3, ")
+    assert models[1]["made"]["identical"]
+    assert models[0]["made"]["how"] == "copy"
+    assert models[0]["speed"]["training"]["relative"] == 1
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.suffix == ".svg")
     assert not list((tmp_path / "out").glob(".*"))
     assert "half: " in capsys.readouterr().out

@@ -38,7 +38,7 @@ from xformer.data.errors import BadInput
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store `s`, checkpoints `a` and `b`, and `bad`, whose second layer gives NaN."""
+    """A store `s`, checkpoints `a` and `b`, and a checkpoint `bad` with NaN in its second layer."""
     directory = tmp_path_factory.mktemp("small")
     looking.store(directory / "s")
     looking.checkpoint(directory / "a")
@@ -74,11 +74,11 @@ def test_a_capture_holds_what_the_encoder_computes(
                 assert np.allclose(f[f"hidden/{layer}"][a:b], hidden.numpy(), atol=1e-5)
             a, b = f["attention_offsets"][i], f["attention_offsets"][i + 1]
             size = len(batch.tokens)
-            found = f["attention/2"][a:b].reshape(size, size, looking.HEADS)
-            assert np.allclose(found, inside.maps[1][0].permute(1, 2, 0).numpy(), atol=1e-5)
+            captured = f["attention/2"][a:b].reshape(size, size, looking.HEADS)
+            assert np.allclose(captured, inside.maps[1][0].permute(1, 2, 0).numpy(), atol=1e-5)
 
 
-def test_a_killed_capture_goes_on(
+def test_a_killed_capture_continues(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "PART_TOKENS", 40)
@@ -124,7 +124,7 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
         capture.run([str(small / "b")], config_of(small, out))
     with pytest.raises(BadInput, match=r"examples=13 is now 5"):
         capture.run([str(small / "a")], config_of(small, out, examples=5))
-    capture.run([str(small / "a")], config_of(small, out))  # the same again is no error
+    capture.run([str(small / "a")], config_of(small, out))  # the same command again is allowed
     other = tmp_path / "g.h5"
     capture.run([str(small / "a")], config_of(small, other, examples=5))
     with pytest.raises(BadInput, match="cannot be aligned"):
@@ -141,8 +141,8 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     with pytest.raises(BadInput, match="examples= was chosen when the captures were made"):
         pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, examples=3))
     pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, names=("left", "right")))
-    found = json.loads((tmp_path / "o/pwcca.json").read_text())
-    assert [c["name"] for c in found["checkpoints"]] == ["left", "right"]
+    result = json.loads((tmp_path / "o/pwcca.json").read_text())
+    assert [c["name"] for c in result["checkpoints"]] == ["left", "right"]
     pair = open_pair([str(out), str(out)])
     with pytest.raises(BadInput, match=r"wanted: hidden of 7"):
         next(pair.stream([[7], [0]]))
@@ -170,7 +170,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     (tmp_path / "new.h5.parts").rename(part.parent)
     whole = out.read_bytes()
     flipped = bytearray(whole)
-    flipped[whole.index(b"FHDB") + 91] ^= 0xFF  # where its attributes lie: h5py has RuntimeError
+    flipped[whole.index(b"FHDB") + 91] ^= 0xFF  # among its attributes: h5py raises RuntimeError
     for damaged in (bytes(flipped), whole[:1000]):
         out.write_bytes(damaged)
         with pytest.raises(BadInput, match=r"f.h5 is not what `capture` wrote: its checksum"):
@@ -180,7 +180,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_path: Path) -> None:
-    """One without checksums, as of an earlier version."""
+    """It has no checksums, like one of an earlier version."""
     ours, theirs = tmp_path / "ours.h5", tmp_path / "theirs.h5"
     for path in (ours, theirs):
         capture.run([str(small / "a")], config_of(small, path))
@@ -261,10 +261,10 @@ def test_distances_of_maps_go_from_0_to_2() -> None:
     last[..., 2] = 1
     assert float(attention.map_distances(first, last)) == pytest.approx(2)
     costs = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
-    found = attention._of_layer(1, costs)
-    assert found["distance"]["mean"] == 0  # matched example by example
-    assert found["unmatched"] == 0.5
-    assert np.mean(found["matching"]["distance"]) == 0.5
+    layer = attention._of_layer(1, costs)
+    assert layer["distance"]["mean"] == 0  # matched example by example
+    assert layer["unmatched"] == 0.5
+    assert np.mean(layer["matching"]["distance"]) == 0.5
 
 
 # ------------------------------------------------------------------------------- perturbation
@@ -277,8 +277,8 @@ def test_small_noise_moves_outputs_in_proportion_and_by_seed(small: Path) -> Non
     encoder = copy.deepcopy(reader.model.encoder).double()
     before = perturbation.outputs(encoder, reader, examples)
 
-    def moved(size: float, seed: int = 0, draw: int = 0) -> float:
-        noisy = perturbation.perturbed(encoder, size, seed, draw)
+    def moved(size: float, seed: int = 0, number: int = 0) -> float:
+        noisy = perturbation.perturbed(encoder, size, seed, number)
         after = perturbation.outputs(noisy, reader, examples)
         return float(perturbation.output_distances(before, after)[0].mean())
 
@@ -287,7 +287,7 @@ def test_small_noise_moves_outputs_in_proportion_and_by_seed(small: Path) -> Non
     assert moved(1e-8) == tiny
     assert len({moved(1e-8, 1), moved(1e-8, 0, 1), tiny}) == 3
     same = perturbation.outputs(encoder, reader, examples)
-    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))  # a copy was moved
+    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))  # it is a copy
 
 
 def test_noise_is_standard_gaussian() -> None:
@@ -313,7 +313,7 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
         json.dumps({"event": "train", "step": s, "time": 1, "loss": 5 - s + offset})
         for s in (1, 2, 3)
     ]
-    (path / "log.jsonl").write_text("\n".join(lines) + '\n{"event": "tr')  # it was killed
+    (path / "log.jsonl").write_text("\n".join(lines) + '\n{"event": "tr')  # the run was killed
     return str(path)
 
 
@@ -322,7 +322,7 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / name, seed, lr, offset) for name, seed, lr, offset in made]
     groups = curves.grouped(runs)
     assert groups == {"optim.lr=0.001": runs[:2], "optim.lr=0.0001": runs[2:]}
-    assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # nothing differs but the seed
+    assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # only the seed differs
     named = [run_of(tmp_path / f"lines-{i}", i, 1e-3, 0.0) for i in range(3)]
     assert curves.grouped(named) == {"lines": named}
     with pytest.raises(BadInput, match="is given twice"):
@@ -335,10 +335,10 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
         resolve(tmp_path / "d")
     config = CurvesConfig(out="x")
-    found = curves.average(runs[:2], "train", "loss", config)
-    assert found["x"] == [1, 2, 3]
-    assert found["mean"] == pytest.approx([4.1, 3.1, 2.1])
-    assert found["deviation"] == pytest.approx([0.02**0.5] * 3)
+    curve = curves.average(runs[:2], "train", "loss", config)
+    assert curve["x"] == [1, 2, 3]
+    assert curve["mean"] == pytest.approx([4.1, 3.1, 2.1])
+    assert curve["deviation"] == pytest.approx([0.02**0.5] * 3)
     smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=3))
     assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
     smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=2))
@@ -347,15 +347,15 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
         curves.average(runs, "train", "accuracy", config)
 
 
-def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
+def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
     noise = [{"std": 10.0**-k, "mean": 10.0**-k, "deviation": 0.0} for k in (2, 4)]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "models": [{"name": "a $ sign", "noise": noise}],
         "rows": [0],
         "draws": 3,
         "data": {"store": "words", "examples": 1},
     }
-    written = style.write_light_and_dark(partial(perturbation.draw, found), tmp_path, "noise")
+    written = style.write_light_and_dark(partial(perturbation.draw, result), tmp_path, "noise")
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
