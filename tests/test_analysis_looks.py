@@ -347,6 +347,21 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
         curves.average(runs, "train", "accuracy", config)
 
 
+@pytest.mark.parametrize("page", [style.LIGHT, style.DARK, style.BOTH])
+def test_the_same_figure_is_the_same_file(page: dict[str, Any], tmp_path: Path) -> None:
+    files = []
+    for name in ("a.svg", "b.svg"):
+        with style.colours(page):
+            figure = style.new_figure(2, 2)
+            figure.subplots().plot([1, 2], color="C1")
+            style.write(figure, tmp_path / name)
+            files.append((tmp_path / name).read_text())
+    assert files[0] == files[1]
+    palette = {"light": "d55e00", "dark": "ff8c42"}
+    assert f"#{palette['dark' if page is style.DARK else 'light']}" in files[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "b.svg"]
+
+
 def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
     noise = [{"std": 10.0**-k, "mean": 10.0**-k, "deviation": 0.0} for k in (2, 4)]
     result: dict[str, Any] = {
