@@ -387,7 +387,7 @@ def row(name: str, rounds: int) -> str:
 
 
 def million(rows: int, width: int = 768) -> str:
-    """Seconds and peak memory for a million tokens, of which only a chunk is in memory."""
+    """Seconds and peak memory for a million tokens, with one chunk in memory at a time."""
 
     def chunks() -> Any:
         for number in range(0, rows, CHUNK):

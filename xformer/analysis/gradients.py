@@ -302,7 +302,7 @@ class PerExample(TorchFunctionMode):
             self.products += gram(self.uses.pop(name), self.count)
 
     def _vector(self, name: str, each: Tensor, owner: Tensor) -> None:
-        """The same for a vector, of which `each` (R, d) are the gradients by row."""
+        """Take a use of a vector. `each` (R, d) are the gradients of its rows."""
         summed = each.new_zeros(self.count, each.size(1)).index_add_(0, owner, each)
         self.vectors[name] = self.vectors[name] + summed if name in self.vectors else summed
         self.waiting[name] -= 1

@@ -6,7 +6,7 @@
         axes.plot(x, y, color="C0")  # C0, C1, ... are the colours of the palette
         style.write(figure, path)
 
-Draw and write a figure inside the `with`: matplotlib looks up C0 and its other settings late.
+Draw and write a figure inside the `with`, because matplotlib looks up C0 only when it writes.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a figure whole or not at all, in the format that the path's ending names.
+    """Write a figure atomically. The path's ending decides the format, such as .png or .svg.
 
-    The same figure gives the same SVG: it holds no date.
+    The same figure gives the same SVG file, without a date.
     """
     ending = path.suffix[1:].lower()
     options: Any = {"metadata": {"Date": None}} if ending == "svg" else {"dpi": 160}
