@@ -37,7 +37,6 @@ from xformer.analysis import figure
 from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint
-from xformer.config import validate
 from xformer.data.batch import Batch, Work
 from xformer.data.display import say
 from xformer.data.errors import BadInput
@@ -45,7 +44,7 @@ from xformer.data.files import make_directory, read_run_json
 from xformer.optim import OptimConfig
 from xformer.parallel import processes
 from xformer.parallel.processes import Ranks, SystemConfig, slow_precision
-from xformer.surgery.operations import CLASSES, apply
+from xformer.surgery.registry import SCHEMAS, apply, make_operation
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
 
@@ -297,7 +296,7 @@ def base_of(checkpoint: Checkpoint, others: dict[str, Checkpoint]) -> str | None
         for path, other in others.items()
         if len(other.history) < len(checkpoint.history)
         and checkpoint.history[: len(other.history)] == other.history
-        and all(r.get("op") in CLASSES for r in checkpoint.history[len(other.history) :])
+        and all(r.get("op") in SCHEMAS for r in checkpoint.history[len(other.history) :])
     ]
     return max(found)[1] if found else None
 
@@ -309,7 +308,7 @@ def _again(path: str, others: dict[str, Checkpoint], base: str, directory: Path)
         {k: v for k, v in record.items() if k != "sha256"}
         for record in others[path].history[len(others[base].history) :]
     ]
-    operations = [validate(CLASSES[record["op"]], record) for record in records]
+    operations = [make_operation(record["op"], record) for record in records]
     temporary = Path(tempfile.mkdtemp(prefix=".cost-", dir=directory))
     try:
         begun = time.perf_counter()
