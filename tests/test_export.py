@@ -256,12 +256,16 @@ def test_pairs_of_texts_give_equal_outputs(
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [
-        ("bert", {"norm": "pre"}, "no family has LayerNorm before its parts (model.norm='pre')"),
+        (
+            "bert",
+            {"norm": "pre"},
+            "no family has LayerNorm before attention and MLP (model.norm='pre')",
+        ),
         ("bert", {"shared_layers": True}, "model.embedding=0 is not albert's"),
         ("bert", {"embedding": 7}, "model.shared_layers=False is not albert's"),
         ("albert", {"first_position": 2}, "model.first_position=2 is not albert's"),
         ("albert", {"token_types": 0}, "model.token_types=0 is not albert's"),
-        ("roberta", {"first_position": 5}, "its positions begin after the id of padding, 1"),
+        ("roberta", {"first_position": 5}, "its positions start after the id of padding, 1"),
         ("roberta", {"token_types": 0}, "model.token_types=0 is not roberta's"),
         ("distilbert", {"pooler": "tanh"}, "model.pooler=tanh is not distilbert's"),
         ("distilbert", {"layer_norm_eps": 1e-5}, "model.layer_norm_eps=1e-05 is not distilbert's"),
@@ -342,7 +346,9 @@ def test_a_repository_of_the_hub_is_fetched_whole(
     assert checkpoints.load(tmp_path / "out").config.hidden == 39
     status, out, err = run(capfd, "from-hf", "other/model", tmp_path / "two")
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.endswith("the Hugging Face hub does not give it: no such repository: other/model\n")
+    assert err.endswith(
+        "fetching it from the Hugging Face hub failed: no such repository: other/model\n"
+    )
 
 
 def test_real_weights_there_and_back(minilm: Path, tmp_path: Path) -> None:
@@ -390,7 +396,7 @@ def test_modules_with_weights_are_left_over_by_name(tmp_path: Path) -> None:
     write_json(tmp_path / "source/modules.json", [{"path": "../x", "type": "a.Pooling"}])
     assert "sentence" not in hf.from_hf(tmp_path / "source").checkpoint.history[0]
     write_json(tmp_path / "source/modules.json", {"path": ""})
-    with pytest.raises(BadInput, match=r"modules\.json is no list of modules"):
+    with pytest.raises(BadInput, match=r"modules\.json is not a list of modules"):
         hf.from_hf(tmp_path / "source")
 
 
@@ -552,7 +558,7 @@ def test_inspect_says_what_no_family_has(
     made = scratch(learned, "bert", norm="pre")
     checkpoints.save(made, tmp_path / "ours")
     said = "\n".join(describe(tmp_path / "ours"))
-    assert "none of Hugging Face's: no family has LayerNorm before its parts" in said
+    assert "none of Hugging Face's: no family has LayerNorm before attention and MLP" in said
     assert "fresh seed=1" in said
     with pytest.raises(BadInput, match="does not exist"):
         describe(tmp_path / "nowhere")

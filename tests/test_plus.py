@@ -188,7 +188,7 @@ def change(**changes: Any) -> dict[str, Any]:
         (change(fc_lm__bias=torch.full((C,), math.nan)), H, "fc_lm.bias holds NaN"),
         (change(fc_lm__bias=torch.ones(5)), H, r"mlm_head.dense.bias is \(5,\)"),
         (change(decoder__weight=torch.ones(25, C)), H, "decoder.weight differs"),
-        (tensors(), 5, "12 wide, no multiple of 5 heads"),
+        (tensors(), 5, "12 wide, which is not a multiple of 5 heads"),
         (change(transformer__embed__tok_embed__weight=torch.ones(25)), H, "not a PLUS-TFM check"),
         (change(cls__weight=torch.ones(2)), H, "not a PLUS-TFM checkpoint"),
         (change(transformer__embed__pos_embed__pe=torch.zeros(1, LONGEST, C)), H, "sines and cos"),

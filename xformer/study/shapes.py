@@ -87,7 +87,7 @@ def _read(path: Path, of_hf: bool = False) -> ModelConfig | None:
     """The shape in a checkpoint's or run's config.json, or a Hugging Face directory's."""
     try:
         if of_hf:
-            return hf.shape(path)
+            return hf.read_shape(path)
         if (path / "result.json").is_file():
             path = path / read_run_json(path / "result.json")["selected"]
         return validate(ModelConfig, read_json(path / "config.json")["model"])
