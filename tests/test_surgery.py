@@ -1,4 +1,4 @@
-"""Operations on weights, against tiny matrices written out and scipy; partial training.
+"""Operations on weights, against small matrices written out by hand and scipy; partial training.
 
 C hidden size, H heads, D = C / H, V pieces, E embedding size.
 """
@@ -47,31 +47,31 @@ def tokenizer(pieces: list[str] = PIECES) -> Tokenizer:
 def counted(
     config: ModelConfig = SHAPE, known: Tokenizer | None = None, head: Head | None = None
 ) -> Checkpoint:
-    """A checkpoint in which no two elements are the same: its weights count from 1."""
-    made = checkpoints.fresh(config, known or tokenizer(), seed=0)
-    made, _, _ = made.with_head(head or Head("mlm"), seed=0)
-    sizes = [weight.numel() for weight in made.weights.values()]
+    """A checkpoint whose elements all differ: they count from 1."""
+    checkpoint = checkpoints.fresh(config, known or tokenizer(), seed=0)
+    checkpoint, _, _ = checkpoint.with_head(head or Head("mlm"), seed=0)
+    sizes = [weight.numel() for weight in checkpoint.weights.values()]
     numbers = torch.arange(1.0, sum(sizes) + 1).split(sizes)
-    shapes = [weight.shape for weight in made.weights.values()]
+    shapes = [weight.shape for weight in checkpoint.weights.values()]
     values = [n.view(shape) for n, shape in zip(numbers, shapes, strict=True)]
-    return replace(made, weights=dict(zip(made.weights, values, strict=True)))
+    return replace(checkpoint, weights=dict(zip(checkpoint.weights, values, strict=True)))
 
 
 def same(one: Checkpoint, two: Checkpoint) -> bool:
-    """The same names with the same values."""
+    """Whether both have the same weights, by name and value."""
     return one.weights.keys() == two.weights.keys() and all(
         torch.equal(weight, two.weights[name]) for name, weight in one.weights.items()
     )
 
 
 def differing(one: Checkpoint, two: Checkpoint) -> set[str]:
-    """The names of the weights that are not the very tensors of the other."""
+    """The names of the weights that are not the same tensor objects in both."""
     assert one.weights.keys() == two.weights.keys()
     return {name for name, weight in one.weights.items() if weight is not two.weights[name]}
 
 
 def ids(store: Path, rows: list[list[int]], known: Tokenizer) -> Path:
-    """A store of these rows of ids."""
+    """Write a store with these rows of ids."""
     with create_store(store, known, {"tokens": ""}, ("tokens",)) as writer:
         with writer.split("train") as split:
             values = np.array([i for row in rows for i in row], np.int64)
@@ -98,7 +98,7 @@ def test_reversing_puts_the_last_layer_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given", "numbers"),
     [
         ({"first": 1}, [1]),
         ({"first": 3}, [1, 2, 3]),
@@ -110,12 +110,12 @@ def test_reversing_puts_the_last_layer_first() -> None:
         ({"layers": [2, 4]}, [2, 4]),
     ],
 )
-def test_the_layers_that_are_kept(given: dict[str, Any], kept: list[int]) -> None:
+def test_the_layers_that_are_kept(given: dict[str, Any], numbers: list[int]) -> None:
     before = counted()
     after = surgery.keep_layers(before, **given)
-    assert after.config.layers == len(kept)
+    assert after.config.layers == len(numbers)
     expected = {n: w for n, w in before.weights.items() if not n.startswith("encoder.layers.")}
-    for place, layer in enumerate(kept):
+    for place, layer in enumerate(numbers):
         old = f"encoder.layers.{layer - 1}."
         for name, weight in before.weights.items():
             if name.startswith(old):
@@ -127,8 +127,8 @@ def test_the_layers_that_are_kept(given: dict[str, Any], kept: list[int]) -> Non
 
 
 @pytest.mark.parametrize("first", [1, 3, 4, 5])
-def test_layers_from_one_to_the_last_are_drawn_anew(first: int) -> None:
-    """Huang et al. 2021 number them so that one more than there are means none."""
+def test_the_last_layers_are_reinitialised(first: int) -> None:
+    """Huang et al. 2021: the number after the last layer re-initialises none."""
     before = counted()
     after = surgery.reinit_last_layers(before, from_layer=first, seed=2)
     expected = {
@@ -150,7 +150,7 @@ def test_layers_from_one_to_the_last_are_drawn_anew(first: int) -> None:
 
 @pytest.mark.parametrize(("layer", "head"), [(1, 1), (2, 3), (4, 2)])
 def test_one_head_is_its_rows_and_columns(layer: int, head: int) -> None:
-    """Of 3 heads of 2: written out, the rows of head 2 of q, k, v are 2, 3; 8, 9; 14, 15."""
+    """With 3 heads of size 2, head 2 has rows 2 and 3 of q, 8 and 9 of k, 14 and 15 of v."""
     before = counted()
     after = surgery.reinit_head(before, layer=layer, head=head, seed=5)
     prefix = f"encoder.layers.{layer - 1}.attention."
@@ -175,14 +175,14 @@ def test_one_head_is_its_rows_and_columns(layer: int, head: int) -> None:
 
 
 def test_a_head_acts_through_its_rows_and_columns_alone() -> None:
-    """The attention of a layer is the sum over heads: with all but one head's columns of the output
-    projection at 0, only re-initialising that head changes what the layer adds."""
+    """Attention adds up the heads. If the output projection is 0 for heads 1 and 2, only
+    re-initialising head 3 changes the hidden states."""
     from tiny import random_batch
 
-    made = checkpoints.fresh(
+    before = checkpoints.fresh(
         SHAPE.model_copy(update={"vocab_size": 97, "max_positions": 17}), tokenizer(), seed=3
     )
-    out = made.weights["encoder.layers.0.attention.out.weight"]
+    out = before.weights["encoder.layers.0.attention.out.weight"]
     out[:, :4] = 0  # heads 1 and 2 of 3 are cut off
     batch = random_batch()
 
@@ -191,11 +191,11 @@ def test_a_head_acts_through_its_rows_and_columns_alone() -> None:
 
     inputs = ("qkv.weight", "qkv.bias")
     for head, changes in ((1, False), (2, False), (3, True)):
-        after = surgery.reinit_head(made, layer=1, head=head, seed=1)
-        weights = dict(made.weights)  # without the new columns of the output projection
+        after = surgery.reinit_head(before, layer=1, head=head, seed=1)
+        weights = dict(before.weights)  # but keep the old columns of the output projection
         weights |= {n: after.weights[n] for n in weights if n.endswith(inputs)}
-        found = states(replace(made, weights=weights))
-        assert torch.equal(found, states(made)) is not changes, head
+        changed = states(replace(before, weights=weights))
+        assert torch.equal(changed, states(before)) is not changes, head
 
 
 # ------------------------------------------------------------------------- word embeddings
@@ -207,14 +207,14 @@ def test_clean_embeddings_touches_the_word_embeddings_alone() -> None:
     assert after.history[-1] == {"op": "clean_embeddings", "seed": 8, "distribution": "normal"}
     assert differing(after, before) == {WORD}
     assert abs(float(after.weights[WORD].std()) - 0.02) < 0.005
-    # not those that a model from scratch with this seed begins with: that would undo its training
+    # other values than a from-scratch model with this seed has: those would undo its training
     assert not torch.equal(
         after.weights[WORD], checkpoints.fresh(SHAPE, tokenizer(), 8).weights[WORD]
     )
 
 
 def moved(checkpoint: Checkpoint, **arguments: Any) -> tuple[list[int], Checkpoint]:
-    """Which rows of the table lie elsewhere after a shuffle."""
+    """The rows of the table that a shuffle changed, and the shuffled checkpoint."""
     after = surgery.shuffle_embeddings(checkpoint, **arguments)
     assert differing(after, checkpoint) == {WORD}
     old, new = checkpoint.weights[WORD], after.weights[WORD]
@@ -233,13 +233,13 @@ def test_only_english_like_pieces_exchange_their_vectors() -> None:
 
 def test_all_pieces_but_special_and_unused_ones_exchange_theirs() -> None:
     wide = SHAPE.model_copy(update={"vocab_size": len(PIECES) + 3})
-    found = {
+    shuffled = {
         i for seed in range(30) for i in moved(counted(wide), seed=seed, english_only=False)[0]
     }
-    assert found == set(range(6, len(PIECES)))
+    assert shuffled == set(range(6, len(PIECES)))
     free = {"english_only": False, "keep_special": False}
-    found = {i for seed in range(30) for i in moved(counted(wide), seed=seed, **free)[0]}
-    assert found == {*range(5), *range(6, len(PIECES))}
+    shuffled = {i for seed in range(30) for i in moved(counted(wide), seed=seed, **free)[0]}
+    assert shuffled == {*range(5), *range(6, len(PIECES))}
 
 
 def test_english_like_pieces_of_other_vocabularies() -> None:
@@ -262,7 +262,7 @@ def test_english_like_pieces_of_other_vocabularies() -> None:
 
 
 def test_a_transplant_takes_tokenizer_and_word_embeddings(tmp_path: Path) -> None:
-    """Written out: table and bias are the source's, all else is the patient's."""
+    """Table and bias are the source's; all other weights stay."""
     foreign, pieces = counted(), [*PIECES[:5], "the", "of", "##s"]
     english = counted(SHAPE.model_copy(update={"layers": 2, "vocab_size": 10}), tokenizer(pieces))
     english = replace(english, weights={n: -w for n, w in english.weights.items()})
@@ -291,7 +291,7 @@ def test_a_source_without_an_lm_head_gives_no_bias(tmp_path: Path) -> None:
 
 
 def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
-    """Of 16 vectors, pieces 6 and 9 are used; special ones neither give nor get."""
+    """Of 16 vectors, 6 and 9 are used. Those of special tokens are neither copied nor replaced."""
     before = counted(SHAPE.model_copy(update={"vocab_size": 16}))
     store = ids(tmp_path / "s", [[6, 9, 6], [9, 1]], before.tokenizer)
     after = surgery.substitute_unused(before, store=str(store), seed=4)
@@ -309,7 +309,7 @@ def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
     assert (record["store"], record["split"], record["seed"]) == (str(store), "train", 4)
 
 
-def test_used_is_what_the_mapping_says(tmp_path: Path) -> None:
+def test_usage_is_counted_after_the_mapping(tmp_path: Path) -> None:
     """A model of words pre-trained on letters: A and C are used, as pieces 7 and 8."""
     letters = vocabularies.symbols("ACGT")
     store = ids(tmp_path / "s", [[5, 6, 5]], letters)
@@ -344,7 +344,7 @@ def test_an_oracle_shuffle_keeps_the_elements_of_each_matrix() -> None:
         new = after.weights[name]
         assert new.shape == old.shape
         assert not torch.equal(new, old), name
-        parts = 3 if ".qkv." in name else 1  # q, k and v are matrices of their own
+        parts = 3 if ".qkv." in name else 1  # q, k and v are three matrices
         for one, two in zip(old.chunk(parts), new.chunk(parts), strict=True):
             assert torch.equal(one.flatten(), two.flatten().sort().values), name
     assert same(before, counted())
@@ -352,34 +352,34 @@ def test_an_oracle_shuffle_keeps_the_elements_of_each_matrix() -> None:
 
 @pytest.mark.parametrize("size", [draws.BUCKET, 2 * draws.BUCKET + 1, 300_001])
 def test_a_large_shuffle_keeps_its_elements_and_no_order(size: int) -> None:
-    """Also through buckets: places are uniform and neighbours do not stay neighbours."""
+    """Also with buckets: places are uniform, and neighbours do not stay neighbours."""
     values = torch.arange(float(size))
     after = draws.shuffled(values.view(1, -1), 3).squeeze(0)
     assert torch.equal(after.sort().values, values)
     assert torch.equal(draws.shuffled(values, 3), after)
     assert not torch.equal(draws.shuffled(values, 4), after)
-    tenth = size // 10  # of the first tenth, as many come to each tenth
+    tenth = size // 10  # the first tenth is spread evenly over all tenths
     places = after.argsort()[:tenth]
     counts = np.bincount((places * 10 // size).numpy(), minlength=10)
     assert stats.chisquare(counts).pvalue > 1e-4
     assert abs(stats.spearmanr(after[:-1], after[1:]).statistic) < 5 / size**0.5
 
 
-def test_every_order_of_a_shuffle_through_buckets_is_as_likely(
+def test_all_orders_of_a_shuffle_through_buckets_are_equally_likely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draws, "BUCKET", 2)  # four elements in two buckets
-    found: dict[tuple[float, ...], int] = {}
+    counts: dict[tuple[float, ...], int] = {}
     for seed in range(6000):
         order = tuple(draws.shuffled(torch.arange(4.0), seed).tolist())
-        found[order] = found.get(order, 0) + 1
-    assert len(found) == 24
-    assert stats.chisquare(list(found.values())).pvalue > 1e-4
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 24
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("match", ["magnitude", "variance"])
 def test_a_scaled_matrix_keeps_its_size(match: Any) -> None:
-    """Zhang et al. 2021, section 5.1: fresh values times one number a matrix."""
+    """Zhang et al. 2021, section 5.1: fresh values, each matrix times one number."""
     before = counted()
     scaled = surgery.reinit_scaled(before, match=match, seed=1)
     for name, old in before.weights.items():
@@ -423,15 +423,15 @@ def test_a_truncated_normal_has_its_bounds(size: int) -> None:
 
 
 def test_a_truncated_normal_is_scipys() -> None:
-    """Devlin's: standard deviation 0.02 before the cut at 0.04 either side."""
+    """As in Devlin et al.: standard deviation 0.02 before truncation at ±0.04."""
     config = SHAPE.model_copy(update={"initializer_range": 0.02})
-    found = checkpoints.initialise("x.weight", torch.Size([500, 400]), config, 1, "truncated")
-    values = found.flatten().double().numpy()
+    weight = checkpoints.initialise("x.weight", torch.Size([500, 400]), config, 1, "truncated")
+    values = weight.flatten().double().numpy()
     oracle = stats.truncnorm(-2, 2, loc=0, scale=0.02)
     assert stats.kstest(values, oracle.cdf).pvalue > 1e-3
     assert np.isclose(values.std(), oracle.std(), rtol=0.01)
     assert 0.0399 < np.abs(values).max() <= 0.04
-    # the tails, where a mistake in drawing again would show
+    # the tails would show a mistake in drawing rejected values again
     tail = np.abs(values)[np.abs(values) > 0.035]
     expected = 2 * oracle.sf(0.035) * len(values)
     assert abs(len(tail) - expected) < 5 * expected**0.5
@@ -465,7 +465,7 @@ def test_a_seed_gives_the_same_numbers_every_time(text: str) -> None:
     assert not same(once, before)
 
 
-def test_an_operation_draws_the_same_wherever_it_stands() -> None:
+def test_an_operation_draws_the_same_numbers_anywhere_in_a_list() -> None:
     """Its numbers depend on its own seed, not on what was drawn before it."""
     before = counted()
     alone = surgery.reinit_head(before, layer=2, head=1, seed=7)
@@ -574,7 +574,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", ALL)
-def test_every_family_bears_what_makes_sense(kind: str, operation: str) -> None:
+def test_operations_on_every_family(kind: str, operation: str) -> None:
     assert set(FAMILIES) <= set(KINDS)
     head = Head("classify", ("no", "yes"))
     before = counted(SHAPE.model_copy(update=KINDS[kind]), head=head)
@@ -648,7 +648,7 @@ def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
         assert line in shown, shown
 
 
-def test_what_is_not_touched_is_not_loaded(saved: Path, tmp_path: Path) -> None:
+def test_unchanged_weights_are_not_loaded(saved: Path, tmp_path: Path) -> None:
     """The weights are mapped from the file; changing one in place leaves the file as it is."""
     file = (saved / "model.safetensors").read_bytes()
     opened = checkpoints.load(saved)
@@ -706,7 +706,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
 
 
 def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
-    """By the command's own main, in this process: importing torch for each would take a minute."""
+    """Runs main in this process: importing torch for each case would take a minute."""
     from xformer.surgery.__main__ import main
 
     checkpoints.save(
@@ -724,9 +724,9 @@ def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
             patch.setattr(
                 "sys.argv", ["xformer.surgery", str(saved), str(tmp_path / "new"), *arguments]
             )
-            with pytest.raises(BadInput) as found:
+            with pytest.raises(BadInput) as caught:
                 main()
-        message = str(found.value)
+        message = str(caught.value)
         assert "\n" not in message
         for word in expected:
             assert word in message, (given, message)
@@ -773,7 +773,7 @@ def test_help_names_every_operation_and_argument(operate: Operate) -> None:
 def test_a_recipe_operates_on_what_it_starts_from(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """Half the layers, reversed, one head drawn anew; the run says so and goes through the loop."""
+    """Reversed layers, one fresh head, half the layers: the run trains and its history says so."""
     listed = (
         '[{op="reverse_layers"}, {op="reinit_head", layer=2, head=1, seed=5}, '
         '{op="keep_layers", every=2}]'
@@ -826,10 +826,10 @@ def started(learned: dict[str, Path], data: Toys, run: Path, *more: str) -> list
 WORDS_ONLY = 'train.only=["embeddings.word", "mlm_head"]'
 
 
-def test_what_is_not_trained_does_not_change_by_a_bit(
+def test_weights_that_are_not_trained_keep_every_bit(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """Words and LM head (Chiang & Lee 2020, section 4.4): the decoder is the table of words."""
+    """Word embeddings and MLM head (Chiang & Lee 2020, section 4.4). They share one table."""
     done = good(forks.run(*started(learned, data, tmp_path / "run", WORDS_ONLY)))
     before, after = (checkpoints.load(p) for p in (learned["text"], tmp_path / "run"))
     changed = {
@@ -880,15 +880,15 @@ def test_partial_training_resumes_exactly(
         ("embeddings.word.weight", {"word"}),
     ],
 )
-def test_patterns_are_names_and_their_beginnings(pattern: str, chosen_names: set[str]) -> None:
-    found = chosen(counted(), [pattern])
-    short = {n.removeprefix("encoder.embeddings.").removesuffix(".weight") for n in found}
+def test_patterns_match_names_and_their_beginnings(pattern: str, chosen_names: set[str]) -> None:
+    names = chosen(counted(), [pattern])
+    short = {n.removeprefix("encoder.embeddings.").removesuffix(".weight") for n in names}
     assert short == {n.removesuffix(".weight") for n in chosen_names}
 
 
 def test_a_pattern_for_one_layer_and_for_a_part_of_all() -> None:
     wide = counted(SHAPE.model_copy(update={"layers": 12}))
-    first = chosen(wide, ["layers.1"])  # and not layers 10 and 11
+    first = chosen(wide, ["layers.1"])  # not layers 10 and 11
     assert {name.split(".")[2] for name in first} == {"1"}
     biases = chosen(wide, ["layers.*.attention.*.bias", "mlm_head"])
     assert len([n for n in biases if "attention" in n]) == 24
