@@ -12,12 +12,11 @@ from xformer import checkpoint as checkpoints
 from xformer.analysis import cost
 from xformer.analysis.cost import CostConfig, base_of
 from xformer.data.errors import BadInput
-from xformer.surgery import apply
-from xformer.surgery.operations import parse
+from xformer.surgery import apply, parse_operation
 
 
 def derived(base: Path, path: Path, *operations: str) -> str:
-    made = apply(checkpoints.load(base), [parse(text) for text in operations])
+    made = apply(checkpoints.load(base), [parse_operation(text) for text in operations])
     checkpoints.save(made, path)
     return str(path)
 
@@ -68,8 +67,8 @@ def test_masked_words_are_counted_and_timed(tmp_path: Path) -> None:
 
 def test_the_base_is_the_nearest_checkpoint_before_operations(tmp_path: Path) -> None:
     base = checkpoints.load(looking.checkpoint(tmp_path / "base"))
-    first = apply(base, [parse("reverse_layers")])
-    second = apply(first, [parse("clean(seed=1)")])
+    first = apply(base, [parse_operation("reverse_layers")])
+    second = apply(first, [parse_operation("clean(seed=1)")])
     others = {"base": base, "first": first, "second": second}
     assert [base_of(c, others) for c in others.values()] == [None, "base", "first"]
 

@@ -29,7 +29,6 @@ from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.config import ModelConfig
 from xformer.ops.attention import attention, layout, probabilities
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
-from xformer.surgery.operations import Clean
 from xformer.tasks.task import Model
 
 # ---------------------------------------------------------------------------------- attention
@@ -260,7 +259,7 @@ def test_an_existing_checkpoint_is_kept_unless_told_otherwise(
     with pytest.raises(BadInput, match="exists"):
         checkpoints.save(trained, saved)
     assert file_checksum(saved / "manifest.json") == before
-    other = surgery.apply(trained, [Clean(seed=9)])
+    other = surgery.clean(trained, seed=9)
     checkpoints.save(other, saved, overwrite=True)
     assert same_weights(checkpoints.load(saved), other)
     assert not (saved / "state.json").exists()
@@ -405,7 +404,7 @@ def altered(checkpoint: Checkpoint) -> Checkpoint:
 
 def test_the_clean_twin_is_the_same_but_for_its_weights(trained: Checkpoint) -> None:
     before = altered(trained)
-    twin = surgery.apply(before, [Clean()], seed=6)
+    twin = surgery.clean(before, seed=6)
     assert twin.config == before.config
     assert twin.head == before.head
     shapes = {n: w.shape for n, w in before.weights.items()}

@@ -26,7 +26,7 @@ from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
 from xformer.run import Run, State, open_run
 from xformer.scoring import check_kind, check_task
-from xformer.surgery import operations
+from xformer.surgery import registry
 from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.pairs import pair_scale
@@ -104,7 +104,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.name)
     # before the mapping: an operation may bring another tokenizer
-    start = operations.apply(start, recipe.surgery, recipe.seed.of("weights"))
+    start = registry.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
@@ -300,7 +300,7 @@ def open_for(job: Job) -> tuple[Run, dict[str, Any]]:
     identity["data"] = job.store.key
     if job.recipe.init is not None:
         identity["init"] = checkpoints.content_key(checkpoints.resolve(job.recipe.init))
-    read = [operations.content(operation) for operation in job.recipe.surgery]
+    read = [registry.content(operation) for operation in job.recipe.surgery]
     if any(read):  # what operations read beside the checkpoint
         identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
     provenance.refuse_unlike_ranks(job.ranks)

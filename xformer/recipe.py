@@ -18,7 +18,7 @@ from xformer.config import Paths, Settings
 from xformer.model.config import ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel.processes import TrainingSystem
-from xformer.surgery.operations import Operation
+from xformer.surgery.operations import AnyOperation
 from xformer.tasks.known import TASKS
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Recipe(Settings):
     mapping: str = "none"
     """What the store's ids mean to the model: none, ids, shift:K, random:SEED, symbols:SEED,
     unused:SEED."""
-    surgery: tuple[Operation, ...] = ()
+    surgery: tuple[AnyOperation, ...] = ()
     """Operations on the initial weights, in order, such as [{op = "clean"}]."""
     overwrite: bool = False
     """Start the run anew, deleting what its directory holds."""

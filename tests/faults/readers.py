@@ -39,7 +39,7 @@ from xformer.preprocess import cli, fetch, unpack
 from xformer.preprocess.predict import write_rows
 from xformer.recipe import Recipe
 from xformer.study.spec import read_study
-from xformer.surgery.operations import parse
+from xformer.surgery import parse_operation
 
 LIMIT = 2**22  # bytes that an archive may become
 CLEAN = (BadInput, Failure)  # what a command says in one line
@@ -475,7 +475,7 @@ def read_recipe(path: Path) -> None:
 def read_words(path: Path) -> None:
     """Words of command lines that are small languages of their own."""
     for line in (path / "words").read_text(encoding="utf-8", errors="replace").split("\n"):
-        for call in (lambda w: parse_overrides(Recipe, [w]), mapping.parse, parse):
+        for call in (lambda w: parse_overrides(Recipe, [w]), mapping.parse, parse_operation):
             with contextlib.suppress(BadInput):
                 call(line)
         with contextlib.suppress(BadInput):

@@ -37,7 +37,6 @@ from xformer.analysis import drawing
 from xformer.analysis.examples import key_of, names_of
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish, with_progress
 from xformer.checkpoint import Checkpoint
-from xformer.config import validate
 from xformer.cost import forward_flops, parameters, training_flops
 from xformer.data import style
 from xformer.data.batch import Batch, Work
@@ -47,7 +46,7 @@ from xformer.data.files import make_directory, read_run_json
 from xformer.optim import OptimConfig
 from xformer.parallel import processes
 from xformer.parallel.processes import Ranks, SystemConfig, slow_precision
-from xformer.surgery.operations import CLASSES, apply
+from xformer.surgery.registry import SCHEMAS, apply, make_operation
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
 
@@ -319,7 +318,7 @@ def base_of(checkpoint: Checkpoint, by_path: dict[str, Checkpoint]) -> str | Non
         for path, other in by_path.items()
         if len(other.history) < len(checkpoint.history)
         and checkpoint.history[: len(other.history)] == other.history
-        and all(r.get("op") in CLASSES for r in checkpoint.history[len(other.history) :])
+        and all(r.get("op") in SCHEMAS for r in checkpoint.history[len(other.history) :])
     ]
     return max(bases)[1] if bases else None
 
@@ -333,7 +332,7 @@ def _make_again(
         {k: v for k, v in record.items() if k != "sha256"}
         for record in by_path[path].history[len(by_path[base].history) :]
     ]
-    operations = [validate(CLASSES[record["op"]], record) for record in records]
+    operations = [make_operation(record["op"], record) for record in records]
     temporary = Path(tempfile.mkdtemp(prefix=".cost-", dir=directory))
     try:
         begun = time.perf_counter()

@@ -20,7 +20,6 @@ from xformer.scoring import check_kind
 from xformer.study.plan import Plan, Work
 from xformer.study.shapes import Shapes
 from xformer.study.stores import Stored, Stores, Words
-from xformer.surgery.operations import SubstituteUnused, Transplant
 from xformer.surgery.words import check_source, check_width
 from xformer.tasks.known import TASKS
 
@@ -97,13 +96,13 @@ class Fit:
         assert recipe.init is not None
         words = self.stores.words(recipe.init)
         for operation in recipe.surgery:
-            if isinstance(operation, Transplant):
-                other = self.shapes.at(operation.source)
+            if operation.op == "transplant":
+                other = self.shapes.at(operation.arguments["source"])
                 if start is not None and other is not None:
-                    check_width(operation.source, other.width, start.width)
-                words = self.stores.words(operation.source)
-            elif isinstance(operation, SubstituteUnused):
-                found = self.stores.store(operation.store)
+                    check_width(operation.arguments["source"], other.width, start.width)
+                words = self.stores.words(operation.arguments["source"])
+            elif operation.op == "substitute_unused":
+                found = self.stores.store(operation.arguments["store"])
                 if found.words is not None:
                     check_source(found.name, not found.words.is_other(words))
         return words

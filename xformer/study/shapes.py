@@ -13,7 +13,8 @@ from xformer.model.config import ModelConfig
 from xformer.prepare import with_settings
 from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
-from xformer.surgery.operations import Operation, Transplant, parse, shape_after
+from xformer.surgery.layers import shape_after
+from xformer.surgery.registry import Operation, parse_operation
 
 
 class Shapes:
@@ -60,7 +61,7 @@ class Shapes:
             case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
                 start = self.at(before)
                 operations = tuple(
-                    parse(text)
+                    parse_operation(text)
                     for option, text in pairwise(("", *given))
                     if not text.startswith("--") and option != "--seed"
                 )
@@ -68,8 +69,8 @@ class Shapes:
             return None
         start = shape_after(start, operations)
         for operation in operations:
-            if isinstance(operation, Transplant):  # the words of another, and their number
-                other = self.at(operation.source)
+            if operation.op == "transplant":  # the words of another, and their number
+                other = self.at(operation.arguments["source"])
                 size = 0 if other is None else other.vocab_size
                 start = start.model_copy(update={"vocab_size": size})
         return start
@@ -86,7 +87,7 @@ def _read(path: Path, of_hf: bool = False) -> ModelConfig | None:
     """The shape in a checkpoint's or run's config.json, or a Hugging Face directory's."""
     try:
         if of_hf:
-            return hf.shape(path)
+            return hf.read_shape(path)
         if (path / "result.json").is_file():
             path = path / read_run_json(path / "result.json")["selected"]
         return validate(ModelConfig, read_json(path / "config.json")["model"])

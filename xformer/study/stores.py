@@ -19,7 +19,6 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import META
 from xformer.recipe import Recipe
 from xformer.study.plan import Plan, Work
-from xformer.surgery.operations import Transplant
 
 # what `preprocess.py task NAME` makes; of the rest the option --kind decides, or a class is it
 SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")
@@ -136,8 +135,8 @@ class Stores:
     def _trained_words(self, recipe: Recipe) -> Words:
         source = recipe.init or each(recipe.data)[0]
         for operation in recipe.surgery:
-            if isinstance(operation, Transplant):
-                source = operation.source
+            if operation.op == "transplant":
+                source = operation.arguments["source"]
         return self.words(source)
 
 
