@@ -47,13 +47,13 @@ def test_the_loss_of_training_equals_that_of_all_logits(factor: float) -> None:
     head, x, word, targets = mlm_head()
     targets[::2] = head(x, word).argmax(1)[::2]  # some are right
     wanted, wanted_correct = plain_loss(head, x, word, targets)
-    found, correct = head.loss(x, word, targets)
-    assert distance(found, wanted) <= 1e-6
+    loss, correct = head.loss(x, word, targets)
+    assert distance(loss, wanted) <= 1e-6
     assert int(correct) == int(wanted_correct) >= 15
     given = [x, word, *head.parameters()]
     for _ in range(2):  # it goes backward as often as one likes
         for one, two in zip(
-            torch.autograd.grad(factor * found, given, retain_graph=True),
+            torch.autograd.grad(factor * loss, given, retain_graph=True),
             torch.autograd.grad(factor * wanted, given, retain_graph=True),
             strict=True,
         ):
@@ -64,13 +64,13 @@ def test_the_loss_of_training_equals_that_of_all_logits(factor: float) -> None:
 def test_the_loss_of_training_under_autocast() -> None:
     head, x, word, targets = mlm_head()
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = head.loss(x, word, targets)
+        loss, _ = head.loss(x, word, targets)
         wanted, _ = plain_loss(head, x, word, targets)
-    assert found.dtype == torch.float32
-    assert distance(found, wanted) <= 1e-2
+    assert loss.dtype == torch.float32
+    assert distance(loss, wanted) <= 1e-2
     given = [x, word, head.bias]
     for one, two in zip(
-        torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True
+        torch.autograd.grad(loss, given), torch.autograd.grad(wanted, given), strict=True
     ):
         assert one.dtype == torch.float32
         assert distance(one, two) <= 2e-2
@@ -136,9 +136,9 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0), name
 
 
-def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
+def of_rows(network: Model, batch: Batch[Tensor]) -> Tensor:
     """What evaluation keeps of each row, (N, 3)."""
-    assert isinstance(model.task, MLM)
+    assert isinstance(network.task, MLM)
     assert batch.places is not None
     host = Batch(
         batch.tokens.numpy(),
@@ -148,8 +148,8 @@ def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
         batch.longest,
         places=batch.places.numpy(),
     )
-    x = model.encoder(batch, places=room.with_room(batch.places))
-    return model.task.by_row(model, x, batch, host)
+    x = network.encoder(batch, places=room.with_room(batch.places))
+    return network.task.by_row(network, x, batch, host)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -158,7 +158,7 @@ def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
 def test_rows_that_belong_to_no_sequence_change_nothing(
     shape: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, batch, found = model(0.2, **SHAPES[shape]), random_batch(), []
+    made, batch, results = model(0.2, **SHAPES[shape]), random_batch(), []
     for rows in (0, more):
         monkeypatch.setattr(room, "roomy", lambda count, _, rows=rows: count + rows)
         torch.manual_seed(11)
@@ -169,11 +169,11 @@ def test_rows_that_belong_to_no_sequence_change_nothing(
             plain = made.encoder(batch)
         with torch.no_grad():
             scored, logits = made.eval().loss(batch), made.logits(batch)
-            kept, states = of_rows(made, batch), made.encoder(batch)
-        found.append(
-            [loss.total, loss.correct, *gradients, plain, scored.total, logits, kept, states]
+            scores, states = of_rows(made, batch), made.encoder(batch)
+        results.append(
+            [loss.total, loss.correct, *gradients, plain, scored.total, logits, scores, states]
         )
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*results, strict=True):
         assert one.shape == two.shape
         assert float((one - two).detach().norm()) <= 1e-5 * max(float(two.detach().norm()), 1.0)
 
@@ -193,12 +193,12 @@ def test_products_in_16_bit_have_few_numbers_of_rows() -> None:
 def test_some_places_come_out_as_of_all(shape: str) -> None:
     made, batch = model(0.0, **SHAPES[shape]), random_batch()
     places = torch.tensor([0, 1, 5, 5, len(batch.tokens) - 1])
-    found, wanted = made.encoder(batch, places=places), made.encoder(batch)[places]
-    assert distance(found, wanted) <= 1e-6
-    direction = torch.randn(found.shape, generator=seeded(1))
+    some, wanted = made.encoder(batch, places=places), made.encoder(batch)[places]
+    assert distance(some, wanted) <= 1e-6
+    direction = torch.randn(some.shape, generator=seeded(1))
     weights = list(made.encoder.parameters())
     for one, two in zip(
-        torch.autograd.grad(found, weights, direction),
+        torch.autograd.grad(some, weights, direction),
         torch.autograd.grad(wanted, weights, direction),
         strict=True,
     ):
@@ -226,12 +226,12 @@ def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: str, outputs: i
     if kind == "span":
         batch = replace(batch, labels=torch.zeros(len(batch.first), 2, dtype=torch.long))
     compiled = torch.compile(lambda: made.loss(batch).total, backend="aot_eager", fullgraph=True)
-    found = []
+    results = []
     for step in (compiled, lambda: made.loss(batch).total):
         torch.manual_seed(11)
         total = step()
         weights = list(made.parameters())
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        found.append([total, *(x for x in gradients if x is not None)])
-    for one, two in zip(*found, strict=True):
+        results.append([total, *(x for x in gradients if x is not None)])
+    for one, two in zip(*results, strict=True):
         assert float((one - two).detach().norm()) <= 1e-6 * max(float(two.detach().norm()), 1.0)

@@ -222,9 +222,9 @@ def test_two_checkouts_never_mix(tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "venv", "--editable", first)
     for checkout, path in ((first, ""), (second, str(second))):
         done = good(environment.run("python", "-c", WHERE, cwd=tmp_path, path=path))
-        found = [checkout / "xformer/__init__.py", checkout / "preprocess/cli.py", checkout]
-        found.append(checkout / "recipes/finetune/classify.toml")
-        assert done.out.splitlines() == list(map(str, found))
+        places = [checkout / "xformer/__init__.py", checkout / "preprocess/cli.py", checkout]
+        places.append(checkout / "recipes/finetune/classify.toml")
+        assert done.out.splitlines() == list(map(str, places))
         help_ = environment.run("xformer", "preprocess", "--help", cwd=tmp_path, path=path)
         assert good(help_).out.startswith("usage: xformer preprocess ")
 
