@@ -98,7 +98,7 @@ def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) ->
         notes = [f"{padding:.0%} padding"] if padding else []
         if name != CEILING and CEILING in took:
             most = median(rates(took[CEILING])) / median(rates(took[name]))
-            notes.append(f"the ceiling over it: {most:.2f}x")
+            notes.append(f"the ceiling is {most:.2f}x as fast")
         rows.append(
             Row(
                 what,
