@@ -1,5 +1,5 @@
-"""The benchmarks compare what they say: equal models, equal rows, real tokens; and the tables say
-what was measured."""
+"""The benchmarks: both sides get equal models and equal rows, only real tokens count, and the
+tables show what was measured."""
 
 import sys
 from dataclasses import replace
@@ -36,14 +36,14 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A small bench on made data, with one thread."""
+    """A small bench on made-up data, with one thread."""
     folder = tmp_path_factory.mktemp("bench")
     return Bench(make_data(folder / "data"), folder, QUICK, rounds=1, threads=1)
 
 
 @pytest.fixture
 def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """train.py as a fork."""
+    """Runs train.py as a fork instead of a new process."""
 
     def quickly(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
         return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
@@ -106,7 +106,9 @@ def test_typical_batches_are_whole_grouped_and_spread() -> None:
     padding = 1 - batches.sum() / (13 * batches.max(1)).sum()
     scattered = sizes.reshape(100, 13)
     assert padding < 0.15 < 1 - scattered.sum() / (13 * scattered.max(1)).sum()
-    assert abs(batches[2:].mean() / sizes.mean() - 1) < 0.1  # the counted ones, as all the data
+    assert (
+        abs(batches[2:].mean() / sizes.mean() - 1) < 0.1
+    )  # the measured batches are like the whole data
 
 
 def test_the_table_holds_the_rows_of_the_store(quick: Bench) -> None:
@@ -125,7 +127,7 @@ def test_the_table_holds_the_rows_of_the_store(quick: Bench) -> None:
 # ------------------------------------------------------------------------------ what is counted
 
 
-def test_the_trainer_counts_real_tokens_alone(quick: Bench) -> None:
+def test_the_trainer_counts_only_real_tokens(quick: Bench) -> None:
     for package in ("accelerate", "datasets"):
         pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
     from benchmarks import theirs
@@ -143,21 +145,21 @@ def test_the_trainer_counts_real_tokens_alone(quick: Bench) -> None:
     took = theirs.train(job)
     assembler = prepare.assembler(quick, open_store(store))
     sizes = assembler.sizes(np.arange(assembler.split.rows))
-    assert took["tokens"] == sizes.sum()  # 3 steps of 8 rows are all rows
+    assert took["tokens"] == sizes.sum()  # 3 steps of 8 rows are the whole trial
     assert 0 < took["padding"] < 1
     assert took["rate"] > 0
 
 
 def test_our_rate_weighs_the_lines_of_the_log_by_their_time() -> None:
     events = [
-        {"time": 10.0, "real_tokens_per_second": 1.0},  # the warm-up, whatever it was
+        {"time": 10.0, "real_tokens_per_second": 1.0},  # the warm-up, whose rate does not count
         {"time": 11.0, "real_tokens_per_second": 100.0},
         {"time": 14.0, "real_tokens_per_second": 300.0},
     ]
     assert ours.rate(events) == (1 * 100 + 3 * 300) / 4
 
 
-def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
+def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
     trial, _ = prepare.trial(quick, prepare.lines(quick), "lines", 8)
     init = prepare.model(quick)[0]
@@ -216,7 +218,7 @@ def test_the_operations_of_a_step_are_those_torch_counts() -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-5)
 
 
-def test_idle_is_what_no_kernel_covers() -> None:
+def test_idle_is_the_time_without_a_kernel() -> None:
     steps = [("FusedAdam", 100.0 * i, 100.0 * i + 10) for i in range(9)]
     work = [("gemm", 100.0 * i + 10, 100.0 * i + 60) for i in range(9)]
     over = [("copy", 100.0 * i + 40, 100.0 * i + 80) for i in range(9)]
@@ -226,7 +228,7 @@ def test_idle_is_what_no_kernel_covers() -> None:
         ours.idle_share(work)
 
 
-def test_a_peak_that_is_not_known_is_refused() -> None:
+def test_an_unknown_peak_is_refused() -> None:
     assert gpu.peak("NVIDIA H200") == gpu.peak("NVIDIA H100 80GB HBM3") == 989e12
     assert gpu.peak("NVIDIA H100 PCIe") == 756e12
     with pytest.raises(BadInput, match="GTX 1080"):
@@ -266,7 +268,7 @@ def test_a_row_counts_ratios_round_by_round() -> None:
     assert example().values == [3.0, 2.0]
     assert example().reached  # 2.5, the median
     assert not example(target=2.6).reached
-    assert example(unit="s").values == [1 / 3, 0.5]  # of seconds the fewer the better
+    assert example(unit="s").values == [1 / 3, 0.5]  # fewer seconds are better
     alone = example(theirs=[], ours=[7.0, 9.0], target=8.0, goal="below", unit="s")
     assert alone.reached
     assert alone.share == 1
@@ -275,7 +277,7 @@ def test_a_row_counts_ratios_round_by_round() -> None:
     assert "| 25 (20 to 30) | 10 (10 to 10) | 2.5 (2 to 3)x | 5x | **not reached** (50%) |" in line
 
 
-def test_the_page_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_the_page_keeps_the_text_outside_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
     part = Measured("mixed", "2026-01-02", 0.3, [example(target=5)])
@@ -323,7 +325,7 @@ def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
     arguments = ["--quick", "--rounds", "1", "--output", str(tmp_path)]
     done = good(command("-m", "benchmarks.run", "mixed", *arguments))
-    # another part, measured later, comes beside it
+    # a part that is measured later is added
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", "start", *arguments])
     run.main()
     content = read_json(tmp_path / "benchmarks.json")

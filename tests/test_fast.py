@@ -1,5 +1,5 @@
-"""Whole steps of a model in the C++ ways against the plain ones, and the rows that make room for
-aligned products.
+"""Whole steps of a model with the C++ operations against plain ones, and the rows that pad products
+to aligned sizes.
 
 M masked tokens, E embedding size, V vocabulary.
 """
@@ -24,7 +24,7 @@ from xformer.tasks.task import Model
 
 
 def mlm_head() -> tuple[MLMHead, Tensor, Tensor, Tensor]:
-    """A head with random weights; x (M, C), word (V, E), targets (M,)."""
+    """A head with random weights, x (M, C), word (V, E), targets (M,)."""
     config = ModelConfig(vocab_size=PIECES, hidden=13, heads=1, embedding=7, layer_norm_eps=1e-2)
     head = MLMHead(config)
     for i, weight in enumerate(head.parameters()):
@@ -35,7 +35,7 @@ def mlm_head() -> tuple[MLMHead, Tensor, Tensor, Tensor]:
 
 
 def plain_loss(head: MLMHead, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of all logits, which do without an operation of ours."""
+    """The loss and the number of correct predictions, from all logits and PyTorch's operations."""
     logits = head(x, word).float()
     correct = (logits.argmax(1) == targets).sum()
     return F.cross_entropy(logits, targets, reduction="sum"), correct
@@ -51,7 +51,7 @@ def test_the_loss_of_training_equals_that_of_all_logits(factor: float) -> None:
     assert distance(loss, wanted) <= 1e-6
     assert int(correct) == int(wanted_correct) >= 15
     given = [x, word, *head.parameters()]
-    for _ in range(2):  # it goes backward as often as one likes
+    for _ in range(2):  # backward can run more than once
         for one, two in zip(
             torch.autograd.grad(factor * loss, given, retain_graph=True),
             torch.autograd.grad(factor * wanted, given, retain_graph=True),
@@ -116,7 +116,7 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(
     assert batch.targets is not None
     torch.manual_seed(11)
     with monkeypatch.context() as patch:
-        patch.delattr(MLMHead, "forward")  # training does without logits
+        patch.delattr(MLMHead, "forward")  # training does not compute the logits
         loss = made.loss(batch)
     torch.manual_seed(11)
     with only_plain():
@@ -137,7 +137,7 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(
 
 
 def of_rows(network: Model, batch: Batch[Tensor]) -> Tensor:
-    """What evaluation keeps of each row, (N, 3)."""
+    """The numbers that evaluation keeps for each row, (N, 3)."""
     assert isinstance(network.task, MLM)
     assert batch.places is not None
     host = Batch(
@@ -202,7 +202,7 @@ def test_some_places_come_out_as_of_all(shape: str) -> None:
         torch.autograd.grad(wanted, weights, direction),
         strict=True,
     ):
-        # nothing but rounding reaches the bias of keys
+        # the gradient of the keys' bias is only rounding
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0)
 
 
@@ -219,8 +219,8 @@ def test_the_loss_in_training_is_that_of_scoring() -> None:
 @pytest.mark.parametrize(("kind", "outputs"), [("mlm", 0), ("classify", 4), ("span", 2)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: str, outputs: int) -> None:
-    """Without a break, and with the same loss and gradients under the same masks."""
-    torch._dynamo.reset()  # it counts how often one line was compiled anew
+    """There is no graph break, and loss and gradients are the same under the same masks."""
+    torch._dynamo.reset()  # it counts how often a line was recompiled
     made = model(0.2, kind, outputs, **SHAPES[shape])
     batch = random_batch()
     if kind == "span":
