@@ -401,7 +401,9 @@ def test_shift_is_the_formula_of_the_paper(tmp_path: Path, minilm: Path) -> None
     # K section 2.1 and its footnote 2: a sentence of SST-2 under T(i) = (i + 1000) mod D
     tokenizer = hf.from_hf(minilm).checkpoint.tokenizer
     (ids,) = tokenizer.encode_batch(["his healthy sense of satire is light and fun..."])
-    table = mapping.build("shift:1000", made_store(tmp_path / "s", tokenizer, [[1]]), tokenizer)
+    table = mapping.build_mapping(
+        "shift:1000", made_store(tmp_path / "s", tokenizer, [[1]]), tokenizer
+    )
     assert table is not None
     shown = " ".join(tokenizer.pieces[i] for i in table[ids])
     assert shown == "canadian franz ##me 1988 ##pia leader watch sports czech at at at"
@@ -414,7 +416,7 @@ def own_store(tmp_path: Path) -> Store:
 
 
 def test_random_is_one_to_one_and_leaves_special_and_unused_alone(own_store: Store) -> None:
-    tables = [mapping.build(f"random:{seed}", own_store, BERT) for seed in (0, 0, 1)]
+    tables = [mapping.build_mapping(f"random:{seed}", own_store, BERT) for seed in (0, 0, 1)]
     for table in tables:
         assert table is not None
         assert sorted(table[PLAIN]) == PLAIN
@@ -426,7 +428,7 @@ def test_random_is_one_to_one_and_leaves_special_and_unused_alone(own_store: Sto
 def test_random_reaches_every_piece(own_store: Store) -> None:
     counts = np.zeros(V, np.int64)
     for seed in range(600):
-        table = mapping.build(f"random:{seed}", own_store, BERT)
+        table = mapping.build_mapping(f"random:{seed}", own_store, BERT)
         assert table is not None
         counts[table[PLAIN[3]]] += 1
     assert looks_uniform(counts[PLAIN])
@@ -438,7 +440,7 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
     store = made_store(tmp_path / "dna", letters, [[5, 6, 7]])
     tables = []
     for seed in range(40):
-        table = mapping.build(f"{name}:{seed}", store, BERT)
+        table = mapping.build_mapping(f"{name}:{seed}", store, BERT)
         assert table is not None
         assert table.shape == (8,)
         for role, i in letters.special.items():
@@ -448,7 +450,7 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
         tables.append(tuple(table.tolist()))
     assert len(set(tables)) > 3
     assert {i for table in tables for i in table[5:]} == set(targets)
-    again = mapping.build(f"{name}:0", store, BERT)
+    again = mapping.build_mapping(f"{name}:0", store, BERT)
     assert again is not None
     assert tuple(again.tolist()) == tables[0]
 
@@ -456,31 +458,36 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
 def test_more_symbols_than_pieces_are_refused(tmp_path: Path) -> None:
     store = made_store(tmp_path / "dna", vocabularies.symbols("ACGT"), [[5]])
     with pytest.raises(BadInput, match="4 symbols do not fit the vocabulary's 3 unused entries"):
-        mapping.build("unused:0", store, BERT)
+        mapping.build_mapping("unused:0", store, BERT)
     many = made_store(tmp_path / "many", vocabularies.symbols("ABCDEFGHIJKL"), [[5]])
     with pytest.raises(BadInput, match="12 symbols do not fit the vocabulary's 11 ordinary pieces"):
-        mapping.build("symbols:0", many, BERT)
+        mapping.build_mapping("symbols:0", many, BERT)
 
 
 def test_none_and_ids_change_nothing(own_store: Store) -> None:
-    assert mapping.build("none", own_store, BERT) is None
-    assert mapping.build("ids", own_store, BERT) is None
+    assert mapping.build_mapping("none", own_store, BERT) is None
+    assert mapping.build_mapping("ids", own_store, BERT) is None
 
 
 @pytest.mark.parametrize("spec", ["none", "shift:1", "random:0"])
 def test_another_tokenizers_store_is_refused(tmp_path: Path, spec: str) -> None:
     foreign = made_store(tmp_path / "foreign", ROBERTA, [[5, 6]])
     with pytest.raises(BadInput, match=r"another tokenizer|the checkpoint's own tokenizer"):
-        mapping.build(spec, foreign, BERT)
+        mapping.build_mapping(spec, foreign, BERT)
 
 
 def test_ids_must_fit_the_model(tmp_path: Path) -> None:
     wide = vocabularies.symbols("abcdefghijklmnop")  # 21 ids, where the model has 19
-    assert mapping.build("ids", made_store(tmp_path / "low", wide, [[V - 1], [0]]), BERT) is None
+    assert (
+        mapping.build_mapping("ids", made_store(tmp_path / "low", wide, [[V - 1], [0]]), BERT)
+        is None
+    )
     high = made_store(tmp_path / "high", wide, [[V, 3], [0]])
     with pytest.raises(BadInput, match=r"the id 19 in .*high/train/tokens\.npy does not fit"):
-        mapping.build("ids", high, BERT)
-    assert mapping.build("ids", high, BERT, embeddings=V + 1) is None  # more than it has pieces
+        mapping.build_mapping("ids", high, BERT)
+    assert (
+        mapping.build_mapping("ids", high, BERT, embeddings=V + 1) is None
+    )  # more than it has pieces
 
 
 # ------------------------------------------------------------------------------------ batches

@@ -47,7 +47,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: what it decodes is the text, letter for letter."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    vocabularies.train("bpe", words, 280).save(place)
+    vocabularies.learn("bpe", words, 280).save(place)
     return place
 
 
@@ -465,7 +465,7 @@ def predicted(store: Store | None, path: Path, bpe: Path, output: Path) -> Store
     columns = None if store is None else store.meta["origin"]["columns"]
     head = {"kind": "choice", "labels": list[str](), "pair": True, "max_tokens": 64}
     shutil.rmtree(output, ignore_errors=True)
-    predict.write_rows(path, head | {"columns": columns}, tokenizers.load(bpe), output)
+    predict.write_rows(path, head | {"columns": columns}, tokenizers.load_tokenizer(bpe), output)
     return open_store(output)
 
 

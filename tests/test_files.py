@@ -49,7 +49,7 @@ def test_a_replaced_directory(tmp_path: Path) -> None:
 OPENED: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "store": (store, open_store),
     "checkpoint": (checkpoint, checkpoints.load),
-    "tokenizer": (checkpoint, tokenizers.load),
+    "tokenizer": (checkpoint, tokenizers.load_tokenizer),
 }
 
 

@@ -24,7 +24,7 @@ from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.model.config import ModelConfig
-from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, spread
+from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, initial_std
 from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
@@ -317,7 +317,7 @@ def test_fresh_weights_have_the_published_spread() -> None:
     weights = fresh(4, 502, 2).weights
     assert weights["cnn.first.weight"].std() == pytest.approx((2 / 9 / (49 * 64)) ** 0.5, rel=0.01)
     assert weights["cnn.dense.weight"].std() == pytest.approx(64**-0.5, rel=0.05)
-    assert spread(torch.Size((32, 4, 3, 3))) == (2 / 9 / (9 * 32)) ** 0.5
+    assert initial_std(torch.Size((32, 4, 3, 3))) == (2 / 9 / (9 * 32)) ** 0.5
     for name, weight in weights.items():
         if "norm." in name:
             one = name.endswith(("norm.weight", "running_var"))

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from xformer.ops import native
 from xformer.ops.add_norm import add_norm
 from xformer.ops.attention import Layout, attention, layout, probabilities
-from xformer.ops.dropout import dropout, kept, new_seed, plain
+from xformer.ops.dropout import dropout, keep_mask, new_seed, plain
 from xformer.ops.vocabulary_loss import vocabulary_loss
 
 HALF, FP16, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -242,7 +242,7 @@ def test_masks_are_independent() -> None:
 
     def mask(seed: int) -> Tensor:
         where = torch.tensor(seed)
-        return kept(rate, where, position[:, None], position, head).double() - (1 - rate)
+        return keep_mask(rate, where, position[:, None], position, head).double() - (1 - rate)
 
     one = mask(5)
     pairs = [(one[1:], one[:-1]), (one, one.mT)]
@@ -272,7 +272,7 @@ def test_all_ways_have_the_same_masks(seed: int) -> None:
     found = torch.ops.xformer.attention(qkv, ends, 9, RATE, where)[0]  # (T, H, keys)
     position, head = torch.arange(9).int(), torch.arange(2).int()[:, None, None]
     assert torch.equal(
-        found.transpose(0, 1) > 0, kept(RATE, where, position[:, None], position, head)
+        found.transpose(0, 1) > 0, keep_mask(RATE, where, position[:, None], position, head)
     )
 
 

@@ -71,7 +71,7 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
     said = good(command(*arguments, tmp_path / "cased", "--cased")).out
     assert "of 9 pieces, 0." in said
     for name, ids in (("low", [5, 7, 8]), ("cased", [6, 7, 8])):
-        found = tokenizers.load(tmp_path / name)
+        found = tokenizers.load_tokenizer(tmp_path / name)
         np.testing.assert_array_equal(found.encode_batch(["Hello worlds"])[0], ids)
     done = command(*arguments, tmp_path / "low")
     refused(done, "low exists; give another output, or --overwrite")
@@ -93,7 +93,7 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
 def test_what_decides_on_lower_case(tmp_path, files, lowercase):
     put(tmp_path, files)
     for path in (tmp_path, tmp_path / next(iter(files))):
-        ids = published.read(path).encode_batch(["Hello"])[0]
+        ids = published.import_tokenizer(path).encode_batch(["Hello"])[0]
         assert ids.tolist() == [5 if lowercase else 6]
 
 
@@ -118,7 +118,7 @@ def unigram(**changes: object) -> str:
 def test_albert_s_tokenizer_json_of_old(tmp_path):
     """As the first of them were written: no kind of prefix named, spaces joined at the end."""
     put(tmp_path, {"tokenizer.json": unigram()})
-    found = published.read(tmp_path)
+    found = published.import_tokenizer(tmp_path)
     assert found.meta["normalisation"] == {"lowercase": True, "keep_accents": False}
     # "b" after a space is "▁" and "b"; "<pad>" is no special token: "a" is no piece inside of it
     assert found.encode_batch(["Áb  b <pad>"])[0].tolist() == [5, 6, 7, 6, 7, 1]

@@ -36,11 +36,11 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
     corpus = TEXTS * 3
     seen = set("".join(corpus))
     return {
-        "wordpiece": vocabularies.train("wordpiece", corpus, 200, True, seen),
-        "cased": vocabularies.train("wordpiece", corpus, 200, False, seen),
-        "bpe": vocabularies.train("bpe", corpus, 400),
-        "unigram": vocabularies.train("unigram", corpus, 100),
-        "symbols": vocabularies.train("symbols", corpus, 200),
+        "wordpiece": vocabularies.learn("wordpiece", corpus, 200, True, seen),
+        "cased": vocabularies.learn("wordpiece", corpus, 200, False, seen),
+        "bpe": vocabularies.learn("bpe", corpus, 400),
+        "unigram": vocabularies.learn("unigram", corpus, 100),
+        "symbols": vocabularies.learn("symbols", corpus, 200),
         "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
     }
 
@@ -52,7 +52,7 @@ KINDS = ["wordpiece", "cased", "bpe", "unigram", "symbols", "separated"]
 def test_saved_and_loaded_it_is_the_same(learned, kind, tmp_path):
     tokenizer = learned[kind]
     tokenizer.save(tmp_path)
-    again = tokenizers.load(tmp_path)
+    again = tokenizers.load_tokenizer(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     assert again.pieces == tokenizer.pieces
     assert again.special == tokenizer.special
@@ -106,9 +106,9 @@ def test_learning_is_repeatable():
     generator = np.random.default_rng(0)
     letters = list("abcdefghij")
     corpus = ["".join(generator.choice(letters, 6)) for _ in range(400)]
-    found = [vocabularies.train("wordpiece", corpus, 120, True, letters) for _ in range(4)]
+    found = [vocabularies.learn("wordpiece", corpus, 120, True, letters) for _ in range(4)]
     assert len({tokenizer.fingerprint for tokenizer in found}) == 1
-    assert len({vocabularies.train("bpe", corpus, 320).fingerprint for _ in range(4)}) == 1
+    assert len({vocabularies.learn("bpe", corpus, 320).fingerprint for _ in range(4)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,30 +124,30 @@ def test_learning_is_repeatable():
 )
 def test_vocabularies_that_cannot_be(kind, size, phrase):
     with pytest.raises(BadInput, match=phrase):
-        vocabularies.train(kind, ["hello world", "words"], size)
+        vocabularies.learn(kind, ["hello world", "words"], size)
 
 
 def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
     with pytest.raises(BadInput, match="holds no tokenizer"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     learned["wordpiece"].save(tmp_path)
     text = (
         (tmp_path / "tokenizer.json").read_text().replace('"lowercase":true', '"lowercase":false')
     )
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadInput, match="was changed"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadInput, match="not a tokenizer file"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match="does not exist"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     meta = json.loads((tmp_path / tokenizers.META).read_text())
     del meta["kind"]
     (tmp_path / tokenizers.META).write_text(json.dumps(meta))
     with pytest.raises(BadInput, match="not a tokenizer's description"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
 
 
 # ------------------------------------------------------------------------------ the word table
@@ -175,7 +175,7 @@ def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: P
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    tokenizer = published.read(tmp_path / "vocab.json")
+    tokenizer = published.import_tokenizer(tmp_path / "vocab.json")
     ids, lengths = Encoder(tokenizer).encode(["ab ba", "a a\nb"])
     direct = tokenizer.encode_batch(["ab ba", "a a\nb"])
     np.testing.assert_array_equal(ids, np.concatenate(direct))
@@ -410,10 +410,10 @@ def pairs(
     found = {}
     for name, (kind, files, options) in table.items():
         path = folder(tmp_path_factory.mktemp("published") / "x", files, options)
-        found[name] = Pair(published.read(path), kind.from_pretrained(path))
+        found[name] = Pair(published.import_tokenizer(path), kind.from_pretrained(path))
         if f"{name} words" in PAIRS:
             theirs = extended(kind.from_pretrained(path), path / "words")
-            found[f"{name} words"] = Pair(published.read(path / "words"), theirs)
+            found[f"{name} words"] = Pair(published.import_tokenizer(path / "words"), theirs)
     return found
 
 
@@ -466,9 +466,9 @@ def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_pat
     # tokenizer.json alone, with nothing beside it, tells the same by its own steps
     shutil.copy(tmp_path / "fast/tokenizer.json", tmp_path / "alone.json")
     again = [
-        tokenizers.load(tmp_path),
-        published.read(tmp_path / "fast"),
-        published.read(tmp_path / "alone.json"),
+        tokenizers.load_tokenizer(tmp_path),
+        published.import_tokenizer(tmp_path / "fast"),
+        published.import_tokenizer(tmp_path / "alone.json"),
     ]
     for other in again:
         assert (other.kind, other.meta) == (ours.kind, ours.meta)
@@ -487,7 +487,7 @@ def test_a_vocabulary_of_gpt2_and_one_of_roberta(pairs, shared, tmp_path):
     pieces = ["<s>", "<pad>", "</s>", "<unk>", *inner[::-1], "madeupword0000", "<mask>"]
     vocabulary = json.dumps({piece: i for i, piece in enumerate(pieces)}).encode()
     files = {"vocab.json": vocabulary, "merges.txt": shared / "vocabs/gpt2.merges.txt"}
-    roberta = published.read(folder(tmp_path / "x", files, {"add_prefix_space": True}))
+    roberta = published.import_tokenizer(folder(tmp_path / "x", files, {"add_prefix_space": True}))
     assert [roberta.special[r] for r in ("cls", "pad", "sep", "unk", "mask")] == [0, 1, 2, 3, 50262]
     text = "It's  a\tstudy 中 "
     one, other = gpt2.encode_batch([f" {text}"])[0], roberta.encode_batch([text])[0]
@@ -509,11 +509,13 @@ def test_bert_s_options_are_those_of_transformers(tmp_path, lowercase, accents, 
     }
     path = folder(tmp_path / "x", {"vocab.txt": "\n".join(pieces).encode()}, options)
     theirs = transformers.BertTokenizer.from_pretrained(path)
-    Pair(published.read(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
+    Pair(published.import_tokenizer(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
     # a name before vocab.txt goes before the names of what is beside it
     for file in path.iterdir():
         file.rename(path / f"my-{file.name}")
-    Pair(published.read(path / "my-vocab.txt"), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
+    Pair(published.import_tokenizer(path / "my-vocab.txt"), theirs).agree(
+        ["aÉe\u0301 A中文e É", "Aa中"]
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -106,11 +106,13 @@ def write_vocabulary(family: str, directory: Path) -> None:
             *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:])),
             mask,
         ]
-        published.write(vocabularies.xlm_roberta(scores, None), directory, LONGEST, False)
+        published.export_tokenizer(
+            vocabularies.xlm_roberta(scores, None), directory, LONGEST, False
+        )
     elif family == "albert":
         special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
         scores = [*special, ("▁", -1.0), *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:]))]
-        published.write(vocabularies.albert(scores, None, [], []), directory, LONGEST)
+        published.export_tokenizer(vocabularies.albert(scores, None, [], []), directory, LONGEST)
     else:
         (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
 

@@ -38,7 +38,7 @@ from xformer.analysis.command import Command, Names, Output, progress, publish
 from xformer.analysis.examples import key_of, names_of
 from xformer.checkpoint import Checkpoint
 from xformer.config import validate
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
@@ -182,7 +182,7 @@ def count(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
     shape, task = checkpoint.config, checkpoint.task
     assert task is not None
     parts = cost.parameters(shape, task)
-    work = Work.even(config.rows, config.length, MASKING if task.predicts_masked else 0.0)
+    work = Workload.even(config.rows, config.length, MASKING if task.predicts_masked else 0.0)
     return {
         "parameters": {"total": sum(parts.values()), **parts},
         "flops_per_token": {

@@ -210,7 +210,7 @@ def _mapping(checkpoint: Checkpoint, store: Store, spec: str | None) -> np.ndarr
         return checkpoint.mapping  # the very array of training
     trained = checkpoint.head.mapping if checkpoint.head else "none"
     size = checkpoint.config.vocab_size
-    return mapping.build(spec or trained, store, checkpoint.tokenizer, size)
+    return mapping.build_mapping(spec or trained, store, checkpoint.tokenizer, size)
 
 
 def _check_aligned(readers: list[Reader]) -> None:

@@ -94,7 +94,7 @@ def from_hf(directory: Path) -> Imported:
     with torch.device("meta"):
         shape = Model(config, task_of(head), parts_of(weights)).state_dict()
     check_weights(weights, shape, str(file))
-    tokenizer = published.read(directory)
+    tokenizer = published.import_tokenizer(directory)
     if len(tokenizer) > config.vocab_size:
         raise BadInput(
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
@@ -429,7 +429,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     with atomic_directory(out, overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
-        published.write(
+        published.export_tokenizer(
             checkpoint.tokenizer, directory, config.max_positions, segments=config.token_types > 1
         )
         for name, content in _kept_sentence(checkpoint).items():

@@ -55,7 +55,7 @@ class Batch(Generic[Array]):
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """How much went through a model. `squares` is the sum over rows of their squared lengths; the
     cost of attention depends on it. `masked` counts the tokens that an MLM head predicted."""
 
@@ -65,10 +65,10 @@ class Work:
     masked: int = 0
 
     @staticmethod
-    def even(rows: int, length: int, masking: float = 0.0) -> Work:
+    def even(rows: int, length: int, masking: float = 0.0) -> Workload:
         """`rows` rows of one length; the share `masking` of their tokens is predicted."""
         tokens = rows * length
-        return Work(tokens, tokens * length, rows, round(tokens * masking))
+        return Workload(tokens, tokens * length, rows, round(tokens * masking))
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,11 @@ class Progress:
             parts = [f"{min(self.done / self.total, 1):.0%}", amounts]
         if (left := self.left()) is not None:
             parts.append(f"{duration(left)} left")
-        parts += [f"{name} {figure(value)}" for name, value in self.numbers.items()]
+        parts += [f"{name} {format_number(value)}" for name, value in self.numbers.items()]
         seconds = max(time.monotonic() - self.started, 1e-9)
         speed = (self.done - self.before) / scale / seconds
         if not self.numbers and speed >= 1:
-            parts.append(f"{figure(speed)} {unit}/s")
+            parts.append(f"{format_number(speed)} {unit}/s")
         return ", ".join(parts)
 
     def _line(self) -> str:
@@ -157,7 +157,7 @@ def _above_bars(stream: TextIO) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def figure(value: float) -> str:
+def format_number(value: float) -> str:
     """A number for people: 12,345 or 7.123."""
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 

@@ -14,7 +14,7 @@ from xformer.data.tokenizers import Tokenizer
 MARKS = {"wordpiece": "##", "bpe": "Ġ", "unigram": "▁", "symbols": ""}
 
 
-def english(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
+def english_pieces(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
     """The English-like pieces by id: their letters, and whether they begin a word."""
     mark = MARKS[tokenizer.kind]
     like = re.compile(f"({mark})?([A-Za-z]+)")

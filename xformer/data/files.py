@@ -66,11 +66,11 @@ def read_run_json(path: Path) -> Any:
     cure = "give overwrite=true to train.py, which makes the run anew"
     if path.name == "result.json":
         cure = "delete it: train.py makes it again, unless train.keep_state=false"
-    check_finished(path.parent, path.name, path, typed(cure))
+    check_run_file(path.parent, path.name, path, typed(cure))
     return found
 
 
-def check_finished(run: Path, name: str, path: Path, cure: str) -> None:
+def check_run_file(run: Path, name: str, path: Path, cure: str) -> None:
     """Raise BadInput with the `cure` if the file of this name in a run, which is at `path`, differs
     from what the run's end noted in its manifest. Unfinished runs have no manifest, nor have those
     of earlier versions."""
@@ -159,7 +159,7 @@ def make_directory(path: Path, key: str = "") -> None:
         raise BadInput(f"{key}{path} cannot be made ({why}); give another directory") from None
 
 
-def plain_name(name: str) -> bool:
+def is_safe_filename(name: str) -> bool:
     """Whether a file may have this name: it says no directory, is not hidden, and has no character
     that a terminal would act on."""
     return (

@@ -35,7 +35,9 @@ def parse(spec: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3] or 0)
 
 
-def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.ndarray | None:
+def build_mapping(
+    spec: str, store: Store, model: Tokenizer, embeddings: int = 0
+) -> np.ndarray | None:
     """The array (store vocabulary,) int64 of model ids, or None where nothing changes.
 
     `embeddings` of the model may be more than its tokenizer has pieces (0: as many).
@@ -46,7 +48,7 @@ def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
-        check_other(spec, store.name)
+        check_foreign_store(spec, store.name)
     if name == "ids":
         _check_ids(store, max(embeddings, len(model)))
     if name in ("none", "ids"):
@@ -56,7 +58,7 @@ def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.
     return _symbols(store.tokenizer(), model, number, unused=name == "unused")
 
 
-def check_other(spec: str, store: object) -> None:
+def check_foreign_store(spec: str, store: object) -> None:
     """Raise BadInput where a mapping does not serve a store, named `store`, that was made with
     another tokenizer than the checkpoint's."""
     name, _ = parse(spec)

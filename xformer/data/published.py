@@ -154,7 +154,7 @@ class _Source:
         return not self.cased if said is None else said
 
 
-def read(path: str | Path, cased: bool = False) -> Tokenizer:
+def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
     """The tokenizer of a directory or of one file in a form listed above.
 
     A file may have a name before its own, as in `gpt2.vocab.json` beside `gpt2.merges.txt`.
@@ -483,7 +483,9 @@ def _vocabulary(file: Path, value: Any) -> dict[str, int]:
 # ------------------------------------------------------------------------------------ writing
 
 
-def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = True) -> None:
+def export_tokenizer(
+    tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = True
+) -> None:
     """The counterpart of `read`: files into an existing directory from which `transformers`'
     AutoTokenizer gives the same ids, with special tokens around a text and a pair.
 

@@ -130,7 +130,7 @@ class Store:
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer the ids were made with."""
-        return tokenizers.load(self.path)
+        return tokenizers.load_tokenizer(self.path)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
         """(file, block number, good?) for every 64 MiB block of every column, one by one: its

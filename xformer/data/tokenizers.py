@@ -204,7 +204,7 @@ class Tokenizer:
         return table[np.minimum(codes, len(table) - 1)]  # the last entry is the unknown symbol
 
 
-def load(directory: str | Path) -> Tokenizer:
+def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer in a directory: a tokenizer, a store, a checkpoint or a finished run.
 
     Raises BadInput if there is none, or its files do not agree with the recorded fingerprint.

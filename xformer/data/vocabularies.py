@@ -178,7 +178,7 @@ def plus() -> Tokenizer:
     return Tokenizer(meta, ["[PAD]", *"ARNDCQEGHILKMFPSTWYVX", "[MASK]", "[CLS]", "[SEP]"])
 
 
-def train(
+def learn(
     kind: str,
     texts: Iterable[str],
     vocab_size: int,

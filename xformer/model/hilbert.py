@@ -219,7 +219,7 @@ class HilbertCNN(nn.Module):
         return F.elu(self.features(F.dropout(x, dropout, self.training)))
 
 
-def spread(shape: torch.Size) -> float:
+def initial_std(shape: torch.Size) -> float:
     """Standard deviation of a fresh weight: of a convolution (filters, C, height, width) sqrt(2 /
     (9 filters height width)), of a dense layer (outputs, inputs) sqrt(1 / inputs)."""
     if len(shape) == 4:

@@ -152,7 +152,7 @@ def _dropped(weights: Tensor, bounds: Tensor, rate: float, seed: Tensor | None) 
     position = torch.arange(L, dtype=torch.int32, device="cpu")
     head = torch.arange(H, dtype=torch.int32, device="cpu")
     row = bounds[:-1, None] + position  # (N, L): the number of the token in the batch
-    kept = dropouts.kept(rate, seed, row[:, None, :, None], position, head[:, None, None])
+    kept = dropouts.keep_mask(rate, seed, row[:, None, :, None], position, head[:, None, None])
     return torch.where(kept, weights / (1.0 - rate), 0.0)
 
 

@@ -50,11 +50,11 @@ def plain(x: Tensor, rate: float, seed: Tensor) -> Tensor:
     columns = x.size(-1) if x.dim() else 1
     rows = torch.arange(x.numel() // max(1, columns), dtype=torch.int32, device=x.device)
     place = torch.arange(columns, dtype=torch.int32, device=x.device)
-    keep = kept(rate, seed, rows[:, None], place)
+    keep = keep_mask(rate, seed, rows[:, None], place)
     return torch.where(keep.view(x.shape), x / (1.0 - rate), 0.0)
 
 
-def kept(
+def keep_mask(
     rate: float, seed: Tensor, row: Tensor, column: Tensor, head: Tensor | None = None
 ) -> Tensor:
     """Which elements are kept: bool, of the shape to which the int32 tensors broadcast.

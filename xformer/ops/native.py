@@ -151,6 +151,6 @@ def note(device: torch.device) -> str:
     return f"no C++ operations ({absent}): steps take up to twice as long"
 
 
-def identity() -> str:
+def cpu_kernels() -> str:
     """Whose operations run on the CPU: ours by the name of their build, or PyTorch's alone."""
     return "torch's kernels alone" if absent else f"native kernels {_build}"

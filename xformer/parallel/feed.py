@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Masks, Work, rows_of
+from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 
@@ -26,7 +26,7 @@ class Step:
 
     end: int
     batches: list[Batch[np.ndarray]]
-    work: Work
+    work: Workload
 
 
 def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
@@ -96,7 +96,9 @@ class Feed:
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as MADE tokens allow, by position."""
-        steps: list[tuple[int, int, int, Work]] = []  # its position and end, micro-batches, work
+        steps: list[
+            tuple[int, int, int, Workload]
+        ] = []  # its position and end, micro-batches, work
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
@@ -114,11 +116,11 @@ class Feed:
         batches = self._batches(parts)
         return {at: Step(end, [*islice(batches, own)], work) for at, end, own, work in steps}
 
-    def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Work:
+    def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Workload:
         """The size of a step of these examples, of `sizes` tokens."""
         if self.assembler.split.together > 1:
             sizes = self.assembler.row_sizes(rows_of(examples, self.assembler.split.together))
-        return Work(int(sizes.sum()), int(sizes @ sizes), len(sizes))
+        return Workload(int(sizes.sum()), int(sizes @ sizes), len(sizes))
 
     def _bounds(self, sizes: np.ndarray) -> list[int]:
         """Where this rank's micro-batches begin and end among the rows of a step."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Distribution
-from xformer.data.english import english
+from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.mapping import UNUSED
 from xformer.data.store import TEXTS, Store, open_store
@@ -47,7 +47,7 @@ def shuffle_embeddings(
         )
     kept = set(tokenizer.special.values()) if keep_special else set()
     if english_only:
-        moved = sorted(english(tokenizer).keys() - kept)
+        moved = sorted(english_pieces(tokenizer).keys() - kept)
     else:
         pieces = enumerate(tokenizer.pieces)
         moved = [i for i, piece in pieces if i not in kept and not UNUSED.fullmatch(piece)]

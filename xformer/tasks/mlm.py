@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
 from xformer.data.tokenizers import Tokenizer
@@ -95,10 +95,10 @@ class MLM(Task):
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
         return (2 * C * E + 2 * E * V) * work.masked
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.store import UNLABELLED, Split
 from xformer.model.config import ModelConfig
 from xformer.ops.room import with_room
@@ -55,10 +55,10 @@ class Pairs(MLM):
         rate = config.before_head if config.dropout_form == "albert" else 0.0
         return masked, model.pair_head(model.drop(model.pooled(first), rate)).float()
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked + work.rows
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden
         pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
         return super().head_flops(config, work) + pooler + 2 * C * 2 * work.rows
