@@ -137,6 +137,17 @@ def test_a_library_that_is_no_library_is_not_used(package: Path) -> None:
 
 
 @linux
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999])
+def test_a_library_that_is_cut_off_is_not_used(package: Path, share: float) -> None:
+    """Loading it would end Python with SIGBUS."""
+    content = native.LIBRARY.read_bytes()
+    (package / "xformer/ops" / native.LIBRARY.name).write_bytes(
+        content[: int(share * len(content))]
+    )
+    assert asked(package) == said(f"{native.LIBRARY.name} is cut off; {AGAIN}")
+
+
+@linux
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="-mno-avx512f is for x86-64")
 def test_a_processor_without_avx512_computes_the_same(package: Path) -> None:
     compiled(package, wrapped(package, 'exec c++ "$@" -mno-avx512f'))

@@ -318,7 +318,7 @@ def test_the_fast_way_says_that_it_has_none(case: Case) -> None:
         pytest.skip(f"no C++ operations: {native.absent}")
     given = case.inputs(SINGLE)
     out = case.run(*given, case.whole, 0.0)[0]
-    with pytest.raises(RuntimeError, match=r"second derivative: .* has none in C\+\+"):
+    with pytest.raises(RuntimeError, match=r"has no second derivative in C\+\+"):
         torch.autograd.grad(out.sum(), given, create_graph=True)
 
 

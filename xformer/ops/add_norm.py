@@ -1,4 +1,4 @@
-"""A residual sum with dropout, and its LayerNorm: what ends each half of a transformer layer.
+"""A residual sum with dropout, and its LayerNorm: the end of each half of a transformer layer.
 
 T tokens, C width of a row.
 """
@@ -22,8 +22,8 @@ def add_norm(
 
     A post-LN layer uses the first result (Vaswani et al. 2017, section 5.4). A pre-LN layer uses
     both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight, bias: (C,). `rate`
-    is the dropout rate of y. Returns two (T, C). It can be differentiated once; the plain way can
-    be differentiated twice. Raises ValueError if the shapes are others.
+    is the dropout rate of y. Returns two tensors (T, C). It can be differentiated once, and `plain`
+    twice. Raises ValueError for other shapes.
     """
     if x.dim() != 2 or x.shape != y.shape or not x.shape[1:] == weight.shape == bias.shape:
         shapes = [tuple(tensor.shape) for tensor in (x, y, weight, bias)]
@@ -70,8 +70,11 @@ def _add_norm_backward(
     rate: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of y, and of weight and bias, (2, C). The gradient of y is empty if it
-    equals that of x. It does if there is no dropout and y is not `half` (bf16)."""
+    """The gradients of x (T, C), of y (T, C), and of weight and bias, (2, C).
+
+    Without dropout x and y have the same gradient. Unless y is bf16 (`half`), that of y is then
+    returned empty.
+    """
     d_x, d_y, d_affine = _empty_gradients(z, half, rate)
     same = d_x if d_y.dim() == 1 else d_y
     native.call(
@@ -117,7 +120,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, z, moments = output
     ctx.half = y.dtype == torch.bfloat16
     ctx.save_for_backward(z, moments, weight, seed)
-    ctx.set_materialize_grads(False)  # a post-LN layer does not use z
+    ctx.set_materialize_grads(False)  # a post-LN layer does not use z: d_z is None there
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_z: Tensor | None, _: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from xformer.data.store import Split
 from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task
 
@@ -70,7 +70,7 @@ class MLM(Task):
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         assert batch.places is not None
-        x = model.encoder(batch, places=with_room(batch.places))
+        x = model.encoder(batch, places=pad_rows(batch.places))
         return self.masked_loss(model, x, batch)
 
     def masked_loss(self, model: Model, x: Tensor, batch: Batch[Tensor]) -> Loss:
@@ -112,7 +112,7 @@ class MLM(Task):
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
     ) -> tuple[np.ndarray, Tensor]:
         assert batch.places is not None
-        x = model.encoder(batch, places=with_room(batch.places))
+        x = model.encoder(batch, places=pad_rows(batch.places))
         return host.rows, self.by_row(model, x, batch, host)
 
     def by_row(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.store import UNLABELLED, Split
 from xformer.model.config import ModelConfig
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
@@ -48,7 +48,7 @@ class Pairs(MLM):
     def _both(self, model: Model, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
         """The hidden states of the masked tokens, (M, C), and the logits of the pairs, (N, 2)."""
         assert batch.places is not None
-        places = with_room(batch.places)
+        places = pad_rows(batch.places)
         x = model.encoder(batch, places=torch.cat([places, batch.first]))
         masked, first = x.split([len(places), len(batch.first)])
         config = model.config
