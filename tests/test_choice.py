@@ -391,7 +391,7 @@ def test_a_torn_question_is_refused(tmp_path: Path) -> None:
     meta = read_json(tmp_path / "s/store.json")
     (tmp_path / "s" / stores.SUMS).unlink()
     write_json(tmp_path / "s/store.json", meta | {"choices": 4})
-    with pytest.raises(BadInput, match="holds 6 rows, which are no whole number of questions with"):
+    with pytest.raises(BadInput, match="holds 6 rows, which is not a multiple of the 4 endings"):
         open_store(tmp_path / "s")
     for wrong in (1, 0, -3, "3", None, True, 3.0):
         write_json(tmp_path / "s/store.json", meta | {"choices": wrong})

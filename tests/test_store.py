@@ -172,7 +172,7 @@ def garble_header(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "phrase"),
     [
-        (truncate, r"tokens\.npy is 160 bytes, not 162"),
+        (truncate, r"tokens\.npy has 160 bytes, not 162"),
         (garble_header, r"label\.npy is not a \.npy file"),
         (lambda p: (p / "train/label.npy").unlink(), r"label\.npy is missing"),
         (lambda p: (p / "store.json").unlink(), "is not a store"),
@@ -194,7 +194,7 @@ def garble_header(path: Path) -> None:
         ),
         (
             lambda p: edit(p, lambda m: m["splits"]["train"].update(rows=3)),
-            "contradicts|not 3 rows",
+            "contradicts|4 rows, not 3",
         ),
     ],
 )
@@ -221,4 +221,4 @@ def test_one_flipped_bit_is_found(tmp_path, monkeypatch):
     assert bad == [("valid/tokens.npy", 3)]
     reports: list[str] = []
     found.verify_in_background(reports.append).join()
-    assert reports == [f"{file} is damaged in block 3 of 256 bytes"]
+    assert reports == [f"{file} is damaged in block 3 of 256 bytes: {store.REMEDY}"]
