@@ -325,7 +325,7 @@ def _alive(process: int) -> bool:
 
 
 def block_checksums(path: Path) -> Iterator[str]:
-    """The SHA-256 of every 64 MiB block of a file, in order. A block is read when it is asked for."""
+    """The SHA-256 of every 64 MiB block of a file, in order. A block is read when it is needed."""
     piece = memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece[:BLOCK]):
