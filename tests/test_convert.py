@@ -377,7 +377,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         written("vocab.txt", "\n".join([*VOCABULARY, "one", "two"])),
         "the vocabulary has 99 pieces, the embeddings only 97",
     ),
-    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "holds a piece twice"),
+    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "occurs twice"),
     "no special tokens": (
         written("vocab.txt", "a\nb\n[UNK]\n"),
         "lacks the special tokens [PAD], [CLS], [SEP]",

@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bytes": ({"vocab.txt": b"\xff\xfe"}, "vocab.txt is not UTF-8"),
     "a piece twice": (
         {"vocab.txt": f"{WORDS}hello\n"},
-        "vocab.txt:10: it holds a piece twice, 'hello' also in line 6",
+        "vocab.txt:10: the piece 'hello' occurs twice, first in line 6",
     ),
     "no merges": ({"vocab.json": BYTES}, "merges.txt does not exist: vocab.json needs its merges"),
     "not JSON": ({"vocab.json": "{", "merges.txt": MERGES}, "vocab.json is not valid JSON"),
@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 added_tokens=[{"id": 12, "content": "covid", "special": False, "normalized": False}]
             )
         },
-        "'covid' was added to the vocabulary as number 12; special tokens, then words, may follow",
+        "'covid' was added to the vocabulary with the id 12; only special tokens and then words",
     ),
     "a special token behind a word": (
         {
@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "MeCab": (
         {"vocab.txt": WORDS, "tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
-        "the rules of BertJapaneseTokenizer are not known",
+        "tokenizer_class BertJapaneseTokenizer is not supported",
     ),
 }
 
@@ -223,7 +223,7 @@ def test_what_is_no_vocabulary_is_refused_in_one_line(monkeypatch, tmp_path, cas
 
 def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
     vocabularies.symbols("ACGT").save(tmp_path)
-    with pytest.raises(BadInput, match="is a tokenizer already; give it as it is"):
+    with pytest.raises(BadInput, match="is a tokenizer already; use it without importing it"):
         here(monkeypatch, "tokenizer", "--from", tmp_path, "--output", tmp_path / "out")
 
 
@@ -232,7 +232,10 @@ def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
     [
         (["--from", "nowhere"], "nowhere does not exist"),
         (["--from", "picture.png"], "picture.png is no vocabulary: give a .txt, a .json or a"),
-        (["--from", "vocab.txt", "--cased"], "say do_lower_case: true; leave out --cased"),
+        (
+            ["--from", "vocab.txt", "--cased"],
+            "do_lower_case is true in the files beside it; leave out --cased",
+        ),
         (["--from", "vocab.txt", "--kind", "bpe"], "--kind is for learning"),
         (["--from", "vocab.txt", "--vocab-size", "9"], "--vocab-size is for learning"),
         (["--from", "vocab.txt", "--input", "vocab.txt"], "--input is for learning"),
