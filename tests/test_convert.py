@@ -404,7 +404,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "heads that do not divide": (
         config(num_attention_heads=4),
-        "model.hidden=39 is no multiple of model.heads=4",
+        "model.hidden=39 is not a multiple of model.heads=4",
     ),
     "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
     "a wrong width": (config(intermediate_size="wide"), "intermediate input should be a valid int"),

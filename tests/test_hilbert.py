@@ -421,9 +421,9 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "other": (
         "splice",
         ["model.architecture=transformer", "model.kmer=3"],
-        ["model.kmer has no meaning with model.architecture=transformer"],
+        ["model.kmer cannot be set with model.architecture=transformer"],
     ),
-    "words": ("classes", [], ["reads the letters A C G T", "lacks A C G T", "symbols"]),
+    "words": ("classes", [], ["reads the letters A C G T", "tokenizer lacks A C G T", "symbols"]),
     "surgery": ("splice", ['surgery=[{op = "clean_embeddings"}]'], ["no word embeddings"]),
     "length": ("splice", ["batch.max_tokens=63"], ["batch.max_tokens=63: the model takes 62"]),
 }

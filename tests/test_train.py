@@ -451,7 +451,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs 2 values"]),
     (["optim=3"], ["optim=3", "optim.KEY=VALUE"]),
     (["optim.lr.x=3"], ["optim.lr={'x': 3}"]),
-    (["model.heads=3"], ["model.hidden=32 is no multiple of model.heads=3"]),
+    (["model.heads=3"], ["model.hidden=32 is not a multiple of model.heads=3"]),
     (["head=clasify"], ["head='clasify'", "'classify'"]),
     (["data="], [" is not a store"]),
     (["nonsense"], ["'nonsense' is not of the form key=value"]),
