@@ -4,7 +4,7 @@
 T tokens in the batch, N sequences, k letters in a word (a k-mer), C channels of an image of Y x X
 cells. Layers, filters and norms are those of the authors' public code; the figure in the paper is
 simplified. For 500 letters and two classes there are 963,460 parameters, 961,924 of them outside
-the norms. The paper reports 961 K without saying what it counts; presumably it leaves out the norms.
+the norms. The paper reports 961 K and does not say what it counts; presumably not the norms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def letters_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of A, C, G and T. Raises BadInput if one of them is not a token."""
     if missing := [letter for letter in "ACGT" if letter not in tokenizer.pieces]:
         raise BadInput(
-            "model.architecture=hilbert_cnn reads the letters A C G T as single tokens; the store's "
+            "model.architecture=hilbert_cnn reads the letters A C G T as tokens; the store's "
             f"tokenizer lacks {' '.join(missing)}; make the store with one of --kind symbols"
         )
     return tuple(tokenizer.pieces.index(letter) for letter in "ACGT")
