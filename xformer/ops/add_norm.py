@@ -49,14 +49,12 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm(z), z, and each row's mean and 1 / sqrt(variance + eps), (T, 2)."""
     T, C = x.size()
-    out, z, moments = torch.empty_like(x), torch.empty_like(x), x.new_empty(T, 2)
+    out, z, moments = _empty_results(x)
     native.call("add_norm", y.dtype, x, y, weight, bias, z, out, moments, T, C, eps, rate, seed)
     return out, z, moments
 
 
-def _add_norm_fake(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, rate: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x), 2)
 
 
@@ -96,19 +94,6 @@ def _add_norm_backward(
     return d_x, d_y, d_affine
 
 
-def _add_norm_backward_fake(
-    d_out: Tensor,
-    d_z: Tensor | None,
-    z: Tensor,
-    moments: Tensor,
-    weight: Tensor,
-    half: bool,
-    rate: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(z, half, rate)
-
-
 def _empty_gradients(z: Tensor, half: bool, rate: float) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.bfloat16 if half else torch.float32
     d_y = torch.empty_like(z, dtype=dtype) if half or rate > 0.0 else z.new_empty(0)
@@ -133,6 +118,9 @@ def _backward(ctx: Any, d_out: Tensor | None, d_z: Tensor | None, _: Any) -> tup
     return d_x, d_x if d_y.dim() == 1 else d_y, d_weight, d_bias, None, None, None
 
 
-_in_cpp = define(_add_norm, _add_norm_fake)
-_backward_in_cpp = define(_add_norm_backward, _add_norm_backward_fake)
+_in_cpp = define(_add_norm, lambda x, *_: _empty_results(x))
+_backward_in_cpp = define(
+    _add_norm_backward,
+    lambda d_out, d_z, z, moments, weight, half, rate, seed: _empty_gradients(z, half, rate),
+)
 differentiate(_in_cpp, _keep, _backward)

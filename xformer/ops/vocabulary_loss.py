@@ -60,7 +60,7 @@ def _vocabulary_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum, the number of hits, and the gradients of the logits and of the bias."""
     V, M = len(word), len(targets)
-    gradient, d_bias = _empty_gradients(h, word, bias)
+    _, _, gradient, d_bias = _empty_results(h, word, bias, targets)
     d_bias.zero_()
     losses, hits = bias.new_zeros(2, M)
     torch.mm(h, word.T, out=gradient[:, :V])
@@ -71,15 +71,12 @@ def _vocabulary_loss(
     return losses.sum(), hits.sum(), gradient, d_bias
 
 
-def _vocabulary_loss_fake(
+def _empty_results(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return bias.new_empty(()), bias.new_empty(()), *_empty_gradients(h, word, bias)
-
-
-def _empty_gradients(h: Tensor, word: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     wide = -(-len(word) // ALIGNED) * ALIGNED
-    return h.new_empty(len(h), wide), torch.empty_like(bias)
+    total, hits = bias.new_empty(()), bias.new_empty(())
+    return total, hits, h.new_empty(len(h), wide), torch.empty_like(bias)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -100,5 +97,5 @@ def _backward(ctx: Any, d_total: Tensor | None, *_: Any) -> tuple[Tensor | None,
     return (gradient @ word) * d_total, gradient.T @ (h * d_total), d_bias * d_total, None
 
 
-_in_cpp = define(_vocabulary_loss, _vocabulary_loss_fake)
+_in_cpp = define(_vocabulary_loss, _empty_results)
 differentiate(_in_cpp, _keep, _backward)
