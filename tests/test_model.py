@@ -517,7 +517,7 @@ def test_optimizers_equal_torch_and_the_paper(
     groups = [
         {"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in theirs.parameters()
     ]
-    rate = 1e-6 if name == "radam" else 0.01  # whose first steps follow the gradient as it is
+    rate = 1e-6 if name == "radam" else 0.01  # its first steps follow the plain gradient
     reference = KINDS[name](groups, betas=(0.8, 0.95), eps=1e-7)
     norms = []
     for step in range(6):

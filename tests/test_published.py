@@ -231,7 +231,7 @@ def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
     ("arguments", "phrase"),
     [
         (["--from", "nowhere"], "nowhere does not exist"),
-        (["--from", "picture.png"], "picture.png is no vocabulary: give a .txt, a .json or a"),
+        (["--from", "picture.png"], "picture.png is not a vocabulary: give a .txt, a .json or a"),
         (
             ["--from", "vocab.txt", "--cased"],
             "do_lower_case is true in the files beside it; leave out --cased",

@@ -1,5 +1,5 @@
-"""Tokenizers: learnt, saved, loaded, decoded; the word table gives the tokenizer's own ids; those
-which are published give the ids of transformers, on real text and on odd Unicode; offsets."""
+"""Tokenizers: learning, saving, loading, decoding and offsets. The word table gives the tokenizer's
+own ids. Imported tokenizers give the ids of transformers, on real text and on odd Unicode."""
 
 import csv
 import io
@@ -183,7 +183,7 @@ def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
-def test_the_word_table_starts_anew_when_full(learned, kind, monkeypatch):
+def test_the_word_table_starts_again_when_full(learned, kind, monkeypatch):
     monkeypatch.setattr(words, "LIMIT", 20)
     encoder = Encoder(learned[kind])
     for text in TEXTS * 2:

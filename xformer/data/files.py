@@ -132,7 +132,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def load_array(path: Path, mapped: bool = True) -> np.ndarray:
-    """The array of a .npy file, by default memory-mapped. Raises BadInput if it is no such file."""
+    """The array of a .npy file, by default memory-mapped. Raises BadInput if it is another file."""
     try:
         array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError:

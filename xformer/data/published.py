@@ -167,7 +167,7 @@ def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
     case if the files do not say what to do. A GPT-2 vocabulary has none of RoBERTa's special tokens
     and gets them at its end: <s>, <pad>, </s>, <unk>, <mask>.
 
-    Raises BadInput if a file is missing or is no vocabulary, if special tokens are missing, if a
+    Raises BadInput if a file is missing or is not a vocabulary, if special tokens are missing, if a
     piece occurs twice, if ids have gaps, if merges do not fit the vocabulary, or if the rules are
     not those of BERT, RoBERTa, ALBERT or XLM-RoBERTa.
     """
@@ -212,7 +212,9 @@ def _source(path: Path, cased: bool) -> _Source:
     for form in ("tokenizer.json", "vocab.txt", "spiece.model"):
         if path.suffix == Path(form).suffix:  # under another name, so without companions
             return _Source(path, form, f"{path}.", cased)
-    raise BadInput(f"{path} is no vocabulary: give a .txt, a .json or a .model, or its directory")
+    raise BadInput(
+        f"{path} is not a vocabulary: give a .txt, a .json or a .model, or its directory"
+    )
 
 
 # ---------------------------------------------------------------------------------- file formats
