@@ -65,7 +65,7 @@ def check_foreign_store(spec: str, store: object) -> None:
     if name == "none":
         raise BadInput(
             f"{store} was made with another tokenizer than the checkpoint's; make it again with "
-            f"--tokenizer CHECKPOINT, or give mapping= to say what its ids mean: "
+            f"--tokenizer CHECKPOINT, or say what its ids mean with mapping=: "
             f"{', '.join(FORMS[1:])}"
         )
     if name in ("shift", "random"):
