@@ -361,7 +361,7 @@ def mend_meta(path: Path, file: str) -> None:
         meta = json.loads((path / tokenizers.META).read_text())
         model: Any = meta.get("pieces")
         if (path / "tokenizer.json").is_file():
-            model = tokenizers._fast(path / "tokenizer.json")
+            model = tokenizers._fast_model(path / "tokenizer.json")
         rest = {
             k: v
             for k, v in meta.items()

@@ -113,7 +113,7 @@ class Progress:
             if self.bar is not None:
                 self._draw()
             elif self.lines:
-                say(f"{escaped(self.what)}: {self.state()}", error=True)
+                say(self._line(), error=True)
 
     def left(self) -> float | None:
         """Seconds to the end at the average speed so far, or None while that is unknown."""
@@ -126,6 +126,10 @@ class Progress:
         """How far the work is: `25%, 20 of 80 steps, 9 s left, loss 7.12`."""
         share = [f"{min(self.done / self.total, 1):.0%}"] if self.total else []
         return ", ".join(share + self._parts(" of "))
+
+    def _line(self) -> str:
+        """The line for a log."""
+        return f"{escaped(self.what)}: {self.state()}"
 
     def _parts(self, of: str) -> list[str]:
         """What is shown, the most important first; `of` stands between `done` and `total`."""
