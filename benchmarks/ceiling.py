@@ -36,7 +36,7 @@ from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 from xformer.ops.attention import attention, layout
-from xformer.ops.room import roomy
+from xformer.ops.padding import padded_count
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def shapes(
         lengths = np.diff(batch.cu_seqlens).tolist()
         runs = [(len(list(same)), length) for length, same in groupby(lengths)]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            tokens, masked = roomy(len(batch.tokens), cpu), roomy(len(batch.places), cpu)
+            tokens, masked = (
+                padded_count(len(batch.tokens), cpu),
+                padded_count(len(batch.places), cpu),
+            )
         batches.append(Shape(tokens, masked, runs))
     return batches
 

@@ -11,7 +11,7 @@ from benchmarks import ours, prepare
 from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
 from benchmarks.parts import OURS, ours_on, theirs
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
 from xformer.tasks.mlm import MLM
@@ -47,7 +47,7 @@ def training_flops(config: ModelConfig, length: int, masked: float) -> float:
     """Operations a token of a training step on rows of this length with this share of masked
     tokens."""
     rows = 10_000  # so many that the number of masked tokens is whole
-    work = Work.even(rows, length, masked)
+    work = Workload.even(rows, length, masked)
     return cost.training_flops(config, MLM(Head("mlm")), work) / work.tokens
 
 

@@ -38,7 +38,7 @@ def check(data: Path) -> None:
 
 
 def tokenizer(bench: Bench) -> Tokenizer:
-    return published.read(bench.data / VOCABULARY)
+    return published.import_tokenizer(bench.data / VOCABULARY)
 
 
 def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:

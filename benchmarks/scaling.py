@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
@@ -115,7 +115,7 @@ class Part(NamedTuple):
 
 def pretraining(config: ModelConfig, steps: int, rows: int, length: int) -> float:
     """Operations of a pre-training on full rows."""
-    return steps * cost.training_flops(config, MASKED, Work.even(rows, length, MASKING))
+    return steps * cost.training_flops(config, MASKED, Workload.even(rows, length, MASKING))
 
 
 def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: float = 1) -> float:
@@ -124,7 +124,7 @@ def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: 
 
 
 def _row_flops(config: ModelConfig, task: str) -> float:
-    work = Work.even(1, TASKS[task].tokens)
+    work = Workload.even(1, TASKS[task].tokens)
     return cost.training_flops(config, SPANS if task == "squad" else CLASSES, work)
 
 
@@ -259,7 +259,7 @@ def models() -> list[str]:
     for name, config in MODELS.items():
         parts, whole = cost.parameters(config, MASKED), count(config)
         flops = [
-            cost.training_flops(config, MASKED, Work.even(64, length, MASKING)) / (64 * length)
+            cost.training_flops(config, MASKED, Workload.even(64, length, MASKING)) / (64 * length)
             for length in (128, 512)
         ]
         rows.append(
@@ -284,7 +284,7 @@ def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> f
 
 def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tuple[float, float]:
     """(computing, reducing) seconds of a step of this many tokens on this many H200."""
-    work = Work.even(tokens // length, length, MASKING)
+    work = Workload.even(tokens // length, length, MASKING)
     flops = cost.training_flops(config, MASKED, work)
     speed = NVLINK if gpus <= PER_NODE else NETWORK
     return flops / (gpus * H200 * PRETRAIN), reduction_seconds(count(config), gpus, speed)

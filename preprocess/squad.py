@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Encode SQuAD into a store."""
     check_output(arguments.output, arguments.overwrite, "store.json")
     files = _files(arguments)
-    tokenizer = tokenizers.load(arguments.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     extra = 2 + tokenizer.pair_separators
     room = arguments.max_tokens - arguments.max_question - extra
     if room < 1:

@@ -618,7 +618,7 @@ def run(
     check_output(arguments.output, arguments.overwrite, "store.json")
     if arguments.input is not None and not arguments.input.exists():
         raise BadInput(f"{arguments.input} does not exist")
-    tokenizer = tokenizers.load(arguments.tokenizer) if arguments.tokenizer else None
+    tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     started = time.monotonic()
     task = read(arguments)
     # `evaluate.py input=` reads the rows to predict by the same task and options

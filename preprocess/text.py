@@ -347,7 +347,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise BadInput("--lines is for plain text; in other formats documents are marked")
     workers = arguments.workers or len(os.sched_getaffinity(0))
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # the tokenizers' threads, read when they start
-    tokenizer = tokenizers.load(arguments.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     bad = BadRows(arguments.skip_bad)
     options = TextOptions(
         arguments.lines, arguments.skip_lines, arguments.format, arguments.field, bad

@@ -60,7 +60,7 @@ class _Training(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.learned = vocabularies.train(*self.arguments)
+            self.learned = vocabularies.learn(*self.arguments)
         except Exception as error:
             self.problems.append(error)
 
@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> None:
         for option in ("kind", "input", "vocab_size", "alphabet"):
             if getattr(arguments, option):
                 raise BadInput(f"--{option.replace('_', '-')} is for learning; --from learns not")
-        tokenizer = published.read(arguments.source, arguments.cased)
+        tokenizer = published.import_tokenizer(arguments.source, arguments.cased)
         note = _unreachable(tokenizer)
     elif kind is None:
         raise BadInput("--kind is required to learn a vocabulary, or --from to bring one in")

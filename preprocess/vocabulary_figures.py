@@ -16,7 +16,7 @@ import numpy as np
 
 from xformer.data import published, tokenizers
 from xformer.data.display import Progress, say
-from xformer.data.english import english
+from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
@@ -34,7 +34,7 @@ def overlap(one: Tokenizer, other: Tokenizer) -> dict[str, Any]:
 
     Zhang et al. 2021, section 4.1 and table 2.
     """
-    first, second = (english(tokenizer) for tokenizer in (one, other))
+    first, second = (english_pieces(tokenizer) for tokenizer in (one, other))
     return {
         "pieces": [len(one), len(other)],
         "english_like": [len(first), len(second)],
@@ -49,7 +49,7 @@ def contexts(store: Store, split: str, shown: Progress) -> dict[str, int]:
     Zhang et al. 2021, section 4.1. The store is read in blocks: memory does not grow with it.
     """
     like = np.zeros(store.vocab_size, np.int64)
-    like[list(english(store.tokenizer()))] = 1
+    like[list(english_pieces(store.tokenizer()))] = 1
     found = dict.fromkeys(("windows", "english_like", "disjoint", "disjoint_english_like"), 0)
     for column in store.split(split).columns.values():
         if isinstance(column, Ragged):
@@ -118,7 +118,7 @@ def read(path: Path) -> Tokenizer:
     Raises BadInput where there is none.
     """
     ours = (path / tokenizers.META).is_file() or (path / "result.json").is_file()
-    return tokenizers.load(path) if ours else published.read(path)
+    return tokenizers.load_tokenizer(path) if ours else published.import_tokenizer(path)
 
 
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> None:

@@ -181,7 +181,7 @@ def serve(directory: Path, share: int) -> None:
     """Encode requests until there are no more; the table of words gets a share of the memory."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not disturb the answers
-    encoder = Encoder(tokenizers.load(directory), share)
+    encoder = Encoder(tokenizers.load_tokenizer(directory), share)
     try:
         while True:
             sizes = np.frombuffer(_receive(requests), np.int64)

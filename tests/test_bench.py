@@ -26,7 +26,7 @@ from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
-from xformer.ops.room import roomy
+from xformer.ops.padding import padded_count
 from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
@@ -173,7 +173,7 @@ def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     assert (shapes[1].tokens, shapes[1].masked) == (len(batch.tokens), len(batch.places))
     half = ceiling.shapes(trial, init, dtype=torch.bfloat16, **same)[1]
     with torch.autocast("cpu", torch.bfloat16):
-        assert half.tokens == roomy(shapes[1].tokens, CPU) != shapes[1].tokens
+        assert half.tokens == padded_count(shapes[1].tokens, CPU) != shapes[1].tokens
     assert half.runs == shapes[1].runs
     assert sum(n for n, _ in shapes[1].runs) == 8
     assert sum(n * length for n, length in shapes[1].runs) == len(batch.tokens)

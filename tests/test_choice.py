@@ -47,7 +47,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: what it decodes is the text, letter for letter."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    vocabularies.train("bpe", words, 280).save(place)
+    vocabularies.learn("bpe", words, 280).save(place)
     return place
 
 
@@ -391,7 +391,7 @@ def test_a_torn_question_is_refused(tmp_path: Path) -> None:
     meta = read_json(tmp_path / "s/store.json")
     (tmp_path / "s" / stores.SUMS).unlink()
     write_json(tmp_path / "s/store.json", meta | {"choices": 4})
-    with pytest.raises(BadInput, match="holds 6 rows, which are no whole number of questions with"):
+    with pytest.raises(BadInput, match="holds 6 rows, which is not a multiple of the 4 endings"):
         open_store(tmp_path / "s")
     for wrong in (1, 0, -3, "3", None, True, 3.0):
         write_json(tmp_path / "s/store.json", meta | {"choices": wrong})
@@ -465,7 +465,7 @@ def predicted(store: Store | None, path: Path, bpe: Path, output: Path) -> Store
     columns = None if store is None else store.meta["origin"]["columns"]
     head = {"kind": "choice", "labels": list[str](), "pair": True, "max_tokens": 64}
     shutil.rmtree(output, ignore_errors=True)
-    predict.write_rows(path, head | {"columns": columns}, tokenizers.load(bpe), output)
+    predict.write_rows(path, head | {"columns": columns}, tokenizers.load_tokenizer(bpe), output)
     return open_store(output)
 
 

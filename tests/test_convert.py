@@ -382,7 +382,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         written("vocab.txt", "\n".join([*VOCABULARY, "one", "two"])),
         "the vocabulary has 99 pieces, the embeddings only 97",
     ),
-    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "holds a piece twice"),
+    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "occurs twice"),
     "no special tokens": (
         written("vocab.txt", "a\nb\n[UNK]\n"),
         "lacks the special tokens [PAD], [CLS], [SEP]",
@@ -412,7 +412,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "heads that do not divide": (
         config(num_attention_heads=4),
-        "model.hidden=39 is no multiple of model.heads=4",
+        "model.hidden=39 is not a multiple of model.heads=4",
     ),
     "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
     "a wrong width": (config(intermediate_size="wide"), "intermediate input should be a valid int"),

@@ -62,7 +62,7 @@ def toks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = [ENGLISH, CHINESE] * 5
     for kind, size in (("wordpiece", 150), ("bpe", 320), ("unigram", 69), ("symbols", 200)):
         (folder / kind).mkdir()
-        vocabularies.train(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
+        vocabularies.learn(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
     return folder
 
 
@@ -225,7 +225,7 @@ def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):
         "d/*",
     )
     letters = set("".join(DOCUMENTS)) - set(" \n")
-    assert tokenizers.load("t").pieces[5:] == sorted(letters)
+    assert tokenizers.load_tokenizer("t").pieces[5:] == sorted(letters)
 
 
 BAD = [
@@ -568,7 +568,7 @@ def test_java_on_real_source(shared):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_text_without_spaces_has_the_ids_of_the_whole(toks, tmp_path, monkeypatch, kind):
-    tokenizer = tokenizers.load(toks / kind)
+    tokenizer = tokenizers.load_tokenizer(toks / kind)
     generator = random.Random(0)
     parts = CHINESE.replace("。", "。|").replace("，", "，|").split("|")  # noqa: RUF001
     content = "".join(generator.choice(parts) for _ in range(2000))
@@ -585,7 +585,7 @@ def test_text_without_spaces_has_the_ids_of_the_whole(toks, tmp_path, monkeypatc
 @pytest.mark.parametrize("chinese", [True, False])
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_chinese_and_marks_have_the_tokenizers_own_ids(toks, kind, chinese):
-    tokenizer = tokenizers.load(toks / kind)
+    tokenizer = tokenizers.load_tokenizer(toks / kind)
     if kind == "wordpiece":
         vocabulary = dict(tokenizer.ids)
         for piece in ("中國", "##國", "##中"):
@@ -632,7 +632,7 @@ def batches(number: int) -> Iterator[workers.Batch]:
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "symbols"])
 def test_processes_give_the_tokenizers_own_ids_in_order(toks, monkeypatch, kind):
     monkeypatch.setattr(workers, "FEW", 2)
-    tokenizer = tokenizers.load(toks / kind)
+    tokenizer = tokenizers.load_tokenizer(toks / kind)
     with Encoders(tokenizer, toks / kind, 2) as encoders:
         for _ in range(2):  # a second split goes to the same processes
             found = list(encoders.encode(batches(30)))
@@ -652,7 +652,7 @@ def test_the_store_does_not_depend_on_the_number_of_processes(toks, tmp_path, mo
     lines = [f"{ENGLISH} {CHINESE[i % 20 :]} {i}" + "\n" * (i % 3) for i in range(500)]
     (tmp_path / "t.txt").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "v.txt").write_text(ENGLISH)
-    tokenizer = tokenizers.load(toks / "wordpiece")
+    tokenizer = tokenizers.load_tokenizer(toks / "wordpiece")
     splits = {"train": [tmp_path / "t.txt"], "valid": [tmp_path / "v.txt"]}
     for count in (1, 2, 3):
         output = tmp_path / str(count)
@@ -675,7 +675,7 @@ def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment,
     (tmp_path / "v.txt").write_text(ENGLISH)
     splits = {"train": [tmp_path / "t.txt"], "valid": [tmp_path / "v.txt"]}
     for lines in (False, True):
-        tokenizer, output = tokenizers.load(toks / "bpe"), tmp_path / f"{lines}"
+        tokenizer, output = tokenizers.load_tokenizer(toks / "bpe"), tmp_path / f"{lines}"
         text.write_store(output, splits, tokenizer, TextOptions(lines), 17, {}, False, count)
         found = open_store(output)
         assert found.split("train").words == len(content.split())
@@ -683,7 +683,7 @@ def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment,
 
 
 def test_a_few_batches_start_no_process(toks):
-    tokenizer = tokenizers.load(toks / "bpe")
+    tokenizer = tokenizers.load_tokenizer(toks / "bpe")
     with Encoders(tokenizer, toks / "bpe", 3) as encoders:
         assert len(list(encoders.encode(batches(workers.FEW - 1)))) == workers.FEW - 1
         assert encoders.workers == []
@@ -699,7 +699,7 @@ def test_no_more_than_two_batches_a_process_are_held(toks, monkeypatch):
             taken += 1
             yield batch
 
-    with Encoders(tokenizers.load(toks / "bpe"), toks / "bpe", 2) as encoders:
+    with Encoders(tokenizers.load_tokenizer(toks / "bpe"), toks / "bpe", 2) as encoders:
         for number, _ in enumerate(encoders.encode(counted())):
             assert taken - number <= 4
 
@@ -707,7 +707,7 @@ def test_no_more_than_two_batches_a_process_are_held(toks, monkeypatch):
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL .out of memory"), (11, "SIGSEGV")])
 def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
     monkeypatch.setattr(workers, "FEW", 1)
-    encoders = Encoders(tokenizers.load(toks / "bpe"), toks / "bpe", 2)
+    encoders = Encoders(tokenizers.load_tokenizer(toks / "bpe"), toks / "bpe", 2)
 
     def work() -> None:
         for _ in encoders.encode(batches(200)):

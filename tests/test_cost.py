@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.scaling import reduction_seconds
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
 from xformer.tasks.task import Model, Task
@@ -55,11 +55,11 @@ def counted(model: Model, labels: torch.Tensor | None = None) -> int:
     return int(counter.get_total_flops())
 
 
-def work(masked: bool) -> Work:
+def work(masked: bool) -> Workload:
     """random_batch as numbers."""
     places = random_batch(LENGTHS).places
     assert places is not None
-    return Work(
+    return Workload(
         sum(LENGTHS), sum(n * n for n in LENGTHS), len(LENGTHS), len(places) if masked else 0
     )
 
@@ -103,8 +103,8 @@ def test_operations_of_the_convolutional_network() -> None:
 
 
 def test_evaluation_is_a_third_of_training() -> None:
-    some = Work.even(150, 128, 0.15)
-    assert some == Work(19_200, 150 * 128**2, 150, 2_880)
+    some = Workload.even(150, 128, 0.15)
+    assert some == Workload(19_200, 150 * 128**2, 150, 2_880)
     assert cost.training_flops(BASE, MLM, some) == 3 * cost.forward_flops(BASE, MLM, some)
     # Chiang & Lee 2020's step by hand: layers, attention, MLM head
     layers = 12 * 6 * 768**2 * 19_200
@@ -185,6 +185,6 @@ def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
     runs = {row[0]: int(row[1]) for row in rows if row[0].startswith("Zhang")}
     assert sum(runs.values()) == 3 * 9 * 21 + 9 * 6  # three runs in sections 3-4, one in 5-6
     flops = 200_000 * cost.training_flops(
-        ModelConfig(vocab_size=30_000), MLM, Work.even(150, 126, 0.15)
+        ModelConfig(vocab_size=30_000), MLM, Workload.even(150, 126, 0.15)
     )
     assert f"{flops / 1e18:.2f} EFLOP: 200,000 steps" in done.stdout

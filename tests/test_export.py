@@ -153,16 +153,16 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
     special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
     scores = [*special, *((p, -1.0 - i / 7) for i, p in enumerate([*letters, "X", "e\u0301"]))]
     return {
-        "wordpiece": vocabularies.train("wordpiece", corpus, 200, True, set("".join(corpus))),
-        "cased": vocabularies.train("wordpiece", corpus, 200, False, set("".join(corpus))),
-        "bpe": vocabularies.train("bpe", corpus, 400),
-        "unigram": vocabularies.train("unigram", corpus, 100),
+        "wordpiece": vocabularies.learn("wordpiece", corpus, 200, True, set("".join(corpus))),
+        "cased": vocabularies.learn("wordpiece", corpus, 200, False, set("".join(corpus))),
+        "bpe": vocabularies.learn("bpe", corpus, 400),
+        "unigram": vocabularies.learn("unigram", corpus, 100),
         "albert": vocabularies.albert(scores, None, [], ["?"]),
         "accents": vocabularies.albert(scores, None, [], [], lowercase=False, keep_accents=True),
         "xlm": vocabularies.xlm_roberta(
             [*((p, 0.0) for p in ROBERTA[:4]), *scores[5:], (ROBERTA[4], 0.0)], None
         ),
-        "symbols": vocabularies.train("symbols", corpus, 200),
+        "symbols": vocabularies.learn("symbols", corpus, 200),
         "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
     }
 
@@ -426,7 +426,7 @@ def test_transformers_gives_the_same_ids(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     ours = learned[kind]
-    published.write(ours, tmp_path, 37, segments)
+    published.export_tokenizer(ours, tmp_path, 37, segments)
     write_json(tmp_path / "config.json", {"model_type": "bert"})
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [text for text in TEXTS if "[SEP]" not in text] + ["  ", "a  ▁b", " w5 w6\x1fw9 "]
@@ -445,7 +445,7 @@ def test_transformers_gives_the_same_ids(
         assert getattr(theirs, f"{role}_token_id") == i
     assert theirs.model_max_length == 37
     assert len(theirs) == len(ours)
-    again = published.read(tmp_path)
+    again = published.import_tokenizer(tmp_path)
     assert again.fingerprint == ours.fingerprint
 
 
@@ -517,7 +517,7 @@ def test_every_tokenizer_is_saved_and_loaded(
     learned: dict[str, tokenizers.Tokenizer], kind: str, tmp_path: Path
 ) -> None:
     learned[kind].save(tmp_path)
-    assert tokenizers.load(tmp_path).fingerprint == learned[kind].fingerprint
+    assert tokenizers.load_tokenizer(tmp_path).fingerprint == learned[kind].fingerprint
 
 
 # ------------------------------------------------------------------------------------- inspect

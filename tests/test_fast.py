@@ -16,9 +16,9 @@ from torch import Tensor
 
 from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
-from xformer.ops import room
+from xformer.ops import padding
 from xformer.ops.native import only_plain
-from xformer.ops.room import roomy
+from xformer.ops.padding import padded_count
 from xformer.tasks.mlm import MLM, MLMHead
 from xformer.tasks.task import Model
 
@@ -148,7 +148,7 @@ def of_rows(network: Model, batch: Batch[Tensor]) -> Tensor:
         batch.longest,
         places=batch.places.numpy(),
     )
-    x = network.encoder(batch, places=room.with_room(batch.places))
+    x = network.encoder(batch, places=padding.pad_rows(batch.places))
     return network.task.by_row(network, x, batch, host)
 
 
@@ -160,7 +160,7 @@ def test_rows_that_belong_to_no_sequence_change_nothing(
 ) -> None:
     made, batch, results = model(0.2, **SHAPES[shape]), random_batch(), []
     for rows in (0, more):
-        monkeypatch.setattr(room, "roomy", lambda count, _, rows=rows: count + rows)
+        monkeypatch.setattr(padding, "padded_count", lambda count, _, rows=rows: count + rows)
         torch.manual_seed(11)
         made.train()
         loss = made.loss(batch)
@@ -180,12 +180,16 @@ def test_rows_that_belong_to_no_sequence_change_nothing(
 
 def test_products_in_16_bit_have_few_numbers_of_rows() -> None:
     cpu = torch.device("cpu")
-    assert [roomy(n, cpu) for n in (0, 1, 1437)] == [0, 1, 1437]
+    assert [padded_count(n, cpu) for n in (0, 1, 1437)] == [0, 1, 1437]
     with torch.autocast("cpu", torch.bfloat16):
-        assert [roomy(n, cpu) for n in (0, 1, 16, 17, 512, 513)] == [0, 16, 16, 32, 512, 544]
-        assert len({roomy(n, cpu) for n in range(1024, 2048)}) == 17
-        assert all(0 <= roomy(n, cpu) - n <= n / 16 for n in range(256, 4096))
-        assert roomy(1437, torch.device("cuda")) == roomy(1437, torch.device("meta")) == 1437
+        assert [padded_count(n, cpu) for n in (0, 1, 16, 17, 512, 513)] == [0, 16, 16, 32, 512, 544]
+        assert len({padded_count(n, cpu) for n in range(1024, 2048)}) == 17
+        assert all(0 <= padded_count(n, cpu) - n <= n / 16 for n in range(256, 4096))
+        assert (
+            padded_count(1437, torch.device("cuda"))
+            == padded_count(1437, torch.device("meta"))
+            == 1437
+        )
 
 
 @pytest.mark.usefixtures("kernels")

@@ -400,7 +400,7 @@ def test_a_split_without_a_row_is_refused(
                 rows = 20 if name != split else 0
                 made.append_ragged("tokens", np.full(3 * rows, 7), np.full(rows, 3))
         writer.finish("text", [], None, {})
-    what = f"has no row in its split '{split}'"
+    what = f"has no rows in its split '{split}'"
     refused(forks.run(*training(SMOKE, path, tmp_path / "run")), str(path), what)
     line: list[str | Path] = ["evaluate.py", ground / "run", f"data={path}", f"split={split}"]
     refused(forks.run(*line), str(path), what)

@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.ops.native",
         "xformer.ops.library",
     ),
-    "Operations that others use.": ("xformer.ops.dropout", "xformer.ops.room"),
+    "Operations that others use.": ("xformer.ops.dropout", "xformer.ops.padding"),
     "Operations that the model is made of.": (
         "xformer.ops.add_norm",
         "xformer.ops.attention",

@@ -162,7 +162,7 @@ def test_the_alphabet_is_the_one_of_plus() -> None:
 
 def test_the_alphabet_is_saved(tmp_path: Path) -> None:
     vocabularies.plus().save(tmp_path)
-    again = tokenizers.load(tmp_path)
+    again = tokenizers.load_tokenizer(tmp_path)
     assert again.encode_batch(["OUX"])[0].tolist() == [12, 5, 21]
     assert again.fingerprint == vocabularies.plus().fingerprint
 

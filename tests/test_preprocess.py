@@ -91,10 +91,10 @@ def test_tokenizer(base, tmp_path, kind):
     arguments = ["tokenizer", "--kind", kind, "--input", base / "corpus.txt", "--vocab-size", size]
     said = run(*arguments, "--output", tmp_path / "a")
     run(*arguments, "--output", tmp_path / "b")
-    found = tokenizers.load(tmp_path / "a")
+    found = tokenizers.load_tokenizer(tmp_path / "a")
     assert f"{len(found):,} pieces" in said
     assert len(found) <= size
-    assert found.fingerprint == tokenizers.load(tmp_path / "b").fingerprint
+    assert found.fingerprint == tokenizers.load_tokenizer(tmp_path / "b").fingerprint
     ids = found.encode_batch([SENTENCES[0]])[0]
     assert len(ids) > 5
     assert found.special["unk"] not in ids
@@ -105,10 +105,10 @@ def test_tokenizer(base, tmp_path, kind):
 def test_tokenizer_options(base, tmp_path):
     arguments = ["--input", base / "corpus.txt", "--vocab-size", 150, "--cased"]
     run("tokenizer", "--kind", "wordpiece", *arguments, "--output", tmp_path / "t")
-    found = tokenizers.load(tmp_path / "t")
+    found = tokenizers.load_tokenizer(tmp_path / "t")
     assert found.special["unk"] not in found.encode_batch(["The A In"])[0]
     assert "T" in found.pieces
-    assert tokenizers.load(base / "acgt").pieces[5:] == list("ACGT")
+    assert tokenizers.load_tokenizer(base / "acgt").pieces[5:] == list("ACGT")
 
 
 # ------------------------------------------------------------------------------ text
@@ -198,9 +198,9 @@ def test_several_files_are_several_documents(base, tmp_path):
 def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkeypatch, kind):
     """With tiny buffers, so that every document and line is read, cut and encoded in pieces."""
     if kind == "unigram":
-        tokenizer = vocabularies.train("unigram", SENTENCES * 5, 60)
+        tokenizer = vocabularies.learn("unigram", SENTENCES * 5, 60)
     else:
-        tokenizer = tokenizers.load(base / kind)
+        tokenizer = tokenizers.load_tokenizer(base / kind)
     generator = np.random.default_rng(0)
     words = ["a", "the", "Über", "naïve", "don't", "x,", "12", "(so)", "end.", "éé", "中文"]
     gaps = [" "] * 12 + ["\n", "\r\n", "\n\n", "  ", "\n  ", "\t", " \n \n"]
@@ -256,7 +256,7 @@ def test_memory_does_not_grow_with_one_huge_line(base, tmp_path):
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 100  # MB; the words of 7 MB of text as a list take 120
     found = open_store(tmp_path / "t").split("train")
-    once = len(tokenizers.load(base / "wordpiece").encode_batch([" ".join(SENTENCES)])[0])
+    once = len(tokenizers.load_tokenizer(base / "wordpiece").encode_batch([" ".join(SENTENCES)])[0])
     assert found.tokens == 40_000 * once
     assert found.rows == -(-found.tokens // 510)
 

@@ -351,7 +351,7 @@ from xformer.ops import native
 if os.environ.get("RANK", "0") in {ranks!r}:
     versions = provenance.versions()
     provenance.versions = lambda: {{**versions, **{versions!r}}}
-    native.identity = lambda: {kernels!r}
+    native.cpu_kernels = lambda: {kernels!r}
     provenance.processor_model = lambda: "Abacus 3"
 """
 
@@ -398,7 +398,7 @@ def test_ranks_that_differ_are_refused(
     door: str, what: str, forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
     versions = {what: "9.9"} if what != "kernels" else {}
-    kernels = "other kernels" if what == "kernels" else native.identity()
+    kernels = "other kernels" if what == "kernels" else native.cpu_kernels()
     other = ELSEWHERE.format(ranks="12", versions=versions, kernels=kernels)
     line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
     line = line if door == "train.py" else [door, str(learned["text"]), f"data={data.text}"]

@@ -35,7 +35,7 @@ from torch.testing import assert_close
 from toys import Toys
 
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.data.files import read_json
 from xformer.model.config import ModelConfig
 from xformer.parallel import processes as ranks_and_devices
@@ -222,8 +222,8 @@ def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: 
     for line in lines:
         # 8 rows of at most 20 tokens: between a tenth of the work of full rows and all of it
         seconds = 1.0 / line["real_tokens_per_second"]
-        most = cost.training_flops(config, task("mlm"), Work(100, 2000, 100, 40)) / 100
-        least = cost.training_flops(config, task("mlm"), Work(100, 300, 5, 5)) / 100
+        most = cost.training_flops(config, task("mlm"), Workload(100, 2000, 100, 40)) / 100
+        least = cost.training_flops(config, task("mlm"), Workload(100, 300, 5, 5)) / 100
         assert least < line["mfu"] * 2 * 0.5e12 * seconds < most
     plain = tmp_path / "plain"
     good(forks.run(*training(SMOKE, data.text, plain, *steps[:3])))

@@ -40,7 +40,7 @@ def pieces() -> Tokenizer:
     """A WordPiece whose words fall into several pieces."""
     texts = ["EU rejects German call to boycott British lamb . Peter Blackburn"] * 3
     letters = set("".join(texts).lower())
-    return vocabularies.train("wordpiece", texts, 48, True, letters)
+    return vocabularies.learn("wordpiece", texts, 48, True, letters)
 
 
 @pytest.fixture
@@ -255,8 +255,8 @@ def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
 
 def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = published.read(shared / "vocabs/bert-base-uncased.vocab.txt")
-    published.write(ours, tmp_path, 512)
+    ours = published.import_tokenizer(shared / "vocabs/bert-base-uncased.vocab.txt")
+    published.export_tokenizer(ours, tmp_path, 512)
     theirs = transformers.BertTokenizer.from_pretrained(tmp_path)
     lines = (shared / "english_wikipedia/valid.txt").read_text(encoding="utf-8").splitlines()
     texts = [line for line in lines if line.strip()][:200]
@@ -277,7 +277,7 @@ def test_every_word_has_a_token(kind: str) -> None:
     tokenizer = (
         vocabularies.symbols(corpus[0].split(), separated=True)
         if kind == "separated"
-        else vocabularies.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
+        else vocabularies.learn(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
     )
     texts = ["it's a \u200d été ", "", "  words\tof \u200b\u200b\n", "\u00ad", "ftx ﬁne 中文 a"]
     plain = tokenizer.encode_batch(texts)

@@ -36,7 +36,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer: what it decodes is the text, letter for letter."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    vocabularies.train("bpe", words, 280).save(place)
+    vocabularies.learn("bpe", words, 280).save(place)
     return place
 
 

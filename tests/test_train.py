@@ -33,7 +33,7 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.data.files import read_json
 from xformer.monitor import SILENT
 from xformer.parallel.processes import ALONE, Ranks, slow_precision
@@ -322,7 +322,7 @@ def test_ranks_share_one_batch(overrides: list[str], data: Toys, tmp_path: Path)
 
 def everything(
     line: list[str], ranks: int, accumulate: int
-) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, Work]]]:
+) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, Workload]]]:
     """(row -> its tokens and targets, tokens of each rank, (position, work) by rank) of the
     second step."""
     recipe = load(Recipe, [*line, f"batch.accumulate={accumulate}"])
@@ -451,7 +451,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs 2 values"]),
     (["optim=3"], ["optim=3", "optim.KEY=VALUE"]),
     (["optim.lr.x=3"], ["optim.lr={'x': 3}"]),
-    (["model.heads=3"], ["model.hidden=32 is no multiple of model.heads=3"]),
+    (["model.heads=3"], ["model.hidden=32 is not a multiple of model.heads=3"]),
     (["head=clasify"], ["head='clasify'", "'classify'"]),
     (["data="], [" is not a store"]),
     (["nonsense"], ["'nonsense' is not of the form key=value"]),

@@ -9,7 +9,7 @@ from helpers import command, good, refused
 
 from xformer.data import tokenizers, vocabularies
 from xformer.data.display import Progress
-from xformer.data.english import english
+from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
@@ -77,11 +77,16 @@ def test_no_context_crosses_a_row(tmp_path):
 
 
 def test_english_like_pieces_of_every_kind():
-    words = english(TOKENIZER)
+    words = english_pieces(TOKENIZER)
     assert words == {5: ("a", True), 6: ("b", False), 7: ("Cd", True)}
     letters = [*tokenizers.ROBERTA_SPECIAL.values(), "a", "Ġa", "b", "ĠCd", "Ġ1", "é", "Ġ"]
     pairs = vocabularies.byte_bpe({piece: i for i, piece in enumerate(letters)}, [])
-    assert english(pairs) == {5: ("a", False), 6: ("a", True), 7: ("b", False), 8: ("Cd", True)}
+    assert english_pieces(pairs) == {
+        5: ("a", False),
+        6: ("a", True),
+        7: ("b", False),
+        8: ("Cd", True),
+    }
     assert figures.overlap(TOKENIZER, pairs) == {
         "pieces": [15, 12],
         "english_like": [3, 4],
@@ -89,9 +94,9 @@ def test_english_like_pieces_of_every_kind():
     }
     scores = [(p, -1.0) for p in [*tokenizers.ALBERT_SPECIAL.values(), "▁a", "b", "▁", "a▁"]]
     unigram = vocabularies.albert(scores, None, [], [])
-    assert english(unigram) == {5: ("a", True), 6: ("b", False)}
+    assert english_pieces(unigram) == {5: ("a", True), 6: ("b", False)}
     assert figures.overlap(TOKENIZER, unigram)["shared"] == 2
-    assert english(vocabularies.symbols("aé1")) == {5: ("a", True)}
+    assert english_pieces(vocabularies.symbols("aé1")) == {5: ("a", True)}
 
 
 def test_the_overlap_of_published_vocabularies(shared, tmp_path):

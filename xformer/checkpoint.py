@@ -164,7 +164,7 @@ def initialise(
     own = number(seed, purpose, name) if purpose else number(seed, name)
     generator = torch.Generator().manual_seed(own)
     cnn = config.architecture == "hilbert_cnn"
-    spread = hilbert.spread(shape) if cnn else config.initializer_range
+    spread = hilbert.initial_std(shape) if cnn else config.initializer_range
     if distribution == "truncated":
         return truncated_normal(shape, generator).mul_(spread)
     return torch.empty(shape).normal_(0.0, spread, generator=generator)
@@ -408,13 +408,15 @@ def _read(path: Path) -> Checkpoint:
         head = replace(head, labels=tuple(head.labels), class_weights=weights_of_classes)
     source = mapping = None
     if (path / "input").is_dir():
-        source = tokenizers.load(path / "input")
+        source = tokenizers.load_tokenizer(path / "input")
         mapping = load_array(path / "input/mapping.npy", mapped=False)
     weights = {
         name: weight.float() if weight.dtype in HALF else weight
         for name, weight in load_tensors(path / "model.safetensors").items()
     }
-    return Checkpoint(config, weights, tokenizers.load(path), head, history, source, mapping)
+    return Checkpoint(
+        config, weights, tokenizers.load_tokenizer(path), head, history, source, mapping
+    )
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

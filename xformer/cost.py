@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 import torch
 
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
 from xformer.tasks.task import Head, Model, Task
@@ -69,7 +69,7 @@ def _part(name: str) -> str:
     return "convolutions" if name.startswith("cnn") else "heads"
 
 
-def forward_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
+def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:
     """Operations of a forward pass with the head of a task."""
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, task)) * work.rows
@@ -83,7 +83,7 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
     return flops if task is None else flops + task.head_flops(config, work)
 
 
-def training_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
+def training_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:
     """Operations of forward and backward passes that train all weights."""
     flops = (1 + BACKWARD) * forward_flops(config, task, work)
     if config.architecture == "hilbert_cnn":  # its input, one-hot words, takes no gradient

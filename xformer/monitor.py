@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from xformer.data.display import Progress, figure, say
+from xformer.data.display import Progress, format_number, say
 from xformer.data.errors import Failure, reason
 from xformer.data.files import sync
 
@@ -94,7 +94,7 @@ class Monitor:
         if event == "train" and self.progress.bar is not None:
             self.progress.advance(0, **{name: short[name] for name in ("loss", "tokens/s", "lr")})
         elif short:
-            line = "  ".join(f"{name} {figure(value)}" for name, value in short.items())
+            line = "  ".join(f"{name} {format_number(value)}" for name, value in short.items())
             split = f"{values['split']}  " if "split" in values else ""
             state = f"  {self.progress.state()}" if event == "train" else ""
             self.say(f"{event:<10} step {step:>6}  {split}{line}{state}")

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import check_finished, make_directory, write_bytes
+from xformer.data.files import check_run_file, make_directory, write_bytes
 from xformer.tasks.known import kind_of
 from xformer.tasks.task import Head, Predictions, Questions
 
@@ -73,7 +73,7 @@ def read(path: str | Path) -> Predictions:
     if path.absolute().parent.name == FOLDER:
         again = typed("evaluate.py RUN data=STORE split=SPLIT predictions=FILE.npz")
         cure = f"write it anew with {again}"
-        check_finished(path.absolute().parents[1], f"{FOLDER}/{path.name}", path, cure)
+        check_run_file(path.absolute().parents[1], f"{FOLDER}/{path.name}", path, cure)
     content = io.BytesIO(path.read_bytes())
     try:
         with np.load(content, allow_pickle=False) as file:

@@ -106,7 +106,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
     # before the mapping: an operation may bring another tokenizer
     start = registry.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
-    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
+    array = mapping.build_mapping(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
         raise BadInput(
             f"batch.tokens={recipe.batch.tokens} is below one question of {split.together} rows of "

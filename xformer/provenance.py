@@ -41,7 +41,7 @@ def environment(ranks: Ranks) -> dict[str, Any]:
 
 def processor() -> str:
     """The kind of processor, the instructions that torch uses of it, and whose kernels run."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {native.identity()}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {native.cpu_kernels()}"
 
 
 def processor_model() -> str:
@@ -55,7 +55,7 @@ def kernels(ranks: Ranks) -> str:
     """Whose kernels compute on the device of these ranks."""
     if ranks.device.type == "cuda":
         return f"CUDA {torch.version.cuda}"
-    return native.identity()
+    return native.cpu_kernels()
 
 
 # what may change the bits of a result, and how it is called in a line

@@ -105,7 +105,7 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         array = checkpoint.mapping
     else:
         size = checkpoint.config.vocab_size
-        array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer, size)
+        array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
     return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
 
 

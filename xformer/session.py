@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import cost, provenance
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
@@ -230,7 +230,7 @@ def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float |
     if peak is None:
         return None
     tokens, squares, rows = (int(since[name]) for name in ("tokens", "squares", "rows"))
-    work = Work(tokens, squares, rows, int(predicted))
+    work = Workload(tokens, squares, rows, int(predicted))
     flops = cost.training_flops(job.start.config, job.task, work)
     return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
 

@@ -187,7 +187,7 @@ def make_ground(ground: Path) -> None:
     (mapped / "input").mkdir()
     for file in ("tokenizer.json", "tokenizer_meta.json"):
         shutil.copy(mapped / file, mapped / "input" / file)
-    np.save(mapped / "input/mapping.npy", np.arange(len(tokenizers.load(mapped))))
+    np.save(mapped / "input/mapping.npy", np.arange(len(tokenizers.load_tokenizer(mapped))))
     mend_checkpoint(mapped, "input/mapping.npy")
     _make_hugging_face(ground)
     _make_raw(ground)
@@ -212,7 +212,7 @@ def _make_hugging_face(ground: Path) -> None:
         (ground / name).mkdir()
         from xformer.data import published
 
-        published.write(tokenizers.load(ground / kind), ground / name, 64)
+        published.export_tokenizer(tokenizers.load_tokenizer(ground / kind), ground / name, 64)
     (ground / "plus").mkdir()
     torch.save(
         {
@@ -361,7 +361,7 @@ def mend_meta(path: Path, file: str) -> None:
         meta = json.loads((path / tokenizers.META).read_text())
         model: Any = meta.get("pieces")
         if (path / "tokenizer.json").is_file():
-            model = tokenizers._fast(path / "tokenizer.json")
+            model = tokenizers._fast_model(path / "tokenizer.json")
         rest = {
             k: v
             for k, v in meta.items()
@@ -396,7 +396,7 @@ def read_store(path: Path) -> None:
     list(found.verify())
     command("stats", path)
     command("verify", path)
-    mapping.build("symbols:1", found, tokenizers.load(path))
+    mapping.build_mapping("symbols:1", found, tokenizers.load_tokenizer(path))
 
 
 def evaluate_store(path: Path) -> None:
@@ -447,7 +447,7 @@ def resume(path: Path) -> None:
 
 def read_result(path: Path) -> None:
     checkpoints.load(path)
-    tokenizers.load(path)
+    tokenizers.load_tokenizer(path)
 
 
 def read_predictions(path: Path) -> None:
@@ -594,7 +594,7 @@ READERS = [
             f"{kind} {file}",
             kind,
             file,
-            lambda path: tokenizers.load(path).encode_batch(["bam"]),
+            lambda path: tokenizers.load_tokenizer(path).encode_batch(["bam"]),
             mend_meta,
         )
         for kind, file in (

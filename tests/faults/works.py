@@ -133,7 +133,7 @@ def works(toys: Toys, scratch: Path) -> dict[str, Work]:
     """The works by name."""
     base = scratch / "base"
     shape = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128)
-    checkpoints.save(checkpoints.fresh(shape, tokenizers.load(toys.tokenizer), 0), base)
+    checkpoints.save(checkpoints.fresh(shape, tokenizers.load_tokenizer(toys.tokenizer), 0), base)
     text = [
         "preprocess.py",
         "text",

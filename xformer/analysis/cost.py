@@ -39,7 +39,7 @@ from xformer.analysis.subcommand import NameList, Output, Subcommand, publish, w
 from xformer.checkpoint import Checkpoint
 from xformer.cost import forward_flops, parameters, training_flops
 from xformer.data import style
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
@@ -181,7 +181,7 @@ def count_operations(checkpoint: Checkpoint, config: CostConfig) -> dict[str, An
     shape, task = checkpoint.config, checkpoint.task
     assert task is not None
     parts = parameters(shape, task)
-    work = Work.even(config.rows, config.length, MASKING if task.predicts_masked else 0.0)
+    work = Workload.even(config.rows, config.length, MASKING if task.predicts_masked else 0.0)
     return {
         "parameters": {"total": sum(parts.values()), **parts},
         "flops_per_token": {

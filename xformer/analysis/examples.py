@@ -24,7 +24,7 @@ from xformer.data.batch import Assembler, Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.joined import open_stores
-from xformer.data.mapping import build as build_mapping
+from xformer.data.mapping import build_mapping
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
 from xformer.model.encoder import Encoder

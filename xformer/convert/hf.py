@@ -97,7 +97,7 @@ def from_hf(directory: Path) -> Imported:
             f"{file} holds {extra}, which is beyond the {config.layers} layers of config.json"
         )
     check_complete(weights, config, head, file)
-    tokenizer = published.read(directory)
+    tokenizer = published.import_tokenizer(directory)
     if len(tokenizer) > config.vocab_size:
         raise BadInput(
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
@@ -482,7 +482,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     with atomic_directory(out, overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
-        published.write(
+        published.export_tokenizer(
             checkpoint.tokenizer, directory, config.max_positions, segments=config.token_types > 1
         )
         for name, content in _sentence_files(checkpoint).items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from xformer import cost
 from xformer.config import each, validate
-from xformer.data.batch import Work as Amount
+from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
 from xformer.recipe import Recipe
@@ -74,7 +74,7 @@ class Costs:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
             total = recipe.train.epochs * rows * recipe.fraction
-        done = Amount.even(max(1, round(total)), length, recipe.masking.probability)
+        done = Workload.even(max(1, round(total)), length, recipe.masking.probability)
         task = task_of(Head(recipe.head))
         return float(cost.training_flops(model, task, done))
 

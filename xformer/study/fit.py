@@ -83,7 +83,7 @@ class Fit:
         if store.words is None:
             return
         if store.words.is_other(own):
-            mapping.check_other(recipe.mapping, store.name)
+            mapping.check_foreign_store(recipe.mapping, store.name)
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and store.words.size and store.words.size > pieces:
             raise BadInput(

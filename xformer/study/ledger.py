@@ -21,9 +21,9 @@ from xformer.data.files import (
     RUN_MANIFEST,
     atomic_directory,
     file_checksum,
+    is_safe_filename,
     json_text,
     make_directory,
-    plain_name,
     write_bytes,
 )
 from xformer.study.plan import UNPACKED, Plan, Work
@@ -187,7 +187,7 @@ def _read(path: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(path) as file:
             members = file.infolist()
             for member in members:
-                if not all(map(plain_name, member.filename.split("/"))):
+                if not all(map(is_safe_filename, member.filename.split("/"))):
                     raise _damaged(path, f"it holds a file of the name {member.filename!r}")
             if sum(member.file_size for member in members) > MOST:
                 raise _damaged(path, f"it holds more than {MOST // 2**20} MiB")

@@ -36,7 +36,7 @@ from xformer.config import (
     validate,
 )
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import plain_name
+from xformer.data.files import is_safe_filename
 
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # what a table's columns are where they are no factor
@@ -328,7 +328,7 @@ def read_study(path: Path, scale: str) -> Study:
         raise BadInput(f"{path} is no study, it has no scales; a recipe is run with {door}")
     if not scale:
         raise BadInput(f"give a scale of {path}: scale={' or scale='.join(scales)}")
-    if scale not in scales or not plain_name(scale):
+    if scale not in scales or not is_safe_filename(scale):
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
     merged = {**merge(values, scales[scale]), "path": path, "scale": scale}
     lists = [part.get("deviations", []) for part in (values, scales[scale])]
@@ -448,7 +448,7 @@ def _check_file_names(study: Study) -> None:
     }
     for what, found in names.items():
         for name in found:
-            if not plain_name(name):
+            if not is_safe_filename(name):
                 raise BadInput(
                     f"{study.path}: {what}: the name {name!r} is no plain file name; give letters, "
                     "digits, - and _"
@@ -456,7 +456,7 @@ def _check_file_names(study: Study) -> None:
     places = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
     places |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
     for place, file in places.items():
-        if not all(map(plain_name, file.split("/"))):
+        if not all(map(is_safe_filename, file.split("/"))):
             raise BadInput(f"{study.path}: {place}={file!r} does not lie below {{out}}")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Distribution
-from xformer.data.english import english
+from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.mapping import UNUSED
 from xformer.data.store import TEXTS, Store, open_store
@@ -67,7 +67,7 @@ def shuffle_embeddings(
         )
     fixed = set(tokenizer.special.values()) if keep_special else set()
     trained = {i for i, piece in enumerate(tokenizer.pieces) if not UNUSED.fullmatch(piece)}
-    moved = sorted((english(tokenizer).keys() if english_only else trained) - fixed)
+    moved = sorted((english_pieces(tokenizer).keys() if english_only else trained) - fixed)
     if len(moved) < 2:
         which = "English-like pieces" if english_only else "pieces"
         raise BadInput(f"the vocabulary has {len(moved)} {which} to shuffle; it needs at least 2")

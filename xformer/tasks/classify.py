@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.data.store import UNLABELLED, UNSEEN, Split
 from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
@@ -57,10 +57,10 @@ class Pooled(Task):
         logits: Tensor = model.task_head(model.drop(x, before_head))
         return logits
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.rows
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden
         pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
         return pooler + super().head_flops(config, work)

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
 from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task
 
@@ -70,7 +70,7 @@ class MLM(Task):
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         assert batch.places is not None
-        x = model.encoder(batch, places=with_room(batch.places))
+        x = model.encoder(batch, places=pad_rows(batch.places))
         return self.masked_loss(model, x, batch)
 
     def masked_loss(self, model: Model, x: Tensor, batch: Batch[Tensor]) -> Loss:
@@ -95,10 +95,10 @@ class MLM(Task):
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
         return (2 * C * E + 2 * E * V) * work.masked
 
@@ -112,7 +112,7 @@ class MLM(Task):
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
     ) -> tuple[np.ndarray, Tensor]:
         assert batch.places is not None
-        x = model.encoder(batch, places=with_room(batch.places))
+        x = model.encoder(batch, places=pad_rows(batch.places))
         return host.rows, self.by_row(model, x, batch, host)
 
     def by_row(

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.store import UNLABELLED, Split
 from xformer.model.config import ModelConfig
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
@@ -48,17 +48,17 @@ class Pairs(MLM):
     def _both(self, model: Model, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
         """The hidden states of the masked tokens, (M, C), and the logits of the pairs, (N, 2)."""
         assert batch.places is not None
-        places = with_room(batch.places)
+        places = pad_rows(batch.places)
         x = model.encoder(batch, places=torch.cat([places, batch.first]))
         masked, first = x.split([len(places), len(batch.first)])
         config = model.config
         rate = config.before_head if config.dropout_form == "albert" else 0.0
         return masked, model.pair_head(model.drop(model.pooled(first), rate)).float()
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked + work.rows
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden
         pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
         return super().head_flops(config, work) + pooler + 2 * C * 2 * work.rows

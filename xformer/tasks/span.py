@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
 from xformer.tasks.task import (
@@ -72,7 +72,7 @@ class Span(Task):
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
         return Loss(total, len(batch.labels), correct)
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.tokens
 
     def evaluate(

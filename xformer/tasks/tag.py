@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
 from xformer.data.store import UNLABELLED, Split
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.tasks.task import (
@@ -60,7 +60,7 @@ class Tag(Task):
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
         return Loss(total, len(batch.targets), correct)
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked
 
     def size(self, split: Split) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Split
 from xformer.model.config import ModelConfig
@@ -172,11 +172,11 @@ class Task:
         """The summed loss of a batch."""
         raise NotImplementedError
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         """How many tokens' last hidden states the task reads."""
         raise NotImplementedError
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         """Operations of the matrix products of the task's heads in a forward pass."""
         return 2 * config.hidden * self.outputs * self.tokens_read(work)
 
