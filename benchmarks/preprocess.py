@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 from xformer.data import vocabularies  # noqa: E402
 from xformer.data.store import open_store  # noqa: E402
-from xformer.preprocess import pydocs  # noqa: E402
-from xformer.preprocess.text import TextOptions, read_documents  # noqa: E402
-from xformer.preprocess.vocabulary import learn  # noqa: E402
+from xformer.preprocess.corpora import pydocs  # noqa: E402
+from xformer.preprocess.corpora.text import TextOptions, read_documents  # noqa: E402
+from xformer.preprocess.vocabulary.tokenizer import learn  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
 VOCABULARY = 30_000

@@ -15,27 +15,24 @@ from typing import Any, NamedTuple
 
 from xformer.data.errors import Interrupted, typed
 
-from . import (
+from . import stats
+from .arguments import Parser
+from .corpora import pydocs, synthetic, text
+from .fetch import data_sets
+from .tasks import (
     choice,
     dna,
-    fetch,
     glue,
+    labelled,
     music,
     pairs,
     protein,
-    pydocs,
     sequences,
     squad,
-    stats,
-    synthetic,
     tags,
-    tasks,
-    text,
     tsv,
-    vocabulary,
 )
-from . import vocabulary_figures as figures
-from .arguments import Parser
+from .vocabulary import english_like, tokenizer
 
 Add = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], None]
@@ -53,19 +50,19 @@ class Reader(NamedTuple):
     """A task's format: its own options, how it is read, and one sentence about it."""
 
     add_arguments: Add
-    read: Callable[[argparse.Namespace], tasks.Task]
+    read: Callable[[argparse.Namespace], labelled.Task]
     about: str
 
 
 COMMANDS = {
     "fetch": Command(
-        fetch.add_arguments,
-        fetch.run,
+        data_sets.add_arguments,
+        data_sets.run,
         "Download a public data set from its publisher, checked against its SHA-256.",
     ),
     "tokenizer": Command(
-        vocabulary.add_arguments,
-        vocabulary.run,
+        tokenizer.add_arguments,
+        tokenizer.run,
         "Learn a vocabulary from text, or bring in a published one.",
     ),
     "text": Command(
@@ -83,13 +80,13 @@ COMMANDS = {
         "Check every block of a store's files against its checksum.",
     ),
     "vocab-overlap": Command(
-        figures.add_overlap_arguments,
-        figures.run_overlap,
+        english_like.add_overlap_arguments,
+        english_like.run_overlap,
         "Count the English-like pieces of two vocabularies, and those that both have.",
     ),
     "english-contexts": Command(
-        figures.add_contexts_arguments,
-        figures.run_contexts,
+        english_like.add_contexts_arguments,
+        english_like.run_contexts,
         "Measure how much of a store is English-like.",
     ),
     "pydocs": Command(
@@ -156,8 +153,8 @@ def make_parser() -> Parser:
         metavar="NAME", required=True
     )
     for name, reader in TASKS.items():
-        add = partial(tasks.add_arguments, add_own=reader.add_arguments)
-        _add(names, name, add, partial(tasks.run, name, reader.read), reader.about)
+        add = partial(labelled.add_arguments, add_own=reader.add_arguments)
+        _add(names, name, add, partial(labelled.run, name, reader.read), reader.about)
     _add(names, "squad", squad.add_arguments, squad.run, squad.ABOUT)
     about = "Make an artificial corpus, straight into a store."
     names = commands.add_parser("synthetic", help=about, description=about).add_subparsers(

@@ -18,7 +18,7 @@ from xformer.data.files import write_json
 from xformer.data.store import TEXTS, Ragged, Store, open_store
 from xformer.data.tags import IGNORED
 
-from . import figure
+from . import stats_figure
 from .arguments import add_json, check_file
 
 BLOCK = 2**22  # values read at once
@@ -282,7 +282,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_file(arguments.json)
     check_file(arguments.figure)
     if arguments.figure is not None:
-        figure.check(arguments.figure)
+        stats_figure.check(arguments.figure)
     store = open_store(arguments.store)
     surveys = survey(store)
     found = describe(store, surveys)
@@ -290,7 +290,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         write_json(arguments.json, found)
     if arguments.figure is not None:
-        figure.draw(
+        stats_figure.draw(
             arguments.figure,
             found,
             {name: split.counts for name, split in surveys.items()},

@@ -23,7 +23,8 @@ from xformer.data.files import read_json, write_json
 from xformer.data.joined import open_stores
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
-from xformer.preprocess import choice, cli, predict
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import choice, predict
 
 COLUMNS = ["sent1", "sent2", "ending0", "ending1", "ending2", "label"]
 SWAG = [

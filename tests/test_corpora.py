@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import open_store
-from xformer.preprocess import cli, text, workers
+from xformer.preprocess import cli, workers
 from xformer.preprocess.bad import BadRows
 from xformer.preprocess.binarize import open_binary, read_lines
-from xformer.preprocess.corpora import check_distinct, find_files
-from xformer.preprocess.fasta import read_fasta
-from xformer.preprocess.java import Unterminated, remove_comments
-from xformer.preprocess.text import TextOptions, read_documents
+from xformer.preprocess.corpora import text
+from xformer.preprocess.corpora.fasta import read_fasta
+from xformer.preprocess.corpora.inputs import check_distinct, find_files
+from xformer.preprocess.corpora.java import Unterminated, remove_comments
+from xformer.preprocess.corpora.text import TextOptions, read_documents
 from xformer.preprocess.words import Encoder
 from xformer.preprocess.workers import Encoders
 
@@ -721,7 +722,8 @@ def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
 
 SMALL_BATCHES = """
 import sys
-from xformer.preprocess import text, workers
+from xformer.preprocess import workers
+from xformer.preprocess.corpora import text
 from xformer.preprocess.cli import main
 from xformer import start
 workers.FEW, text.BATCH = 1, 10_000

@@ -17,7 +17,8 @@ from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.writing import create_store
 from xformer.parallel.feed import to_device
-from xformer.preprocess import cli, pairs
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import pairs
 from xformer.tasks.pairs import Pairs
 
 LETTERS = "ABCDEFGH"

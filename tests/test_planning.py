@@ -20,7 +20,8 @@ from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
-from xformer.preprocess import cli, dna, glue, protein, tags
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import dna, glue, protein, tags
 from xformer.recipe import Recipe
 from xformer.study import page
 from xformer.study.cost import Costs

@@ -18,10 +18,11 @@ import pytest
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.store import Ragged, Store, open_store
-from xformer.preprocess import cli, pydocs, synthetic, text
+from xformer.preprocess import cli
 from xformer.preprocess.bad import BadRows
-from xformer.preprocess.tables import Form, Table
-from xformer.preprocess.text import TextOptions, read_documents
+from xformer.preprocess.corpora import pydocs, synthetic, text
+from xformer.preprocess.corpora.text import TextOptions, read_documents
+from xformer.preprocess.tasks.tables import Form, Table
 from xformer.preprocess.words import Encoder
 
 ROOT = Path(__file__).parents[1]

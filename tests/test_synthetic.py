@@ -26,8 +26,9 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.writing import create_store
-from xformer.preprocess import stats, synthetic
-from xformer.preprocess.synthetic import Alias, Corpus
+from xformer.preprocess import stats
+from xformer.preprocess.corpora import synthetic
+from xformer.preprocess.corpora.synthetic import Alias, Corpus
 
 ROOT = Path(__file__).parents[1]
 

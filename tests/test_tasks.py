@@ -25,7 +25,8 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import Ragged, Store, open_store
-from xformer.preprocess import cli, dna, protein, stats
+from xformer.preprocess import cli, stats
+from xformer.preprocess.tasks import dna, protein
 
 Make = Callable[..., Store]
 Raw = list[list[str]]

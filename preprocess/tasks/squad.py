@@ -28,9 +28,9 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from .arguments import add_output, check_output, number, origin, summarise
-from .bad import BadRows
-from .binarize import check_files, sources
+from ..arguments import add_output, check_output, number, origin, summarise
+from ..bad import BadRows
+from ..binarize import check_files, sources
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once

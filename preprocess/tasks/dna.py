@@ -15,11 +15,11 @@ from pathlib import Path
 from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
 from . import splits
-from .bad import BadRows
-from .binarize import check_files, read_lines
+from .labelled import Row, Task
 from .sequences import Sequences
-from .tasks import Row, Task
 
 LETTERS = "ACGTDNRS"  # D, N, R and S stand where a base is uncertain
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several

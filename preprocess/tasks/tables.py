@@ -15,8 +15,8 @@ from typing import Any
 
 from xformer.data.errors import BadInput, lacks
 
-from .bad import BadRows
-from .binarize import PACKED, read_lines
+from ..bad import BadRows
+from ..binarize import PACKED, read_lines
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once

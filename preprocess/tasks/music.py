@@ -17,12 +17,12 @@ import numpy as np
 from xformer.data import vocabularies
 from xformer.data.errors import BadInput, lacks
 
+from ..arguments import number
+from ..bad import BadRows
+from ..binarize import check_files
 from . import splits
-from .arguments import number
-from .bad import BadRows
-from .binarize import check_files
+from .labelled import Row, Task
 from .tables import Table, ending
-from .tasks import Row, Task
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json with its files, or a directory a composer."
 MIDI = (".mid", ".midi")

@@ -19,13 +19,14 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
 
-from . import choice, dna, glue, music, protein, sequences, squad, tags, tasks, tsv
-from .bad import BadRows
-from .binarize import check_files, read_lines
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
+from ..words import Encoder
+from . import choice, dna, glue, music, protein, sequences, squad, tags, tsv
+from . import labelled as tasks
+from .labelled import Row
 from .sequences import FASTA, SEQUENCE, Sequences
 from .tables import Form, Table, ending
-from .tasks import Row
-from .words import Encoder
 
 INPUT = "input"  # the split, and the column of the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}

@@ -22,7 +22,7 @@ from xformer.data.files import write_json
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 
-from .arguments import add_json, check_file
+from ..arguments import add_json, check_file
 
 WINDOW = 10  # pieces in a context
 MOST = 5  # a context with more English-like pieces than these is English-like

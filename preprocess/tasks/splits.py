@@ -10,7 +10,7 @@ from pathlib import Path
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-from .bad import BadRows
+from ..bad import BadRows
 from .tables import Table
 
 SPLIT, MARK = ("split", "set"), "validation"

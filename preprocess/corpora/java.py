@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .bad import BadRows
-from .binarize import not_utf8, open_binary
+from ..bad import BadRows
+from ..binarize import not_utf8, open_binary
 
 # one token that may hold quotes or slashes; what stands between two of them is plain code
 _TOKEN = re.compile(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from xformer.data.errors import BadInput
 
-from .bad import BadRows
-from .binarize import not_utf8, open_binary
+from ..bad import BadRows
+from ..binarize import not_utf8, open_binary
 
 LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes and the stop
 

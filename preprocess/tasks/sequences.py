@@ -20,13 +20,13 @@ from xformer.data import vocabularies
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
+from ..arguments import number
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
+from ..corpora.fasta import read_fasta
 from . import splits
-from .arguments import number
-from .bad import BadRows
-from .binarize import check_files, read_lines
-from .fasta import read_fasta
+from .labelled import Row, Task, check_metric, find_splits, input_files
 from .tables import ENDINGS, Table, ending, stem
-from .tasks import Row, Task, check_metric, find_splits, input_files
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 SEQUENCE = ("sequence", "seq", "seqs", "primary")

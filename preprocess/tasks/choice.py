@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 
 from xformer.data.errors import BadInput
 
-from .arguments import number
-from .bad import BadRows
+from ..arguments import number
+from ..bad import BadRows
+from .labelled import Row, Task, input_files
 from .tables import ENDINGS, HALF
-from .tasks import Row, Task, input_files
 from .tsv import add_form, open_tables
 
 ABOUT = "Questions with a context and two or more endings, one of which is right."

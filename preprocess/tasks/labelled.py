@@ -30,11 +30,11 @@ from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from .arguments import add_output, check_output, number, origin, summarise
-from .bad import BadRows
-from .binarize import BATCH, check_files, sources
+from ..arguments import add_output, check_output, number, origin, summarise
+from ..bad import BadRows
+from ..binarize import BATCH, check_files, sources
+from ..words import Encoder
 from .tables import ending, stem
-from .words import Encoder
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")

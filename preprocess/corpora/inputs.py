@@ -12,7 +12,7 @@ from pathlib import Path
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-from .binarize import PACKED, check_files, plain_name
+from ..binarize import PACKED, check_files, plain_name
 
 FORMATS = ("text", "jsonl", "java", "fasta")
 # .json is often something else than text, so a directory's .json files are not taken

@@ -31,7 +31,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
 
-from .arguments import add_output, check_output
+from ..arguments import add_output, check_output
 
 # tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
 # is used where there is some, but no class rests on them

@@ -26,7 +26,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.writing import create_store
 
-from .arguments import add_output, check_output, number, origin, summarise
+from ..arguments import add_output, check_output, number, origin, summarise
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {

@@ -14,10 +14,10 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
-from . import corpora
-from .arguments import add_output, check_output, expression, number
-from .bad import BadRows
-from .text import TextOptions, read_documents
+from ..arguments import add_output, check_output, expression, number
+from ..bad import BadRows
+from ..corpora import inputs
+from ..corpora.text import TextOptions, read_documents
 
 
 def learn(
@@ -78,7 +78,7 @@ class _Training(threading.Thread):
         except (BadInput, OSError) as error:
             self.problems.append(error)
         if not found:
-            names = corpora.names(self.paths)
+            names = inputs.names(self.paths)
             self.problems.append(BadInput(f"{names}: there is no text in it"))
 
     def result(self) -> tokenizers.Tokenizer:
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "directories (all their files with known endings), or quoted globs such as "
         "'text/**/*.txt'.",
     )
-    corpora.add_arguments(parser)
+    inputs.add_arguments(parser)
     add(
         "--skip-lines",
         type=expression,
@@ -188,8 +188,8 @@ def run(arguments: argparse.Namespace) -> None:
         for option in ("input", "vocab_size"):
             if not getattr(arguments, option):
                 raise BadInput(f"--{option.replace('_', '-')} is required for --kind {kind}")
-        files = corpora.find_files(arguments.input, arguments.format)
-        corpora.check_distinct({"--input": files})
+        files = inputs.find_files(arguments.input, arguments.format)
+        inputs.check_distinct({"--input": files})
         bad = BadRows(arguments.skip_bad)
         options = TextOptions(
             skip=arguments.skip_lines, format=arguments.format, json_field=arguments.field, bad=bad

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from xformer.data.errors import BadInput
 
+from ..bad import BadRows
 from . import splits
-from .bad import BadRows
+from .labelled import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
 from .tables import ENDINGS, Form, Table, ending
-from .tasks import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
 
 NAMED = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 

@@ -44,7 +44,7 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Store, open_store
 from xformer.data.writing import SplitWriter, create_store
 
-from .arguments import (
+from ..arguments import (
     add_output,
     check_output,
     length_range,
@@ -53,7 +53,7 @@ from .arguments import (
     share,
     summarise,
 )
-from .stats import id_counts
+from ..stats import id_counts
 
 BLOCK = 2**20  # tokens made at once, and
 LEAST_ROWS = 2**11  # sequences, for every step of all of them costs some time of its own

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from xformer.data.errors import BadInput
 
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
 from . import splits
-from .bad import BadRows
-from .binarize import check_files, read_lines
+from .labelled import SPLITS, Row, Task, find_splits, input_files
 from .tables import ENDINGS, Table, ending
-from .tasks import SPLITS, Row, Task, find_splits, input_files
 
 NUMBERS = ["0", "1", "2"]
 ENTAILMENT = ("entailment", "not_entailment")

@@ -26,15 +26,15 @@ from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from . import corpora
-from .arguments import add_output, check_output, expression, number, origin, summarise
-from .bad import BadRows
-from .binarize import BATCH, RowCutter, not_utf8, open_binary, sources
+from ..arguments import add_output, check_output, expression, number, origin, summarise
+from ..bad import BadRows
+from ..binarize import BATCH, RowCutter, not_utf8, open_binary, sources
+from ..words import EAST_ASIAN, MARKS
+from ..workers import Encoders
+from . import inputs
 from .fasta import read_fasta
 from .java import read_java
 from .jsonl import read_json_texts
-from .words import EAST_ASIAN, MARKS
-from .workers import Encoders
 
 READ = 2**20  # bytes read at once
 SEGMENT = 2**15  # characters of a document encoded as one text
@@ -183,7 +183,7 @@ def read_documents(
 ) -> Iterator[tuple[str, bool]]:
     """(segment, does it end its document?) of several files; a file's end ends a document."""
     for path in paths:
-        form = options.format or corpora.format_of(path)
+        form = options.format or inputs.format_of(path)
         if form == "text":
             yield from documents(read_pieces(path, read, options.bad), options)
             continue
@@ -232,7 +232,7 @@ def write_split(
     split.words = words - seams.count
     if split.writers["tokens"].length == 0:
         raise BadInput(
-            f"{corpora.names(paths)}: there is no text in it, so {split.directory.name} would be "
+            f"{inputs.names(paths)}: there is no text in it, so {split.directory.name} would be "
             "empty"
         )
 
@@ -302,7 +302,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Tokens in a row at most; "
         "longer documents are cut into several rows (default: %(default)s).",
     )
-    corpora.add_arguments(parser)
+    inputs.add_arguments(parser)
     add(
         "--lines",
         action="store_true",
@@ -338,11 +338,11 @@ def run(arguments: argparse.Namespace) -> None:
     check_output(arguments.output, arguments.overwrite, "store.json")
     given = {"train": arguments.input, "valid": arguments.valid, "test": arguments.test}
     splits = {
-        name: corpora.find_files(paths, arguments.format) for name, paths in given.items() if paths
+        name: inputs.find_files(paths, arguments.format) for name, paths in given.items() if paths
     }
-    corpora.check_distinct(splits)
+    inputs.check_distinct(splits)
     files = [path for paths in splits.values() for path in paths]
-    formats = {arguments.format or corpora.format_of(path) for path in files}
+    formats = {arguments.format or inputs.format_of(path) for path in files}
     if arguments.lines and "text" not in formats:
         raise BadInput("--lines is for plain text; in other formats documents are marked")
     workers = arguments.workers or len(os.sched_getaffinity(0))

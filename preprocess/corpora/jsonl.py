@@ -10,8 +10,8 @@ from typing import Any
 
 from xformer.data.errors import BadInput
 
-from .bad import BadRows
-from .binarize import open_binary, plain_name, read_lines
+from ..bad import BadRows
+from ..binarize import open_binary, plain_name, read_lines
 
 _BETWEEN = re.compile(r"[\s,]*")
 

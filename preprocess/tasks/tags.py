@@ -22,12 +22,12 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.tags import NO_LABEL
 
+from ..arguments import number
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
 from . import splits
-from .arguments import number
-from .bad import BadRows
-from .binarize import check_files, read_lines
+from .labelled import TAG_METRICS, Row, Task, check_metric, input_files
 from .protein import LETTERS
-from .tasks import TAG_METRICS, Row, Task, check_metric, input_files
 
 ABOUTS = {
     "conll": "Any file of the CoNLL form: a word and its label a line, blank lines between.",
