@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from xformer.data import vocabularies  # noqa: E402
 from xformer.data.store import open_store  # noqa: E402
 from xformer.preprocess.corpora import pydocs  # noqa: E402
-from xformer.preprocess.corpora.text import TextOptions, read_documents  # noqa: E402
+from xformer.preprocess.corpora.documents import TextOptions, read_documents  # noqa: E402
 from xformer.preprocess.vocabulary.tokenizer import learn  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))

@@ -136,7 +136,7 @@ def test_sequences_in_every_form(
 
 REFUSED = {
     "a.fasta": (">one\nACGT\n>two\nACQT\n", "a.fasta:3: letters other than ACGTNRYSWKMBDHV: 'Q'"),
-    "b.fasta": (">one\nACGT\n>two\nAC-T\n", "b.fasta:4: '-' is no letter of a sequence"),
+    "b.fasta": (">one\nACGT\n>two\nAC-T\n", "b.fasta:4: '-' is not a letter of a sequence"),
     "c.fasta": (">one\nACGT\n>two\n>three\nAC\n", "c.fasta:3: a record without a sequence"),
     "d.fasta": ("ACGT\n>one\nACGT\n", "d.fasta:1: text before the first header"),
     "e.csv": ("sequence,id\nACGT,1\nACXT,2\n", "e.csv:3: letters other than ACGTNRYSWKMBDHV: 'X'"),

@@ -1066,7 +1066,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ({"train.json": "[1, 2]"}, [*T, "--input", "."], r"train\.json:1: this is no JS", None),
     ({"train.json": '[{"t": "a", "l": 0},'}, [*T, "--input", "."], "train.json:1: not valid", None),
     ({"train.parquet": b"PAR1 not really"}, [*T, "--input", "."], "is not a parquet file", None),
-    ({"train.tsv.gz": TSV}, [*T, "--input", "."], r"train\.tsv\.gz is damaged, or no \.gz", None),
+    ({"train.tsv.gz": TSV}, [*T, "--input", "."], r"\.tsv\.gz is damaged, or not a \.gz", None),
     ({"train.tsv": TSV}, [*T, "--train"], "argument --train: expected at least one argument", None),
     ({"d/train.tsv": TSV}, [*T, "--train", "d"], "d is a directory; give a file", None),
     ({"a.tsv": TSV}, [*T, "--valid", "a.tsv"], "give --input FILE|DIR, or --train FILE", None),

@@ -1,4 +1,4 @@
-"""FASTA: a line with ">" and a name, then the lines of a sequence."""
+"""FASTA records: a line with ">" and a name, then the lines of a sequence."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import not_utf8, open_binary
 
-LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes and the stop
+FASTA_LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes, and * for stop
 
 _SPACE = string.whitespace.encode()
 
 
 def read_fasta(
-    path: Path, bad: BadRows | None = None, read: Callable[[int], None] = lambda _: None
+    path: Path, bad: BadRows | None = None, advance: Callable[[int], None] = lambda _: None
 ) -> Iterator[tuple[int, str, str]]:
-    """(line number of the header, header without ">", sequence) of every record, streamed.
+    """Yield (line number of the header, header without ">", sequence) of every record.
 
-    White space in sequences is dropped and letters are made upper case. The file may be compressed
-    (see `open_binary`). Memory holds one record. A record without a sequence, with a letter other
-    than A to Z and `*` (Chiang and Lee 2020, section 3, use A to Z), or with bytes that are not
-    UTF-8 goes to `bad` with its line (default: raises BadInput). Raises BadInput naming file and
-    line for text before the first header. `read` is told how many bytes were read from the disk.
+    White space is dropped from sequences, and letters are made upper case. The file may be
+    compressed (see `open_binary`). Memory holds one record. A record goes to `bad` (default: raises
+    BadInput) if it has no sequence, a letter other than A to Z and `*` (Chiang and Lee 2020,
+    section 3, use A to Z), or bytes that are not UTF-8. Raises BadInput naming file and line if
+    there is text before the first header. `advance` is called with the size of each block read from
+    the disk.
     """
-    bad = BadRows(skip=False) if bad is None else bad  # an empty one is falsy
+    bad = BadRows(skip=False) if bad is None else bad
     start, header, good, parts = 0, "", True, list[bytes]()
-    with open_binary(path, read) as file:
+    with open_binary(path, advance) as file:
         for number, line in enumerate(file, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -43,7 +44,10 @@ def read_fasta(
                     bad(path, number, not_utf8(error))
                     good = False
             elif start == 0 and line.strip():
-                raise BadInput(f"{path}:{number}: text before the first header, a line `>name`")
+                raise BadInput(
+                    f"{path}:{number}: text before the first header; begin each record with a line "
+                    "`>name`"
+                )
             elif good:
                 parts.append(line.translate(None, _SPACE).upper())
                 good = _is_sequence(path, number, parts[-1], bad)
@@ -61,11 +65,11 @@ def _has_sequence(path: Path, line: int, good: bool, parts: list[bytes], bad: Ba
 
 
 def _is_sequence(path: Path, line: int, letters: bytes, bad: BadRows) -> bool:
-    wrong = letters.translate(None, LETTERS.encode())
+    wrong = letters.translate(None, FASTA_LETTERS.encode())
     if not wrong:
         return True
     try:
-        bad(path, line, f"{wrong.decode()[0]!r} is no letter of a sequence (A to Z and *)")
+        bad(path, line, f"{wrong.decode()[0]!r} is not a letter of a sequence (A to Z and *)")
     except UnicodeDecodeError as error:
         bad(path, line, not_utf8(error))
     return False

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of: files, directories and globs, each with a format."""
+"""The input files of a corpus: found in files, directories and globs, each with its format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-from ..binarize import PACKED, check_files, plain_name
+from ..binarize import PACKED, check_files, unpacked_name
 
 FORMATS = ("text", "jsonl", "java", "fasta")
-# .json is often something else than text, so a directory's .json files are not taken
-ENDINGS = {
+# Files ending in .json often hold no text, so they are not taken from a directory.
+CORPUS_ENDINGS = {
     ".txt": "text",
     ".text": "text",
     ".jsonl": "jsonl",
@@ -26,32 +26,33 @@ ENDINGS = {
     ".fa": "fasta",
     ".faa": "fasta",
 }
-NAMED = {**ENDINGS, ".json": "jsonl"}
+FORMAT_OF_ENDING = {**CORPUS_ENDINGS, ".json": "jsonl"}
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name tells: plain text unless its ending is another's."""
-    return NAMED.get(plain_name(path).suffix.lower(), "text")
+    """The format given by the ending of a file's name: plain text if the ending is unknown."""
+    return FORMAT_OF_ENDING.get(unpacked_name(path).suffix.lower(), "text")
 
 
-def find_files(given: Sequence[str], form: str | None = None) -> list[Path]:
-    """The files that arguments stand for: in the order of the arguments, sorted within each.
+def find_files(arguments: Sequence[str], form: str | None = None) -> list[Path]:
+    """The files named by command-line arguments, in the order of the arguments, sorted within each.
 
-    A directory gives its files with known endings, those of its folders included, hidden ones not
-    (with a format `form`, files of any ending); a glob (`**` stands for folders) gives the files it
-    matches. Empty files found so are left out. What is left out is counted on standard error.
-    Raises BadInput for an argument that stands for no file.
+    An argument is a file, a directory or a glob, in which `**` matches any folders. A directory
+    gives all its files with known endings, or all its files if their format `form` is given. It is
+    searched recursively, without hidden files. Empty files from directories and globs are left out.
+    The number of files left out is printed on standard error. Raises BadInput for an argument that
+    gives no file.
     """
     files: list[Path] = []
-    for argument in given:
+    for argument in arguments:
         if os.path.isdir(argument):
             files += _in_directory(Path(argument), form)
         elif not os.path.exists(argument) and glob.has_magic(argument):
-            found = [Path(name) for name in sorted(glob.glob(argument, recursive=True))]
-            found = _with_content(argument, [path for path in found if path.is_file()])
-            if not found:
-                raise BadInput(f"{argument} matches no file with content")
-            files += found
+            matches = [Path(name) for name in sorted(glob.glob(argument, recursive=True))]
+            matches = _with_content(argument, [path for path in matches if path.is_file()])
+            if not matches:
+                raise BadInput(f"{argument} matches no file with content; check the pattern")
+            files += matches
         else:
             check_files([Path(argument)])
             files.append(Path(argument))
@@ -59,16 +60,16 @@ def find_files(given: Sequence[str], form: str | None = None) -> list[Path]:
 
 
 def _in_directory(directory: Path, form: str | None) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     skipped: Counter[str] = Counter()
     for folder, folders, names in os.walk(directory, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(folder, name) for name in names):
-            ending = plain_name(path).suffix.lower()
+            ending = unpacked_name(path).suffix.lower()
             if path.name.startswith(".") or not path.is_file():
                 skipped["hidden" if path.name.startswith(".") else "not a file"] += 1
-            elif form or ending in ENDINGS:
-                found.append(path)
+            elif form or ending in CORPUS_ENDINGS:
+                files.append(path)
             else:
                 skipped[ending or "no ending"] += 1
     kinds = [f"{count} {ending}" for ending, count in skipped.most_common(5)]
@@ -76,14 +77,14 @@ def _in_directory(directory: Path, form: str | None) -> list[Path]:
         more = ", ..." if len(skipped) > 5 else ""
         note = f"{directory}: {skipped.total():,} files left out ({', '.join(kinds)}{more})"
         say(note, error=True)
-    found = _with_content(str(directory), sorted(found))
-    if not found:
-        endings = " ".join(ENDINGS)
+    files = _with_content(str(directory), sorted(files))
+    if not files:
+        endings = " ".join(CORPUS_ENDINGS)
         raise BadInput(
             f"{directory} holds no file with content and a known ending ({endings}, each also with "
             f"{' or '.join(PACKED)}); name other files by a glob, such as '{directory}/**/*.md'"
         )
-    return found
+    return files
 
 
 def _unreadable(error: OSError) -> None:
@@ -91,15 +92,15 @@ def _unreadable(error: OSError) -> None:
 
 
 def _with_content(argument: str, paths: list[Path]) -> list[Path]:
-    found = [path for path in paths if path.stat().st_size]
-    if len(found) < len(paths):
-        empty = len(paths) - len(found)
+    full = [path for path in paths if path.stat().st_size]
+    if len(full) < len(paths):
+        empty = len(paths) - len(full)
         say(f"{argument}: {empty:,} empty files left out", error=True)
-    return found
+    return full
 
 
 def check_distinct(splits: dict[str, list[Path]]) -> None:
-    """Raise BadInput naming a file that stands twice in a split, or in two of them."""
+    """Raise BadInput naming a file that is given twice, in one split or in two."""
     seen: dict[tuple[int, int], tuple[str, Path]] = {}
     plain: dict[Path, Path] = {}
     for split, paths in splits.items():
@@ -108,14 +109,16 @@ def check_distinct(splits: dict[str, list[Path]]) -> None:
             known = seen.setdefault((status.st_dev, status.st_ino), (split, path))
             if known[0] != split:
                 raise BadInput(
-                    f"{path} is in both {known[0]} and {split}: what is held out must "
-                    "not be trained on"
+                    f"{path} is in both {known[0]} and {split}: a held-out file must not be "
+                    "trained on; give different files"
                 )
             if known[1] is not path:
-                raise BadInput(f"{path} is given twice for {split}")
-            twin = plain.setdefault(plain_name(path), path)
+                raise BadInput(f"{path} is given twice for {split}; give it once")
+            twin = plain.setdefault(unpacked_name(path), path)
             if twin is not path:
-                raise BadInput(f"{twin} and {path} are one file, packed and not: give one of them")
+                raise BadInput(
+                    f"{twin} and {path} are the same file, compressed and not: give one of them"
+                )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,11 +127,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--format",
         choices=FORMATS,
-        help="How all files are read. jsonl: a document is the text "
-        "in a field of an object, one object a line, or one array of them in a .json file. java: a "
-        "document is a file without its comments. fasta: a document is a record's sequence. "
-        "(Default: by each file's ending; plain text unless it is .jsonl, .ndjson, .json, .java, "
-        ".fasta, .fa or .faa. Any file may be packed: .gz, .zst.)",
+        help="The format of all files. text: plain text. jsonl: a document is the text in one "
+        "field of an object; there is one object a line, or one array of objects in a .json file. "
+        "java: a document is a file without its comments. fasta: a document is the sequence of a "
+        "record. (Default: by each file's ending; plain text unless it is .jsonl, .ndjson, .json, "
+        ".java, .fasta, .fa or .faa. Any file may be compressed: .gz, .zst.)",
     )
     add(
         "--field",
@@ -139,14 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-bad",
         action="store_true",
-        help="Leave out and count JSON lines, FASTA records, "
-        "Java files and lines of text that cannot be read (default: the first one ends the "
-        "work).",
+        help="Leave out and count JSON lines, FASTA records, Java files and lines of text that "
+        "cannot be read (default: stop at the first one).",
     )
 
 
-def names(paths: Iterable[Path]) -> str:
-    """The first paths, and how many more there are."""
+def first_names(paths: Iterable[Path]) -> str:
+    """The first three paths for a message, and how many more there are."""
     paths = list(paths)
     more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
     return ", ".join(map(str, paths[:3])) + more

@@ -1,4 +1,4 @@
-"""Java source without its comments (Chiang and Lee 2020, section 3, pre-train on such code)."""
+"""Java source without its comments, as Chiang and Lee 2020, section 3, pre-train on."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pathlib import Path
 from ..bad import BadRows
 from ..binarize import not_utf8, open_binary
 
-# one token that may hold quotes or slashes; what stands between two of them is plain code
+# One token that may contain quotes or slashes. Everything between two such tokens is plain code.
 _TOKEN = re.compile(
     r'''
     """[ \t\f]*[\r\n] (?: [^"\\]++ | \\. | "(?!"") )*+ """     # a text block
     | "(?!""[ \t\f]*[\r\n]) (?: [^"\\\r\n]++ | \\[^\r\n] )*+ "  # a string
     | ' (?: [^'\\\r\n]++ | \\[^\r\n] )*+ '                      # a character
     | (?P<comment> //[^\r\n]* | /\*.*?\*/ )
-    | (?P<open> """ | ["'] | /\* )                              # one of them without its end
+    | (?P<open> """ | ["'] | /\* )                              # the start of one that has no end
     ''',
     re.VERBOSE | re.DOTALL,
 )
 _OPEN = {"/*": "a comment", '"""': "a text block", '"': "a string", "'": "a character"}
 
-# Java reads \u0022 as a quote; two backslashes are none of it
+# Java reads \u0022 as a quote, but not after another backslash.
 _ESCAPE = re.compile(r"\\(?:\\|u+([0-9a-fA-F]{4}))")
 _MATTERS = re.compile(r"\\u+00(?:2[27aAfF]|5[cC]|0[aAdD])")  # " ' * / \ and line ends
 
 
 class Unterminated(Exception):
-    """A comment, string or character without its end: what, and the character it begins at."""
+    """A comment, string or character literal has no end.
+
+    `what` names its kind, and `start` is the index of the character at which it begins.
+    """
 
     def __init__(self, what: str, start: int):
         super().__init__(what)
@@ -36,14 +39,15 @@ class Unterminated(Exception):
 
 
 def remove_comments(text: str) -> str:
-    r"""Java source without comments, all else as it was.
+    r"""Remove the comments from Java source and change nothing else.
 
-    What looks like a comment within a string, a text block or a character stays. Lines on which
-    there was nothing but comments are gone; a block comment between code leaves a space, as two
-    words it parts must stay two. Unicode escapes count as the characters they stand for (a comment
-    may begin with \u002f) and stay as they are written. Raises Unterminated.
+    Text that looks like a comment stays if it is within a string, a text block or a character
+    literal. Lines that held only comments are removed. A block comment between code becomes a
+    space, so that the words on both sides stay separate. Unicode escapes are interpreted (a comment
+    may begin with \u002f) and kept as they are written. Raises Unterminated.
     """
-    mark = next(m for m in map(chr, range(0xFDD0, 0xFDF0)) if m not in text)  # no character
+    # Marks the place of a removed comment: one of Unicode's noncharacters.
+    mark = next(m for m in map(chr, range(0xFDD0, 0xFDF0)) if m not in text)
     parts, end = [], 0
     for start, stop in _comments(text):
         parts.append(text[end:start])
@@ -57,7 +61,7 @@ def remove_comments(text: str) -> str:
 
 
 def _comments(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of every comment."""
+    """Yield (start, end) of every comment."""
     place: Callable[[int], int] = int
     if _MATTERS.search(text):
         text, places = _unescape(text)
@@ -70,7 +74,7 @@ def _comments(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _unescape(text: str) -> tuple[str, list[int]]:
-    """The text as Java reads it, and for each of its places the place in the file."""
+    """The text as Java reads it, and the index in the file of each of its characters."""
     parts: list[str] = []
     places: list[int] = []
     end = 0
@@ -83,11 +87,14 @@ def _unescape(text: str) -> tuple[str, list[int]]:
 
 
 def read_java(
-    path: Path, bad: BadRows, read: Callable[[int], None] = lambda _: None
+    path: Path, bad: BadRows, advance: Callable[[int], None] = lambda _: None
 ) -> Iterator[str]:
-    """The one document that a Java file is; none if it goes to `bad` (not UTF-8, a comment or
-    string without its end). Memory holds one file."""
-    with open_binary(path, read) as file:
+    """Yield a Java file, without its comments, as one document. Memory holds one file.
+
+    A file that is not UTF-8, or in which a comment or string has no end, goes to `bad`. `advance`
+    is called with the size of each block read from the disk.
+    """
+    with open_binary(path, advance) as file:
         data = file.read()
     try:
         text = data.decode("utf-8-sig")

@@ -31,7 +31,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
 
-from ..arguments import add_output, check_output
+from ..arguments import add_output, check_output_directory
 
 # tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
 # is used where there is some, but no class rests on them
@@ -316,7 +316,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the demonstration's raw files."""
-    check_output(arguments.output, arguments.overwrite, "english.txt")
+    check_output_directory(arguments.output, arguments.overwrite, "english.txt")
     started = time.monotonic()
     counts = write(arguments.output, arguments.overwrite)
     found = ", ".join(f"{count:,} {what}" for what, count in counts.items())

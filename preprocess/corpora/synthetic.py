@@ -46,12 +46,12 @@ from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
     add_output,
-    check_output,
+    check_output_directory,
+    fraction,
     length_range,
-    number,
     origin,
-    share,
-    summarise,
+    say_written,
+    whole_number,
 )
 from ..stats import id_counts
 
@@ -362,7 +362,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     add = parser.add_argument
     add(
         "--tokens",
-        type=number(1),
+        type=whole_number(1),
         required=True,
         metavar="N",
         help="Tokens of the split train; a twentieth more makes the split valid.",
@@ -376,7 +376,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     add(
         "--vocab-size",
-        type=number(6),
+        type=whole_number(6),
         metavar="N",
         help="Ids of the vocabulary, five special "
         "ones included (default: that of --frequencies, or 30000).",
@@ -384,7 +384,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "shuffle":
         add(
             "--distinct",
-            type=number(1),
+            type=whole_number(1),
             default=64,
             metavar="K",
             help="Kinds of brackets: the "
@@ -392,7 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         )
         add(
             "--depth",
-            type=number(1),
+            type=whole_number(1),
             default=8,
             metavar="N",
             help="Brackets that are open at once, at most (default: %(default)s).",
@@ -400,13 +400,13 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     else:
         add(
             "--distinct",
-            type=number(1),
+            type=whole_number(1),
             metavar="N",
             help="Different tokens that occur; the most frequent, else the first (default: all).",
         )
     add(
         "--seed",
-        type=number(0),
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="Draws the corpus (default: %(default)s).",
@@ -424,14 +424,14 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         push = 0.5 if name == "shuffle" else 0.4
         add(
             "--push",
-            type=share,
+            type=fraction,
             default=push,
             metavar="P",
             help="The probability that a step opens a pair (default: %(default)s).",
         )
     add(
         "--workers",
-        type=number(1, 4096),
+        type=whole_number(1, 4096),
         metavar="N",
         help="Processes that make a large corpus, "
         "which is the same whatever their number (default: all cores).",
@@ -441,7 +441,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Make an artificial corpus."""
-    check_output(arguments.output, arguments.overwrite, "store.json")
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     frequencies = open_store(arguments.frequencies) if arguments.frequencies else None
     corpus = Corpus(
         arguments.generator,
@@ -463,4 +463,4 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.overwrite,
         workers,
     )
-    summarise(arguments.output, written, started)
+    say_written(arguments.output, written, started)

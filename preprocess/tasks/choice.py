@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from xformer.data.errors import BadInput
 
-from ..arguments import number
+from ..arguments import whole_number as number
 from ..bad import BadRows
 from .labelled import Row, Task, input_files
 from .tables import ENDINGS, HALF

@@ -30,10 +30,13 @@ from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output, number, origin, summarise
+from ..arguments import add_output, origin
+from ..arguments import check_output_directory as check_output
+from ..arguments import say_written as summarise
+from ..arguments import whole_number as number
 from ..bad import BadRows
 from ..binarize import BATCH, check_files, sources
-from ..words import Encoder
+from ..words import CachedEncoder as Encoder
 from .tables import ending, stem
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")

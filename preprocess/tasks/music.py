@@ -17,7 +17,7 @@ import numpy as np
 from xformer.data import vocabularies
 from xformer.data.errors import BadInput, lacks
 
-from ..arguments import number
+from ..arguments import whole_number as number
 from ..bad import BadRows
 from ..binarize import check_files
 from . import splits

@@ -26,7 +26,10 @@ from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.writing import create_store
 
-from ..arguments import add_output, check_output, number, origin, summarise
+from ..arguments import add_output, origin
+from ..arguments import check_output_directory as check_output
+from ..arguments import say_written as summarise
+from ..arguments import whole_number as number
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {

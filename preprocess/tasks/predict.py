@@ -21,7 +21,7 @@ from xformer.data.writing import create_store
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
-from ..words import Encoder
+from ..words import CachedEncoder as Encoder
 from . import choice, dna, glue, music, protein, sequences, squad, tags, tsv
 from . import labelled as tasks
 from .labelled import Row

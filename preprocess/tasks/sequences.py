@@ -20,7 +20,7 @@ from xformer.data import vocabularies
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-from ..arguments import number
+from ..arguments import whole_number as number
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import read_fasta

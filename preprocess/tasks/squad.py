@@ -28,7 +28,10 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output, number, origin, summarise
+from ..arguments import add_output, origin
+from ..arguments import check_output_directory as check_output
+from ..arguments import say_written as summarise
+from ..arguments import whole_number as number
 from ..bad import BadRows
 from ..binarize import check_files, sources
 

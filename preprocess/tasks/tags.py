@@ -22,7 +22,7 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.tags import NO_LABEL
 
-from ..arguments import number
+from ..arguments import whole_number as number
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits

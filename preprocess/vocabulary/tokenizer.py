@@ -14,10 +14,10 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
-from ..arguments import add_output, check_output, expression, number
+from ..arguments import add_output, check_output_directory, expression, whole_number
 from ..bad import BadRows
 from ..corpora import inputs
-from ..corpora.text import TextOptions, read_documents
+from ..corpora.documents import TextOptions, read_documents
 
 
 def learn(
@@ -78,7 +78,7 @@ class _Training(threading.Thread):
         except (BadInput, OSError) as error:
             self.problems.append(error)
         if not found:
-            names = inputs.names(self.paths)
+            names = inputs.first_names(self.paths)
             self.problems.append(BadInput(f"{names}: there is no text in it"))
 
     def result(self) -> tokenizers.Tokenizer:
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--vocab-size",
-        type=number(6),
+        type=whole_number(6),
         metavar="N",
         help="Pieces in the vocabulary, the five "
         "special tokens included; a small text may give fewer.",
@@ -165,7 +165,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Learn a vocabulary, write down an alphabet, or bring in a published vocabulary."""
     kind, output = arguments.kind, arguments.output
-    check_output(output, arguments.overwrite, tokenizers.META, ("store.json", "config.json"))
+    check_output_directory(
+        output, arguments.overwrite, tokenizers.META, ("store.json", "config.json")
+    )
     started = time.monotonic()
     note = ""
     if arguments.source is not None:
