@@ -708,7 +708,7 @@ REFUSED = [
     ([*NEST, "0"], "must be at least 1"),
     ([*NEST, "9", "--push", "1"], "between 0 and 1"),
     ([*NEST, "9", "--lengths", "9:3"], "LEAST <= MOST"),
-    ([*NEST, "9", "--distinct", "40000"], "only 29995"),
+    ([*NEST, "9", "--distinct", "40000"], "is too large: only 29995"),
     ([*NEST, "9", "--frequencies", "bpe"], "bpe is not a store"),
     ([*NEST, "9", "--frequencies", "store", "--vocab-size", "9"], "is less than the"),
     (["synthetic", "nested"], "did you mean nesting"),

@@ -61,7 +61,9 @@ def test_contexts_are_those_of_a_plain_loop(tmp_path, monkeypatch, block):
 
 def test_no_context_crosses_a_row(tmp_path):
     rows = [[5] * 9] * 50 + [[8] * 10] + [[5] * 5 + [8] * 5, [5] * 6 + [8] * 4]
-    found = english_like.describe(store(tmp_path / "s", {"train": rows, "test": [[5] * 9]}))
+    found = english_like.describe_contexts(
+        store(tmp_path / "s", {"train": rows, "test": [[5] * 9]})
+    )
     assert found["splits"]["train"] == {
         "windows": 3,
         "english_like": 1,
@@ -73,7 +75,7 @@ def test_no_context_crosses_a_row(tmp_path):
     assert found["splits"]["test"]["share"] is None
     short = store(tmp_path / "short", {"train": [[5] * 9] * 3})
     with pytest.raises(BadInput, match="short has no row of 10 pieces"):
-        english_like.describe(short)
+        english_like.describe_contexts(short)
 
 
 def test_english_like_pieces_of_every_kind():
@@ -97,14 +99,14 @@ def test_english_like_pieces_of_every_kind():
 def test_the_overlap_of_published_vocabularies(shared, tmp_path):
     """Zhang et al. 2021, section 4.1: 26,503 of 30,522 pieces; table 2: 3,365 and 2,672 (ZH)."""
     names = [shared / f"vocabs/bert-base-{n}.vocab.txt" for n in ("uncased", "cased", "chinese")]
-    uncased, cased, chinese = map(english_like.read, names)
+    uncased, cased, chinese = map(english_like.read_tokenizer, names)
     assert english_like.overlap(uncased, cased) == {
         "pieces": [30_522, 28_996],
         "english_like": [26_503, 26_015],
         "shared": 16_339,
     }
     uncased.save(tmp_path)
-    again = english_like.read(tmp_path)
+    again = english_like.read_tokenizer(tmp_path)
     assert english_like.overlap(again, chinese) == {
         "pieces": [30_522, 21_128],
         "english_like": [26_503, 3_365],

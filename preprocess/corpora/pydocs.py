@@ -1,16 +1,18 @@
-"""English text and a labelled task out of what every Python carries, for trying things without a
-download: the language reference that `help()` shows (`pydoc_data.topics`) and the docstrings of
-the standard library, read with `ast` from the source files; nothing is imported.
+"""English text and a labelled task made from Python's own documentation, so that everything can be
+tried without a download. The sources are the language reference that `help()` shows
+(`pydoc_data.topics`) and the docstrings of the standard library. Docstrings are read from the
+source files with `ast`; nothing is imported.
 
     DIR/english.txt               prose for pre-training, one document a definition or section
     DIR/english.valid.txt         5 % of the documents, held out
-    DIR/task/{train,valid,test}.tsv   `passage<TAB>module`: which part of the library a passage
+    DIR/task/{train,valid,test}.tsv   `passage<TAB>module`: the part of the library that a passage
                                   documents ("language" for the reference)
 
-The same Python gives the same bytes. A definition (function, class, module, section) lies in one
-split as a whole; paragraphs that occur twice are kept once; held-out passages and what resembles
-them are neither in the training passages nor in the pre-training text. Class names are taken out
-of every passage, so that none gives itself away. The text is the Python Software Foundation's.
+The same Python gives the same bytes. A definition (function, class, module or section) is in one
+split only. A paragraph that occurs twice is kept once. Held-out passages, and text that resembles
+them, are in neither the training passages nor the pre-training text. The names of the classes are
+removed from every passage, so that no passage contains its own label. The text belongs to the
+Python Software Foundation.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from xformer.data.files import atomic_directory
 
 from ..arguments import add_output, check_output_directory
 
-# tkinter, turtle and distutils are left to the distributor or gone from newer Pythons: their text
-# is used where there is some, but no class rests on them
+# Distributors leave out tkinter and turtle, and newer Pythons have no distutils. So their text is
+# used if it is there, but no class depends on it.
 CLASSES = (
     "asyncio",
     "decimal",
@@ -64,12 +66,12 @@ SKIPPED = {
     "this.py",
     "antigravity.py",
 }
-TEST, VALID = 0.14, 0.10  # shares of the definitions; the others are for training
-CAPS = {"train": 300, "valid": 50, "test": 60}  # passages a class
-WORDS = (15, 100)  # in a passage
+TEST, VALID = 0.14, 0.10  # shares of the definitions; the rest is for training
+CAPS = {"train": 300, "valid": 50, "test": 60}  # the most passages of a class
+WORDS = (15, 100)  # the least and the most words in a passage
 ENGLISH_HELD_OUT = 0.05
-SHINGLE = 8  # words; held-out passages share at most ALIKE of theirs with anything trained on
-ALIKE = 0.2
+SHINGLE = 8  # words in a shingle
+ALIKE = 0.2  # the largest share of its shingles that a held-out passage has in the training text
 
 _ORDINARY = re.compile(
     r"[(\"'\u201c\u2018]*[A-Za-z][a-z]*(?:[-'\u2019][a-z]+)*[.,;:!?)\"'\u201d\u2019]*"
@@ -86,14 +88,14 @@ _CLASS_NAME = re.compile(rf"\b(?:{'|'.join(CLASSES)})\b\.?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Definition:
-    """What one docstring or one section of the reference says: its place, and its prose."""
+    """The prose of one docstring or one section of the reference, with its dotted name."""
 
     name: str
     module: str
     paragraphs: tuple[str, ...]
 
     def draw(self, purpose: str) -> float:
-        """A number in [0, 1) that depends on the name and the purpose alone."""
+        """A number in [0, 1) that depends only on the name and the purpose."""
         return _uniform(f"{purpose}:{self.name}")
 
 
@@ -105,7 +107,7 @@ def _uniform(text: str) -> float:
 
 
 def docstrings(library: Path) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of every definition in the source files below a directory."""
+    """Yield (dotted name, docstring) of every definition in the source files in a directory."""
     paths = [
         path
         for path in sorted(library.rglob("*.py"))
@@ -114,14 +116,14 @@ def docstrings(library: Path) -> Iterator[tuple[str, str]]:
             for part in path.relative_to(library).parts
         )
     ]
-    with Progress("reading the standard library", len(paths), "files") as shown:
+    with Progress("reading the standard library", len(paths), "files") as bar:
         for path in paths:
-            shown.advance(1)
+            bar.advance(1)
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # old escapes in other people's strings
+                    warnings.simplefilter("ignore")  # some strings contain outdated escapes
                     tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):  # a template, or a test of bad source
+            except (SyntaxError, ValueError):  # a template, or invalid source on purpose
                 continue
             name = ".".join(path.relative_to(library).parts)
             yield from _definitions(tree, name.removesuffix(".py").removesuffix(".__init__"))
@@ -137,7 +139,7 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def reference() -> Iterator[tuple[str, str]]:
-    """(topic and section number, text) of the language reference."""
+    """Yield (topic and section number, text) of every section of the language reference."""
     from pydoc_data.topics import topics
 
     for topic in sorted(topics):
@@ -147,8 +149,8 @@ def reference() -> Iterator[tuple[str, str]]:
 
 
 def prose(text: str) -> list[str]:
-    """The paragraphs of a docstring that are running English, each on one line, markup removed."""
-    found = []
+    """The paragraphs of a docstring that are English prose, each on one line, without markup."""
+    paragraphs = []
     for block in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in block.strip().splitlines()]
         session = [i for i, line in enumerate(lines) if line.startswith((">>>", "..."))]
@@ -158,12 +160,12 @@ def prose(text: str) -> list[str]:
         paragraph = re.sub(r"(``|`|\*\*|\*)(\S(?:[^`*]*?\S)?)(?:\1|')", r"\2", paragraph)
         paragraph = re.sub(r"\s+", " ", paragraph.replace("::", ":")).strip()
         if is_prose(paragraph):
-            found.append(paragraph)
-    return found
+            paragraphs.append(paragraph)
+    return paragraphs
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether most of it is ordinary words, common ones among them, and it is not code."""
+    """Whether a paragraph is mostly ordinary words, some of them common, and not code."""
     words = paragraph.split()
     if len(words) < 5 or ":=" in paragraph or "\x00" in paragraph:
         return False
@@ -173,9 +175,9 @@ def is_prose(paragraph: str) -> bool:
 
 
 def collect(library: Path) -> list[Definition]:
-    """Every definition with prose, each paragraph in the first definition that holds it."""
+    """All definitions with prose. A paragraph is kept in the first definition that contains it."""
     seen: set[str] = set()
-    found = []
+    definitions = []
     for name, text in [*docstrings(library), *reference()]:
         paragraphs = []
         for paragraph in prose(text):
@@ -185,16 +187,19 @@ def collect(library: Path) -> list[Definition]:
                 paragraphs.append(paragraph)
         if paragraphs:
             module = name.split(".")[0].removeprefix("_py")
-            found.append(Definition(name, module, tuple(paragraphs)))
-    return found
+            definitions.append(Definition(name, module, tuple(paragraphs)))
+    return definitions
 
 
 # ---------------------------------------------------------------------------------- the task
 
 
 def passages(definition: Definition) -> Iterator[str]:
-    """Pieces of a definition's prose of WORDS[0] to WORDS[1] words, cut at the ends of sentences
-    and, where they are long enough, of paragraphs; what is left over and too short is dropped."""
+    """Yield passages of a definition's prose with WORDS[0] to WORDS[1] words.
+
+    A passage ends with a sentence, and with a paragraph if it is long enough by then. A rest that
+    is too short is dropped.
+    """
     least, most = WORDS
     held: list[str] = []
     for paragraph in definition.paragraphs:
@@ -230,13 +235,16 @@ def _alike(text: str, known: set[int]) -> bool:
 
 
 def task_split(definition: Definition) -> str:
-    """Where a definition's passages belong: by its name alone."""
+    """The split of a definition's passages, which depends only on its name."""
     drawn = definition.draw("task")
     return "test" if drawn < TEST else "valid" if drawn < TEST + VALID else "train"
 
 
 def labelled(definitions: Iterable[Definition]) -> dict[str, list[tuple[str, str]]]:
-    """split -> [(passage, module)], at most CAPS a class, nothing held out resembling training."""
+    """split -> [(passage, module)], at most CAPS passages for each class.
+
+    No held-out passage resembles a training passage.
+    """
     drawn: dict[str, list[tuple[str, str]]] = {"train": [], "valid": [], "test": []}
     for definition in definitions:
         if definition.module in CLASSES:
@@ -244,7 +252,7 @@ def labelled(definitions: Iterable[Definition]) -> dict[str, list[tuple[str, str
             drawn[task_split(definition)] += rows
     known: set[int] = set()
     seen: set[str] = set()
-    for split in drawn:  # train first: what is kept there decides over valid, and both over test
+    for split in drawn:  # in order: a split may not resemble the splits before it
         rows = sorted(drawn[split], key=lambda row: sha256(row[0].encode()).digest())
         counts: Counter[str] = Counter()
         kept = []
@@ -261,10 +269,14 @@ def labelled(definitions: Iterable[Definition]) -> dict[str, list[tuple[str, str
     return drawn
 
 
-def english(
+def english_documents(
     definitions: Iterable[Definition], held_out: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """(training, validation) documents without the definitions and passages the task holds out."""
+    """The documents for pre-training and for validation.
+
+    They contain no definition that the task holds out, and no text that resembles the passages
+    `held_out`.
+    """
     known: set[int] = set().union(*map(_shingles, held_out))
     train: list[str] = []
     valid: list[str] = []
@@ -282,17 +294,20 @@ def english(
 
 
 def write(output: Path, overwrite: bool) -> dict[str, int]:
-    """Write the files. Returns how many documents, words and passages there are.
+    """Write the files and return the numbers of documents, words and passages.
 
-    Raises Failure where this Python came without the sources of its library.
+    Raises Failure if this Python was installed without the sources of its library.
     """
     definitions = collect(Path(sysconfig.get_path("stdlib")))
     task = labelled(definitions)
-    found = {module for _, module in task["train"]}
-    if len(definitions) < 1000 or not all(task.values()) or len(found) < len(CLASSES):
-        raise Failure("this Python came without the source files of its standard library")
+    modules = {module for _, module in task["train"]}
+    if len(definitions) < 1000 or not all(task.values()) or len(modules) < len(CLASSES):
+        raise Failure(
+            f"this Python was installed without the source files of its standard library in "
+            f"{sysconfig.get_path('stdlib')}; use another Python"
+        )
     held_out = [text for split in ("valid", "test") for text, _ in task[split]]
-    train, valid = english(definitions, held_out)
+    train, valid = english_documents(definitions, held_out)
     with atomic_directory(output, overwrite) as directory:
         for name, documents in (("english.txt", train), ("english.valid.txt", valid)):
             (directory / name).write_text("\n\n".join(documents) + "\n", encoding="utf-8")
@@ -310,14 +325,14 @@ def write(output: Path, overwrite: bool) -> dict[str, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pydocs`."""
+    """Add the options of `pydocs`."""
     add_output(parser, "DIR")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the demonstration's raw files."""
+    """Write the text and the task."""
     check_output_directory(arguments.output, arguments.overwrite, "english.txt")
     started = time.monotonic()
     counts = write(arguments.output, arguments.overwrite)
-    found = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    say(f"{arguments.output}: {found}, {time.monotonic() - started:.1f} s")
+    written = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    say(f"{arguments.output}: {written}, {time.monotonic() - started:.1f} s")

@@ -1,22 +1,23 @@
-"""Artificial corpora, written straight into a store (Chiang and Lee 2020, sections 3, 4.2 and 4.3;
+"""Artificial corpora, written directly into a store (Chiang and Lee 2020, sections 3, 4.2 and 4.3;
 Kao and Lee 2021, section 4.4.2).
 
-- uniform: every token is drawn by itself, all alike.
-- zipf: every token is drawn by itself from given frequencies.
-- nesting: a stack of open tokens. With probability `push` a token is drawn, placed in the sequence
-  and pushed; otherwise the top of the stack is popped and placed.
-- flat: the same, but what is popped is any of the open tokens, all alike, so that every token is
-  matched as before and the pairs cross.
-- shuffle: k-Shuffle Dyck (Hu et al. 2025, arXiv 2502.19249). k kinds of brackets, all alike, open
-  and close with tokens of their own; any open bracket may close next, so that the pairs cross. At
-  most `depth` brackets are open: then one closes.
+- uniform: every token is drawn independently from the uniform distribution.
+- zipf: every token is drawn independently from given frequencies.
+- nesting: a stack of open tokens. With probability `push`, a token is drawn, placed in the sequence
+  and pushed. Otherwise the top of the stack is popped and placed in the sequence.
+- flat: like nesting, but any of the open tokens is popped, with equal probability. Every token
+  still has a match, but pairs can cross.
+- shuffle: k-Shuffle Dyck (Hu et al. 2025, arXiv 2502.19249). There are k kinds of brackets with
+  equal probability. Each has its own opening and closing token. Any open bracket may close next, so
+  pairs can cross. When `depth` brackets are open, one of them closes.
 
-What the papers leave open is settled so: every sequence starts with an empty stack; on an empty
-stack a pop is a push; a sequence ends when its length, drawn evenly from a range, is reached, and
-tokens still on the stack then stay without their match.
+The papers leave some rules open. Here every sequence starts with an empty stack, a pop from an
+empty stack becomes a push, and a sequence ends when it reaches its length, which is drawn uniformly
+from a range. Tokens that are still on the stack then have no match.
 
-Many sequences are made at once, one time step after the other, in blocks that have random numbers
-of their own, so that processes can share the work and the corpus is the same whatever their number.
+Many sequences are generated at once, one time step after another, in blocks. Each block has its own
+random numbers, so several processes can share the work and the corpus does not depend on their
+number.
 """
 
 from __future__ import annotations
@@ -55,19 +56,23 @@ from ..arguments import (
 )
 from ..stats import id_counts
 
-BLOCK = 2**20  # tokens made at once, and
-LEAST_ROWS = 2**11  # sequences, for every step of all of them costs some time of its own
-PIECE = 2**14  # tokens drawn at once, so that what is between fits a cache
-SPECIAL = 5  # ids 0 to 4
-VALID = 0.05  # of the tokens asked for are written to the split `valid`, beside `train`
-VOCABULARY = 30_000
+BLOCK_TOKENS = 2**20  # tokens generated at once
+LEAST_ROWS = 2**11  # sequences generated at once, at least: every time step has a fixed cost
+DRAWN_AT_ONCE = 2**14  # tokens, few enough that intermediate results fit into a cache
+SPECIAL_IDS = 5  # ids 0 to 4
+VALID_SHARE = 0.05  # size of the split `valid` relative to `train`
+VOCABULARY = 30_000  # default size
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is to be made. `lengths` is the range of a sequence's length, both ends included;
-    `distinct` is how many different tokens may occur (None: all), of shuffle how many may open;
-    `push` belongs to nesting, flat and shuffle; `depth` (None: any) to shuffle."""
+    """Describes a corpus to generate.
+
+    `tokens` is the size of the training split. `lengths` is the range of a sequence's length, both
+    ends included. `distinct` is the number of different tokens that may occur (None: all), or for
+    shuffle the number of kinds of brackets. `push` is used by nesting, flat and shuffle, `depth`
+    (None: no limit) by shuffle.
+    """
 
     generator: str
     tokens: int
@@ -79,47 +84,52 @@ class Corpus:
 
 
 def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.ndarray:
-    """How often each id is drawn, float64 (vocab_size,), adding up to 1; special ids never are.
+    """The probability of each id, float64 (vocab_size,). Special ids have probability 0.
 
-    `counts` (one for each id) are the frequencies to follow. Without them tokens are all alike, or
-    for "zipf" in proportion to 1 / rank. With `distinct`, the most frequent ids remain (Chiang and
-    Lee 2020, section 4.3), which without counts are the first ones.
+    Probabilities follow `counts`, one number for each id. Without `counts` they are uniform, or for
+    "zipf" proportional to 1 / rank. With `distinct`, only the most frequent ids remain (Chiang and
+    Lee 2020, section 4.3); without `counts`, these are the first ids. Raises BadInput if fewer ids
+    than `distinct` can occur.
     """
-    found = np.ones(vocab_size)
+    frequencies = np.ones(vocab_size)
     if counts is not None:
-        found = counts.astype(np.float64)
+        frequencies = counts.astype(np.float64)
     elif corpus.generator == "zipf":
-        found = 1.0 / np.maximum(np.arange(vocab_size) - SPECIAL + 1, 1)
-    found[:SPECIAL] = 0
+        frequencies = 1.0 / np.maximum(np.arange(vocab_size) - SPECIAL_IDS + 1, 1)
+    frequencies[:SPECIAL_IDS] = 0
     if corpus.distinct is not None:
-        if corpus.distinct > np.count_nonzero(found):
-            raise BadInput(f"--distinct {corpus.distinct}: only {np.count_nonzero(found)} tokens")
-        found[np.argsort(-found, kind="stable")[corpus.distinct :]] = 0
-    return found / found.sum()
+        available = np.count_nonzero(frequencies)
+        if corpus.distinct > available:
+            raise BadInput(
+                f"--distinct {corpus.distinct} is too large: only {available} tokens can occur"
+            )
+        frequencies[np.argsort(-frequencies, kind="stable")[corpus.distinct :]] = 0
+    return frequencies / frequencies.sum()
 
 
 @dataclass(frozen=True)
-class Alias:
-    """Draws ids with given probabilities at one cost for all of them (Walker's alias method).
+class AliasTable:
+    """Draws ids with given probabilities in constant time (Walker's alias method).
 
-    There is a column of equal mass for every id, and more without an id up to a power of two, so
-    that the last bits of a random number name a column. Where the number is below `keep`, of 2**64,
-    the draw is the column itself, else the one that is `step` further in the type's arithmetic.
+    There is one column of equal mass for each id, and columns without an id up to a power of two.
+    So the last bits of a random number choose a column. If the 64-bit number is below `keep`, the
+    id is the column's own. Otherwise it is the column's plus `step`, in the wrapping arithmetic of
+    the type.
     """
 
     keep: np.ndarray  # uint64 (columns,)
-    step: np.ndarray  # uint16 (columns,), or uint32 where there are more than 2**16
+    step: np.ndarray  # uint16 (columns,), or uint32 if there are more than 2**16 columns
 
     def draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
-        """`n` ids, of the type of `step`."""
+        """Draw `n` ids, of the type of `step`."""
         numbers = generator.integers(2**64, size=n, dtype=np.uint64)
         ids = numbers.astype(self.step.dtype) & self.step.dtype.type(len(self.step) - 1)
         ids += self.step.take(ids) * (numbers >= self.keep.take(ids))
         return ids
 
 
-def alias(probabilities: np.ndarray) -> Alias:
-    """The table of probabilities, float64 (vocab_size,), that add up to 1."""
+def alias_table(probabilities: np.ndarray) -> AliasTable:
+    """The table for probabilities, float64 (vocab_size,), that sum to 1."""
     columns = 1 << (len(probabilities) - 1).bit_length()
     mass = np.zeros(columns)
     mass[: len(probabilities)] = probabilities * columns
@@ -131,48 +141,49 @@ def alias(probabilities: np.ndarray) -> Alias:
         mass[high] -= 1 - mass[low]
         if mass[high] < 1:
             small.append(large.pop())
-    # below 2**64, for a column that keeps everything has itself as the other
+    # The bound is below 2**64. That is exact enough: a column with keep = 1 has step = 0.
     bounds = (keep * (2**64 - 2**11)).astype(np.uint64)
     steps = other - np.arange(columns)
-    return Alias(bounds, steps.astype(np.uint16 if columns <= 2**16 else np.uint32))
+    return AliasTable(bounds, steps.astype(np.uint16 if columns <= 2**16 else np.uint32))
 
 
 def independent(
-    generator: np.random.Generator, table: Alias, lengths: np.ndarray, corpus: Corpus
+    generator: np.random.Generator, table: AliasTable, lengths: np.ndarray, corpus: Corpus
 ) -> np.ndarray:
-    """Sequences of these lengths, end to end, of tokens drawn one by one."""
+    """Sequences of these lengths, one after the other, of tokens drawn independently."""
     made = np.empty(int(lengths.sum()), table.step.dtype)
-    for start in range(0, len(made), PIECE):
-        piece = made[start : start + PIECE]
+    for start in range(0, len(made), DRAWN_AT_ONCE):
+        piece = made[start : start + DRAWN_AT_ONCE]
         piece[:] = table.draw(generator, len(piece))
     return made
 
 
 def parentheses(
-    generator: np.random.Generator, table: Alias, lengths: np.ndarray, corpus: Corpus
+    generator: np.random.Generator, table: AliasTable, lengths: np.ndarray, corpus: Corpus
 ) -> np.ndarray:
-    """Sequences of these lengths, end to end, of the stack grammar: nesting, flat or shuffle.
+    """Sequences of these lengths, one after the other, of the grammars nesting, flat and shuffle.
 
-    All sequences take a step at once, the longest ones first in line, so that those which still go
-    on are the first ones. Their stacks lie level by level, and in a level one slot for each
-    sequence, so that what is in use is small and stays in the cache.
+    All sequences take a time step at once. They are sorted by length, longest first, so the
+    sequences that are not finished come first. The stacks are stored level by level, with one slot
+    for each sequence in a level, so the memory in use is small and stays in the cache.
     """
     flat, bound = corpus.generator != "nesting", int(corpus.push * 2**32)
-    shift = corpus.distinct or 0 if corpus.generator == "shuffle" else 0  # opening to closing id
+    # the distance from an opening id to its closing id
+    shift = corpus.distinct or 0 if corpus.generator == "shuffle" else 0
     order = np.argsort(-lengths, kind="stable")
     rows, steps = len(lengths), int(lengths.max())
     active = rows - np.cumsum(np.bincount(lengths))  # sequences longer than 0, 1, 2, ...
     made = np.empty(int(lengths.sum()), table.step.dtype)
-    place = (np.cumsum(lengths) - lengths)[order]  # of each sequence's first token
+    place = (np.cumsum(lengths) - lengths)[order]  # the index of each sequence's first token
     stack = np.empty((steps + 1) * rows, table.step.dtype)
     free = np.arange(rows)  # the lowest free slot of each sequence
     for step in range(steps):
-        number = int(active[step])
-        halves = generator.integers(2**64, size=(number + 1) // 2, dtype=np.uint64)
-        drawn = halves.view(np.uint32)[:number]
-        pushed = (drawn < bound) | (free[:number] < rows)
+        unfinished = int(active[step])
+        halves = generator.integers(2**64, size=(unfinished + 1) // 2, dtype=np.uint64)
+        drawn = halves.view(np.uint32)[:unfinished]
+        pushed = (drawn < bound) | (free[:unfinished] < rows)
         if corpus.depth is not None:
-            pushed &= free[:number] < corpus.depth * rows
+            pushed &= free[:unfinished] < corpus.depth * rows
         push, pop = np.flatnonzero(pushed), np.flatnonzero(~pushed)
         slot = free.take(push)
         made[place.take(push) + step] = stack[slot] = table.draw(generator, len(push))
@@ -184,10 +195,10 @@ def parentheses(
             # `bound` to 2**32, or from 0 to `bound` if the depth forced the pop. The token at the
             # top of the stack then moves to the slot of the chosen one.
             value = drawn.take(pop).astype(np.float64)
-            share = np.where(
+            uniform = np.where(
                 value < bound, value / max(bound, 1), (value - bound) / (2**32 - bound)
             )
-            slot = (share * (top // rows + 1)).astype(np.int64) * rows + pop
+            slot = (uniform * (top // rows + 1)).astype(np.int64) * rows + pop
         made[place.take(pop) + step] = stack.take(slot) + made.dtype.type(shift)
         stack[slot] = stack.take(top)
     return made
@@ -204,16 +215,16 @@ BRACKETS = ("nesting", "flat", "shuffle")
 
 
 def stream(corpus: Corpus, split: str, number: int) -> np.random.Generator:
-    """The random numbers of one block of a split (from 1), or of all its lengths (0)."""
+    """The random generator of one block of a split, numbered from 1, or of all its lengths (0)."""
     key = (int(split == "valid"), number)
     return np.random.default_rng(np.random.SeedSequence(corpus.seed, spawn_key=key))
 
 
 def draw_lengths(corpus: Corpus, split: str, tokens: int) -> Iterator[np.ndarray]:
-    """The sequences' lengths, block by block, until there are `tokens` (the last one is whole)."""
+    """Yield the lengths of the sequences of each block, until they sum to at least `tokens`."""
     generator = stream(corpus, split, 0)
     least, most = corpus.lengths
-    rows = max(LEAST_ROWS, BLOCK // most)
+    rows = max(LEAST_ROWS, BLOCK_TOKENS // most)
     while tokens > 0:
         lengths = generator.integers(least, most + 1, rows)
         lengths = lengths[: np.searchsorted(np.cumsum(lengths), tokens) + 1]
@@ -222,9 +233,9 @@ def draw_lengths(corpus: Corpus, split: str, tokens: int) -> Iterator[np.ndarray
 
 
 def make_blocks(
-    corpus: Corpus, table: Alias, split: str, tokens: int, first: int = 0, every: int = 1
+    corpus: Corpus, table: AliasTable, split: str, tokens: int, first: int = 0, every: int = 1
 ) -> Generator[np.ndarray, None, None]:
-    """The tokens of the blocks `first`, `first + every`, ... of a split, or of all of them."""
+    """Yield the tokens of the blocks `first`, `first + every`, ... of a split (default: of all)."""
     for block, lengths in enumerate(draw_lengths(corpus, split, tokens)):
         if block % every == first:
             generator = stream(corpus, split, block + 1)
@@ -232,12 +243,12 @@ def make_blocks(
 
 
 def make_in_processes(
-    corpus: Corpus, table: Alias, split: str, tokens: int, workers: int
+    corpus: Corpus, table: AliasTable, split: str, tokens: int, workers: int
 ) -> Generator[np.ndarray, None, None]:
-    """As `make_blocks` for all blocks, which the processes make in turn.
+    """Yield the tokens of all blocks of a split, generated in turn by `workers` processes.
 
-    A worker waits until its block is wanted, so that memory holds two blocks of each at most, and
-    it ends when nobody reads. Raises Failure when a worker has died.
+    A worker waits until its block is read, so memory holds at most two blocks of each. It ends when
+    nobody reads any more. Raises Failure if a worker dies.
     """
     fork = multiprocessing.get_context("fork")
     readers: list[Connection] = []
@@ -260,7 +271,7 @@ def make_in_processes(
                 process.join()
                 raise Failure(
                     f"a worker process ended with status {process.exitcode} before its work was "
-                    "done; with --workers 1 there are none"
+                    "done; --workers 1 does without worker processes"
                 ) from None
             yield np.frombuffer(data, table.step.dtype)
     finally:
@@ -272,33 +283,33 @@ def make_in_processes(
 
 
 def _work(blocks: Iterator[np.ndarray], writer: Connection, readers: list[Connection]) -> None:
-    """Send the blocks; end silently when nobody reads any more, as when the parent was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    """Send the blocks. End silently if nobody reads any more, for example if the parent died."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    for reader in readers:  # held open here, it would look as if somebody read
+    for reader in readers:  # an open reader here would hide that the parent is gone
         reader.close()
     for block in blocks:
         writer.send_bytes(block)  # type: ignore[arg-type]
 
 
-def write_split(
-    split: SplitWriter, corpus: Corpus, table: Alias, tokens: int, workers: int
+def write_corpus_split(
+    split: SplitWriter, corpus: Corpus, table: AliasTable, tokens: int, workers: int
 ) -> None:
-    """Sequences until there are `tokens` tokens, the same whatever the number of workers."""
+    """Write sequences until there are `tokens` tokens. They do not depend on `workers`."""
     name = split.directory.name
-    workers = min(workers, math.ceil(tokens / BLOCK))  # a small corpus is faster without
+    workers = min(workers, math.ceil(tokens / BLOCK_TOKENS))  # one process for each block at most
     if workers > 1:
         blocks = make_in_processes(corpus, table, name, tokens, workers)
     else:
         blocks = make_blocks(corpus, table, name, tokens)
-    with Progress(f"making {name}", tokens, "tokens") as shown, closing(blocks):
+    with Progress(f"making {name}", tokens, "tokens") as bar, closing(blocks):
         for lengths, block in zip(draw_lengths(corpus, name, tokens), blocks):  # noqa: B905
             split.append_ragged("tokens", block, lengths)
-            shown.advance(len(block))
+            bar.advance(len(block))
 
 
-def write_store(
+def write_corpus(
     output: Path,
     corpus: Corpus,
     vocab_size: int | None,
@@ -307,57 +318,70 @@ def write_store(
     overwrite: bool = False,
     workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Write `train` with the tokens asked for, and `valid` with a twentieth of that beside it.
+    """Write a store with the splits `train` and `valid`, which is a twentieth as large.
 
     `frequencies` is a store whose training tokens give the distribution and the default vocabulary
-    size, so that equal ids are equally frequent. Returns rows and tokens of every split; raises
-    BadInput where the numbers contradict each other, Failure when one of the `workers` dies.
+    size, so that an id is as frequent here as there. Returns the number of rows and tokens of each
+    split. Raises BadInput if the numbers contradict each other, and Failure if one of the `workers`
+    dies.
     """
     counts = None
     size = vocab_size or (frequencies.vocab_size if frequencies else VOCABULARY)
     if frequencies is not None:
-        if size < frequencies.vocab_size:
-            raise BadInput(
-                f"--vocab-size {size} is less than the {frequencies.vocab_size} of --frequencies"
-            )
-        counts = np.pad(id_counts(frequencies, "train"), (0, size - frequencies.vocab_size))
-        counts[list(frequencies.tokenizer().special.values())] = 0
-        if not counts[SPECIAL:].any():
-            raise BadInput(f"{frequencies.path} holds nothing but special tokens")
+        counts = _counts_to_follow(frequencies, size)
         source = {"file": frequencies.path.name, "tokenizer": frequencies.fingerprint}
         origin = {**origin, "frequencies": source}
-    if corpus.generator == "shuffle" and size < SPECIAL + 2 * (corpus.distinct or 0):
+    if corpus.generator == "shuffle" and size < SPECIAL_IDS + 2 * (corpus.distinct or 0):
         raise BadInput(
             f"--vocab-size {size} has no room for --distinct {corpus.distinct} kinds of brackets; "
-            f"they need {SPECIAL + 2 * (corpus.distinct or 0)}"
+            f"they need {SPECIAL_IDS + 2 * (corpus.distinct or 0)}"
         )
-    if size <= SPECIAL:
-        raise BadInput(f"--vocab-size {size} leaves nothing beside the {SPECIAL} special tokens")
-    table = alias(weights(corpus, size, counts))
-    words = (f"w{i}" for i in range(SPECIAL, size))
+    if size <= SPECIAL_IDS:
+        raise BadInput(
+            f"--vocab-size {size} is too small: {SPECIAL_IDS} ids are special tokens; give more"
+        )
+    table = alias_table(weights(corpus, size, counts))
+    words = (f"w{i}" for i in range(SPECIAL_IDS, size))
     tokenizer = vocabularies.symbols(words, separated=True)
     with create_store(output, tokenizer, {"tokens": ""}, overwrite=overwrite) as store:
-        for name, tokens in (("train", corpus.tokens), ("valid", math.ceil(corpus.tokens * VALID))):
+        sizes = {"train": corpus.tokens, "valid": math.ceil(corpus.tokens * VALID_SHARE)}
+        for name, tokens in sizes.items():
             with store.split(name) as split:
-                write_split(split, corpus, table, tokens, workers)
+                write_corpus_split(split, corpus, table, tokens, workers)
         rules = "empty stack: a pop is a push; start: empty; end: open tokens stay unmatched"
         made = asdict(corpus) | ({"rules": rules} if corpus.generator in BRACKETS else {})
         store.finish("text", [], None, {**origin, "synthetic": made})
         return store.splits
 
 
+def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
+    """How often each id occurs in a store's training split, without special tokens: (size,)."""
+    if size < frequencies.vocab_size:
+        raise BadInput(
+            f"--vocab-size {size} is less than the {frequencies.vocab_size} of --frequencies; "
+            "raise it or leave it out"
+        )
+    counts = np.pad(id_counts(frequencies, "train"), (0, size - frequencies.vocab_size))
+    counts[list(frequencies.tokenizer().special.values())] = 0
+    if not counts[SPECIAL_IDS:].any():
+        raise BadInput(
+            f"--frequencies {frequencies.path} holds only special tokens; give another store"
+        )
+    return counts
+
+
 ABOUTS = {
-    "uniform": "Tokens drawn one by one, all alike.",
-    "zipf": "Tokens drawn one by one by frequency: a store's, or 1 / rank.",
+    "uniform": "Independent tokens, all with the same probability.",
+    "zipf": "Independent tokens with the frequencies of a store, or 1 / rank.",
     "nesting": "A stack grammar: nested pairs of equal tokens.",
     "flat": "Pairs of equal tokens that need not nest.",
-    "shuffle": "k-Shuffle Dyck: brackets of k kinds that need not nest. A sequence may end while "
-    "some are open.",
+    "shuffle": "k-Shuffle Dyck: k kinds of brackets that need not nest. Some may still be open "
+    "when a sequence ends.",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """The options of `synthetic NAME`."""
+    """Add the options of `synthetic NAME`."""
     parser.set_defaults(generator=name, frequencies=None, push=0.4, depth=None)
     add = parser.add_argument
     add(
@@ -365,60 +389,74 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         type=whole_number(1),
         required=True,
         metavar="N",
-        help="Tokens of the split train; a twentieth more makes the split valid.",
+        help="Tokens in the split train. The split valid has a twentieth as many in addition.",
     )
     add(
         "--lengths",
         type=length_range,
         default=(90, 120),
         metavar="LEAST:MOST",
-        help="Tokens in a sequence, drawn evenly (default: 90:120).",
+        help="Tokens in a sequence, drawn uniformly from this range (default: 90:120).",
     )
     add(
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Ids of the vocabulary, five special "
-        "ones included (default: that of --frequencies, or 30000).",
+        help="Ids in the vocabulary, including five special ones (default: as many as the store "
+        "--frequencies has, or 30000).",
     )
+    _add_distribution(parser, name)
+    add(
+        "--seed",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="The seed of all random numbers (default: %(default)s).",
+    )
+    add(
+        "--workers",
+        type=whole_number(1, 4096),
+        metavar="N",
+        help="Processes that generate a large corpus. The corpus does not depend on their number "
+        "(default: all cores).",
+    )
+    add_output(parser, "STORE")
+
+
+def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options that differ between generators: which tokens occur, and when."""
+    add = parser.add_argument
     if name == "shuffle":
         add(
             "--distinct",
             type=whole_number(1),
             default=64,
             metavar="K",
-            help="Kinds of brackets: the "
-            "first K ids open them, the next K close them (default: %(default)s).",
+            help="Kinds of brackets. The first K ids open them and the next K ids close them "
+            "(default: %(default)s).",
         )
         add(
             "--depth",
             type=whole_number(1),
             default=8,
             metavar="N",
-            help="Brackets that are open at once, at most (default: %(default)s).",
+            help="The maximum number of brackets that are open at once (default: %(default)s).",
         )
     else:
         add(
             "--distinct",
             type=whole_number(1),
             metavar="N",
-            help="Different tokens that occur; the most frequent, else the first (default: all).",
+            help="Different tokens that occur: the most frequent ones of --frequencies, or else "
+            "the first ones (default: all).",
         )
-    add(
-        "--seed",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="Draws the corpus (default: %(default)s).",
-    )
     if name not in ("uniform", "shuffle"):
         add(
             "--frequencies",
             type=Path,
             metavar="STORE",
-            help="Draw tokens as often as they "
-            "occur in this store, never its special ones (default: "
-            f"{'1 / rank' if name == 'zipf' else 'all alike'}).",
+            help="Draw tokens as often as they occur in this store, without its special tokens "
+            f"(default: {'1 / rank' if name == 'zipf' else 'all with the same probability'}).",
         )
     if name in BRACKETS:
         push = 0.5 if name == "shuffle" else 0.4
@@ -429,18 +467,10 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             metavar="P",
             help="The probability that a step opens a pair (default: %(default)s).",
         )
-    add(
-        "--workers",
-        type=whole_number(1, 4096),
-        metavar="N",
-        help="Processes that make a large corpus, "
-        "which is the same whatever their number (default: all cores).",
-    )
-    add_output(parser, "STORE")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make an artificial corpus."""
+    """Generate an artificial corpus."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
     frequencies = open_store(arguments.frequencies) if arguments.frequencies else None
     corpus = Corpus(
@@ -454,7 +484,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     started = time.monotonic()
     workers = arguments.workers or len(os.sched_getaffinity(0))
-    written = write_store(
+    written = write_corpus(
         arguments.output,
         corpus,
         arguments.vocab_size,

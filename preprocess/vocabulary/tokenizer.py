@@ -1,4 +1,4 @@
-"""`tokenizer`: learn a vocabulary from raw text, or bring in a published one, as a directory."""
+"""`tokenizer`: train a tokenizer on raw text, or import a published one."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ..corpora.documents import TextOptions, read_documents
 def learn(
     kind: str, paths: list[Path], vocab_size: int, lowercase: bool, options: TextOptions
 ) -> tokenizers.Tokenizer:
-    """A vocabulary of `vocab_size` pieces from the files' documents, read as a stream.
+    """Train a tokenizer with `vocab_size` pieces on the files' documents, read as a stream.
 
-    Raises BadInput for what cannot be read, for files without text, and where the text cannot
-    give that many pieces.
+    Raises BadInput if a file cannot be read, if there is no text, or if the text does not allow
+    that many pieces.
     """
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
-    if kind == "wordpiece":  # without them its trainer's choice among equals is random
-        with Progress("looking for characters", total, "B") as shown:
-            for text, _ in read_documents(paths, options, shown.advance):
+    if kind == "wordpiece":  # without the characters, its trainer breaks ties at random
+        with Progress("looking for characters", total, "B") as bar:
+            for text, _ in read_documents(paths, options, bar.advance):
                 characters.update(text)
-    with Progress("reading", total, "B") as shown:
-        return _Training(kind, paths, vocab_size, lowercase, characters, options, shown).result()
+    with Progress("reading", total, "B") as bar:
+        return _Training(kind, paths, vocab_size, lowercase, characters, options, bar).result()
 
 
 class _Training(threading.Thread):
-    """Trains in a thread, so that Ctrl-C ends it at once: the libraries do not listen meanwhile."""
+    """Trains in a thread, so that Ctrl-C works: the libraries do not react to it."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class _Training(threading.Thread):
         lowercase: bool,
         characters: set[str],
         options: TextOptions,
-        shown: Progress,
+        bar: Progress,
     ):
         super().__init__(daemon=True)
-        self.paths, self.options, self.shown = paths, options, shown
+        self.paths, self.options, self.bar = paths, options, bar
         self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
-        self.problems: list[Exception] = []  # in the order they arose: the first is the cause
+        self.problems: list[Exception] = []  # in order; the first one is the cause
         self.learned: tokenizers.Tokenizer | None = None
         self.stopped, self.parked = threading.Event(), threading.Event()
 
@@ -65,21 +65,21 @@ class _Training(threading.Thread):
             self.problems.append(error)
 
     def _texts(self) -> Iterator[str]:
-        """The files' texts; what goes wrong is kept, as the libraries that read them reword it."""
-        found = False
+        """Yield the files' texts. Errors are kept here, because the libraries reword them."""
+        has_text = False
         try:
-            for text, _ in read_documents(self.paths, self.options, self.shown.advance):
+            for text, _ in read_documents(self.paths, self.options, self.bar.advance):
                 if self.stopped.is_set():
                     self.parked.set()
-                    threading.Event().wait()  # for the end of the process
+                    threading.Event().wait()  # until the process ends
                 if text and not text.isspace():
-                    found = True
+                    has_text = True
                     yield text
         except (BadInput, OSError) as error:
             self.problems.append(error)
-        if not found:
+        if not has_text:
             names = inputs.first_names(self.paths)
-            self.problems.append(BadInput(f"{names}: there is no text in it"))
+            self.problems.append(BadInput(f"{names}: there is no text in it; give files with text"))
 
     def result(self) -> tokenizers.Tokenizer:
         self.start()
@@ -88,82 +88,81 @@ class _Training(threading.Thread):
                 self.join(0.1)
         except BaseException:
             self.stopped.set()
-            self.parked.wait(0.5)  # a native thread that meets a dying interpreter aborts it
+            self.parked.wait(0.5)  # a native thread that runs while Python exits would abort it
             raise
         if self.problems or self.learned is None:
             raise self.problems[0]
         return self.learned
 
 
-def save(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None:
-    """Write the tokenizer's directory, whole or not at all."""
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None:
+    """Write the tokenizer's directory. It appears only once it is complete."""
     with atomic_directory(output, overwrite) as directory:
         tokenizer.save(directory)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `tokenizer`."""
+    """Add the options of `tokenizer`."""
     add = parser.add_argument
     add(
         "--kind",
         choices=tokenizers.KINDS,
-        help="What to learn. wordpiece: BERT's; bpe: RoBERTa's "
-        "byte-level pairs; unigram: SentencePiece; symbols: one id a character.",
+        help="The kind of tokenizer to train. wordpiece: BERT's. bpe: byte-level pairs, as in "
+        "RoBERTa. unigram: SentencePiece. symbols: one id for each character.",
     )
     add(
         "--input",
         nargs="+",
         metavar="FILE|DIR|GLOB",
         default=[],
-        help="Raw text in UTF-8: files, "
-        "directories (all their files with known endings), or quoted globs such as "
-        "'text/**/*.txt'.",
+        help="Raw text in UTF-8: files, directories (all their files with known endings), or "
+        "quoted globs such as 'text/**/*.txt'.",
     )
     inputs.add_arguments(parser)
     add(
         "--skip-lines",
         type=expression,
         metavar="REGEX",
-        help="Leave out lines in which this "
-        r"expression is found, such as '^\[\d+\]' for footnotes (default: none).",
+        help="Leave out lines that match this regular expression anywhere, such as "
+        r"'^\[\d+\]' for footnotes (default: keep all lines).",
     )
     add(
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Pieces in the vocabulary, the five "
-        "special tokens included; a small text may give fewer.",
+        help="Pieces in the vocabulary, including the five special tokens. A small text may give "
+        "fewer.",
     )
     add(
         "--from",
         type=Path,
         metavar="PATH",
         dest="source",
-        help="Learn nothing: bring in a "
-        "published vocabulary, either a Hugging Face directory or one of its files: BERT's "
-        "vocab.txt, RoBERTa's or GPT-2's vocab.json beside merges.txt, ALBERT's spiece.model, or a "
-        "tokenizer.json. A name may go before the file's, as in gpt2.vocab.json. GPT-2's gets "
-        "RoBERTa's five special tokens at its end.",
+        help="Import a published tokenizer instead of training one: a Hugging Face directory, or "
+        "one of its files. These are BERT's vocab.txt, RoBERTa's or GPT-2's vocab.json beside "
+        "merges.txt, ALBERT's spiece.model, or a tokenizer.json. File names may have a prefix, as "
+        "in gpt2.vocab.json. RoBERTa's five special tokens are added at the end of GPT-2's "
+        "vocabulary.",
     )
     add(
         "--cased",
         action="store_true",
-        help="Keep upper case and accents in wordpiece (default: "
-        "lower-cased; the other kinds are always cased). With --from it concerns BERT's and "
-        "ALBERT's (which strips accents in any case) where no tokenizer_config.json and no "
-        "tokenizer.json beside the file says do_lower_case.",
+        help="Keep upper case and accents with --kind wordpiece (default: lower-case the text; the "
+        "other kinds never do). With --from, this applies to BERT's and ALBERT's vocabularies if "
+        "neither a tokenizer_config.json nor a tokenizer.json beside the file gives "
+        "do_lower_case; ALBERT always strips accents.",
     )
     add(
         "--alphabet",
         metavar="LETTERS",
-        help="The letters of a symbols tokenizer, in the order of "
-        "their ids; then neither --input nor --vocab-size is needed.",
+        help="The letters of a symbols tokenizer, in the order of their ids. --input and "
+        "--vocab-size are then not needed.",
     )
     add_output(parser, "TOK")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Learn a vocabulary, write down an alphabet, or bring in a published vocabulary."""
+    """Train a tokenizer, make one from an alphabet, or import a published one."""
     kind, output = arguments.kind, arguments.output
     check_output_directory(
         output, arguments.overwrite, tokenizers.META, ("store.json", "config.json")
@@ -173,18 +172,23 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.source is not None:
         for option in ("kind", "input", "vocab_size", "alphabet"):
             if getattr(arguments, option):
-                raise BadInput(f"--{option.replace('_', '-')} is for learning; --from learns not")
+                raise BadInput(
+                    f"--{option.replace('_', '-')} is for training a tokenizer and --from imports "
+                    "one; give one of them"
+                )
         tokenizer = published.read(arguments.source, arguments.cased)
         note = _unreachable(tokenizer)
     elif kind is None:
-        raise BadInput("--kind is required to learn a vocabulary, or --from to bring one in")
+        raise BadInput("--kind trains a tokenizer and --from imports one; give one of them")
     elif arguments.alphabet is not None:
         if kind != "symbols":
             raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")
         if arguments.input:
             raise BadInput("give either --alphabet or --input, not both")
         if len(set(arguments.alphabet)) < len(arguments.alphabet):
-            raise BadInput(f"--alphabet {arguments.alphabet} holds a letter twice")
+            raise BadInput(
+                f"--alphabet {arguments.alphabet} holds a letter twice; give each letter once"
+            )
         tokenizer = vocabularies.symbols(arguments.alphabet)
     else:
         for option in ("input", "vocab_size"):
@@ -199,14 +203,14 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer = learn(kind, files, arguments.vocab_size, not arguments.cased, options)
         bad.report()
         if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
-            note = " (the text holds no more)"
-    save(tokenizer, output, arguments.overwrite)
+            note = " (the text gives no more)"
+    save_tokenizer(tokenizer, output, arguments.overwrite)
     what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
     say(f"{output}: {what}, {time.monotonic() - started:.1f} s")
 
 
 def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
-    """A remark where a vocabulary of cased text is used on lower-cased text."""
+    """A remark if a vocabulary with upper case is imported to encode lower-cased text."""
     special = set(tokenizer.special.values())
     capitals = {
         i: piece.strip("#▁")
