@@ -1,4 +1,4 @@
-"""A store in one figure: ids by rank, rows by length, and rows by class where there are classes."""
+"""A store in one figure: ids by rank, rows by length, and rows by class if there are classes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ import numpy as np
 from xformer.data.errors import BadInput
 from xformer.data.files import sync
 
-# Okabe and Ito's colours, which the colour-blind can tell apart
+# Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-BINS = 40  # of the histogram of lengths, at most
-CLASSES = 24  # shown; the rarest others are one bar
-POINTS = 1000  # of the curve of ids by rank, at most, evenly spaced on its logarithmic axis
+BINS = 40  # the most bins in the histogram of lengths
+CLASSES = 24  # the most classes shown; all rarer classes share one bar
+POINTS = 1000  # the most points of the curve of ids by rank, evenly spaced on its logarithmic axis
 
 
-def check(path: Path) -> None:
-    """Raise BadInput if no figure of this name can be drawn."""
+def check_figure(path: Path) -> None:
+    """Raise BadInput if a figure cannot be written with the ending of this path."""
     from matplotlib.figure import Figure
 
     endings = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in endings:
-        raise BadInput(f"{path}: there is no figure of this ending; give .png, .pdf or .svg")
+        raise BadInput(f"{path}: no figure can have this ending; give .png, .pdf or .svg")
 
 
-def draw(
+def draw_store(
     path: Path,
-    found: dict[str, Any],
+    about: dict[str, Any],
     counts: dict[str, np.ndarray],
     lengths: dict[str, Counter[int]],
 ) -> None:
-    """Draw what `stats.describe` found, each split's counts of ids and its rows by length.
+    """Draw a store: the counts of ids, the rows by length and, if there are classes, their rows.
 
-    The file is written whole or not at all. Ids are those of the training split, if there is one.
+    `about` is the result of `stats.describe_store`; `counts` and `lengths` have one entry for each
+    split. Ids are drawn for the training split if there is one. The file appears only once it is
+    complete.
     """
     import matplotlib
 
@@ -52,8 +54,8 @@ def draw(
         "grid.alpha": 0.25,
         "legend.frameon": False,
     }
-    shown = _classes(found)
-    panels, height = (3 if shown else 2), max(4.0, 1.4 + 0.24 * len(shown))
+    classes = _classes(about)
+    panels, height = (3 if classes else 2), max(4.0, 1.4 + 0.24 * len(classes))
     with plt.rc_context(style):
         figure, axes = plt.subplots(
             1, panels, figsize=(4.6 * panels, height), dpi=150, layout="constrained"
@@ -61,14 +63,14 @@ def draw(
         split = "train" if "train" in counts else next(iter(counts))
         _draw_ranks(axes[0], split, counts[split])
         _draw_lengths(axes[1], lengths)
-        if shown:
-            _draw_classes(axes[2], found, shown)
+        if classes:
+            _draw_classes(axes[2], about, classes)
         rows, tokens = (
-            sum(s[unit] for s in found["splits"].values()) for unit in ("rows", "tokens")
+            sum(s[unit] for s in about["splits"].values()) for unit in ("rows", "tokens")
         )
         figure.suptitle(
-            f"{found['store']}: {rows:,} rows, {tokens:,} tokens, "
-            f"vocabulary {found['vocab_size']:,}",
+            f"{about['store']}: {rows:,} rows, {tokens:,} tokens, "
+            f"vocabulary {about['vocab_size']:,}",
             parse_math=False,
         )
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -103,7 +105,7 @@ def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
     )
     axes.loglog(ranks, guide, "--", color="0.45", lw=1.2, label="1 / rank (Zipf)")
     least, most = min(ordered[-1], guide[-1]), max(ordered[0], guide[0])
-    # whole decades, so that two of them are always labelled and none between
+    # Whole decades, so that at least two of them are labelled and nothing between them.
     bottom, top = math.floor(math.log10(least)), math.ceil(math.log10(most * 1.05))
     axes.set_ylim(0.7 * 10.0**bottom, 10.0 ** max(top, bottom + 1))
     axes.set_xlim(0.85, max(number, 2) * 1.2)
@@ -118,8 +120,10 @@ def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
 
 
 def edges(least: int, most: int, median: float) -> np.ndarray:
-    """Bounds of bins for whole numbers, between them: all alike wide, or growing where a few
-    rows are far longer than most."""
+    """The bounds of histogram bins, which lie between whole numbers.
+
+    The bins have equal widths. If a few rows are far longer than most, the widths grow instead.
+    """
     if least > 0 and most > 20 * median:
         return np.unique(np.round(np.geomspace(least, most + 1, BINS + 1))) - 0.5
     width = math.ceil((most - least + 1) / BINS)
@@ -135,11 +139,11 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
     median = float(values[np.searchsorted(places, places[-1] / 2)])
     bounds = edges(int(values[0]), int(values[-1]), median)
     heights = []
-    for i, (name, found) in enumerate(lengths.items()):
-        height, _ = np.histogram(list(found), bounds, weights=list(found.values()))
+    for i, (name, rows) in enumerate(lengths.items()):
+        height, _ = np.histogram(list(rows), bounds, weights=list(rows.values()))
         heights.append(height)
         colour = COLOURS[i % len(COLOURS)]
-        axes.stairs(height, bounds, color=colour, lw=1.6, label=f"{name}, {found.total():,} rows")
+        axes.stairs(height, bounds, color=colour, lw=1.6, label=f"{name}, {rows.total():,} rows")
         axes.stairs(height, bounds, color=colour, alpha=0.15, fill=True)
     axes.set(title="Rows by length", xlabel="tokens in a row", ylabel="rows")
     all_heights = np.concatenate(heights)
@@ -160,31 +164,31 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
     axes.legend(fontsize=8.5)
 
 
-def _classes(found: dict[str, Any]) -> list[str]:
-    """The labels to draw, the most frequent first, of a store whose labels can be counted."""
-    if found["kind"] not in ("class", "span", "tag", "choice"):
+def _classes(about: dict[str, Any]) -> list[str]:
+    """The labels to draw, most frequent first; none if the store's labels cannot be counted."""
+    if about["kind"] not in ("class", "span", "tag", "choice"):
         return []
     total: Counter[str] = Counter()
-    for split in found["splits"].values():
+    for split in about["splits"].values():
         total.update(split.get("labels", {}))
     return [label for label, _ in total.most_common(CLASSES)]
 
 
-def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
+def _draw_classes(axes: Any, about: dict[str, Any], classes: list[str]) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    splits = {name: split["labels"] for name, split in found["splits"].items() if "labels" in split}
+    splits = {name: split["labels"] for name, split in about["splits"].items() if "labels" in split}
     rest = {
-        name: sum(labels.values()) - sum(labels.get(label, 0) for label in shown)
+        name: sum(labels.values()) - sum(labels.get(label, 0) for label in classes)
         for name, labels in splits.items()
     }
-    others = len(set().union(*splits.values()) - set(shown))
-    names = [label if len(label) <= 24 else f"{label[:23]}…" for label in shown]
+    others = len(set().union(*splits.values()) - set(classes))
+    names = [label if len(label) <= 24 else f"{label[:23]}…" for label in classes]
     names += [f"{others} others"] if others else []
     places, width = np.arange(len(names)), 0.8 / len(splits)
     values = []
     for i, (split, labels) in enumerate(splits.items()):
-        counts = [labels.get(label, 0) for label in shown] + ([rest[split]] if others else [])
+        counts = [labels.get(label, 0) for label in classes] + ([rest[split]] if others else [])
         values += counts
         colour = COLOURS[i % len(COLOURS)]
         axes.barh(places + (i + 0.5) * width - 0.4, counts, width * 0.9, color=colour)
@@ -197,5 +201,5 @@ def _draw_classes(axes: Any, found: dict[str, Any], shown: list[str]) -> None:
     axes.set_yticks(places, names, fontsize=8.5, parse_math=False)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    what = {"tag": "words", "choice": "questions"}.get(found["kind"], "rows")
+    what = {"tag": "words", "choice": "questions"}.get(about["kind"], "rows")
     axes.set(title=f"{what.title()} by label (splits coloured as beside)", xlabel=what)

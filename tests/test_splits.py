@@ -257,12 +257,12 @@ REFUSED: list[tuple[Rows, str, list[str], str]] = [
     ),
     (flip(60, 9, 9), "a.csv", ["--split-column", "sett"], "no column 'sett'"),
     (flip(60, 9, 9), "a.fasta", ["--split-column", "set"], "a.fasta has no named columns"),
-    ([*LATE, *flip(1, 1, 1)], "a.jsonl", [], "a.jsonl:61: this row has 'set', which the first"),
+    ([*LATE, *flip(1, 1, 1)], "a.jsonl", [], "a.jsonl:61: this row has 'set', but the first"),
     (
         flip(60, 9, 9),
         "train.csv",
         ["--train", "--split-column", "set"],
-        "is named as a file of the split train; give the file alone",
+        "is already given as a file of the split train; give it as --input FILE",
     ),
     (flip(60, 9, 9), "a.csv", ["--stratify"], "but the task has no classes"),
 ]
@@ -306,7 +306,7 @@ def test_a_file_given_as_one_split_keeps_it(forks: Forks, tmp_path: Path) -> Non
             )
         )
         assert sizes(open_store(tmp_path / f"{name}.store")) == {"train": 78}
-        assert "are of the split train, as the file is given: its" in done.err
+        assert "was given as the split train, so all its rows belong to it; its" in done.err
         assert "is not read" in done.err
 
 

@@ -65,7 +65,7 @@ def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
 def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
     found, rows = write(tmp_path / "s", "class")
     monkeypatch.setattr(stats, "BLOCK", block)
-    described = stats.describe(found)
+    described = stats.describe_store(found)
     assert described["store"] == "s"
     for name, split in rows.items():
         texts = [split["tokens"], split["tokens_b"]]
@@ -95,7 +95,7 @@ def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
 def test_scores_and_spans(tmp_path, monkeypatch):
     found, rows = write(tmp_path / "s", "score")
     monkeypatch.setattr(stats, "BLOCK", 7)
-    described = stats.describe(found)["splits"]
+    described = stats.describe_store(found)["splits"]
     for name, split in rows.items():
         scores = np.array(split["label"], np.float32).astype(float)
         known = scores[~np.isnan(scores)]
@@ -191,7 +191,7 @@ def test_many_classes_are_summed_up():
     ("option", "file", "phrase"),
     [
         ("--figure", "nowhere/f.png", "nowhere does not exist, so f.png cannot be written there"),
-        ("--figure", "f.xyz", "f.xyz: there is no figure of this ending; give .png, .pdf or .svg"),
+        ("--figure", "f.xyz", "f.xyz: no figure can have this ending; give .png, .pdf or .svg"),
         ("--figure", "f", "give .png, .pdf or .svg"),
         ("--figure", "s", "s is a directory; give a file"),
         ("--json", "nowhere/f.json", "nowhere does not exist"),

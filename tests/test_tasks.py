@@ -1388,7 +1388,7 @@ def test_unseen_classes_are_told(
     assert (
         "warning: valid: rows of classes that training has not count as wrong: 'w' 1, 'z' 2" in told
     )
-    assert stats.describe(store)["splits"]["valid"]["labels"] == {
+    assert stats.describe_store(store)["splits"]["valid"]["labels"] == {
         "x": 1,
         "y": 1,
         "(not in training)": 3,

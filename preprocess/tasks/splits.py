@@ -1,5 +1,5 @@
-"""The split of a row, where the source itself names it: columns `split` or `set`, and `validation`,
-or the same words in FASTA headers (FLIP: `SET=train VALIDATION=True`)."""
+"""The split of a row, if the source names it in the columns `split` or `set`, and `validation`, or
+with the same words in FASTA headers (FLIP: `SET=train VALIDATION=True`)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FALSE = ("false", "0", "0.0", "no", "", "nan", "none")
 
 
 def split_of(name: str | None, mark: str | None, where: Sequence[str]) -> str:
-    """The split that a row's `name` says, or its `mark` (whether it is a row for validation); None
-    is what the source does not have. `where` says what the two are called, for messages.
+    """The split of a row, from the name of its split and from the mark of rows for validation.
 
-    Raises ValueError saying what is wrong with the values.
+    Either is None if the source does not have it. `where` holds what the two are called in the
+    source, for messages. Raises ValueError if the values are unknown or contradict each other.
     """
     split = "train"
     if name is not None:
@@ -50,11 +50,11 @@ def split_of(name: str | None, mark: str | None, where: Sequence[str]) -> str:
 
 @dataclass
 class SplitColumns:
-    """The columns of one table that name the split of its rows. If there is none, every row is of
-    the split `whole`.
+    """The columns of one table that name the split of its rows.
 
-    The first row of JSON lines says which columns there are: `absent` are those that no later row
-    may bring. A row of JSON lines may leave out `mark`. `used` gathers the columns that were read.
+    If there are none, every row belongs to the split `whole`. In JSON lines, the first row decides
+    which columns exist: no later row may have the columns `absent`, but a row may leave out `mark`.
+    `used` collects the columns that were read.
     """
 
     used: set[str]
@@ -76,8 +76,10 @@ class SplitColumns:
     def rows(
         self, table: Table, columns: Sequence[str], bad: BadRows
     ) -> Iterator[tuple[str, int, list[str | None]]]:
-        """(split, line, the values of `columns`) of the table's rows. A row whose split cannot be
-        read goes to `bad`."""
+        """Yield (split, line, values of `columns`) of the table's rows.
+
+        A row whose split cannot be read goes to `bad`.
+        """
         width = len(columns)
         for line, values in table.rows([*columns, *self.names], bad, self.optional):
             try:
@@ -88,17 +90,20 @@ class SplitColumns:
                 yield split, line, values[:width]
 
     def read(self, values: Sequence[str | None]) -> str:
-        """The split of a row, from its values of `names`. Raises ValueError for wrong ones."""
-        found = dict(zip(self.names, values, strict=True))
-        if late := [name for name in self.absent if found[name] is not None]:
+        """The split of a row, from its values of the columns `names`.
+
+        Raises ValueError if the values are unknown or contradict each other.
+        """
+        by_name = dict(zip(self.names, values, strict=True))
+        if late := [name for name in self.absent if by_name[name] is not None]:
             raise ValueError(
-                f"this row has {late[0]!r}, which the first row has not: write it in every row, or "
+                f"this row has {late[0]!r}, but the first row does not: write it in every row, or "
                 f"give --split-column {NONE}"
             )
         if not (self.split or self.mark):
             return self.whole
-        name = (found[self.split] or "") if self.split else None
-        mark = (found[self.mark] or "") if self.mark else None
+        name = (by_name[self.split] or "") if self.split else None
+        mark = (by_name[self.mark] or "") if self.mark else None
         self.used |= {column for column in (self.split,) if column}
         self.used |= {column for column in (self.mark,) if column and mark}
         try:
@@ -113,11 +118,12 @@ class SplitColumns:
 def find(
     table: Table, given: str | None, others: Sequence[str], split: str, used: set[str]
 ) -> SplitColumns:
-    """The columns of a table that name the split of its rows: the one `given` by --split-column, or
-    those called `split`, `set` and `validation` that are not among the `others` in use.
+    """The columns of a table that name the split of its rows.
 
-    A table that is given as the file of one `split` needs none. Raises BadInput where `given` is no
-    column, and where two columns could name the split.
+    This is the column `given` by --split-column, or else the columns called `split`, `set` and
+    `validation` that are not among the `others` in use. No column is read if the table was given as
+    the file of one `split`. Raises BadInput if `given` is not a column, or if two columns could
+    name the split.
     """
     if given == NONE:
         return SplitColumns(used, split)
@@ -129,8 +135,8 @@ def find(
     if split:
         if given is not None:
             raise BadInput(
-                f"--split-column {given}: {table.path} is named as a file of the split {split}; "
-                "give the file alone, as --input FILE"
+                f"--split-column {given}: {table.path} is already given as a file of the split "
+                f"{split}; give it as --input FILE instead"
             )
         if named or mark:
             note_unread(table.path, f"column {named[0] if named else mark!r}", split)
@@ -152,32 +158,34 @@ def find(
 
 
 def note_unread(path: Path, what: str, split: str) -> None:
-    """Say that a file's own marks are not read, because the file is given as one split."""
-    line = f"all rows of {path} are of the split {split}, as the file is given"
-    say(f"note: {line}: its {what} is not read", error=True)
+    """Say that the splits a file names are ignored, because the file was given as one split."""
+    line = f"{path} was given as the split {split}, so all its rows belong to it"
+    say(f"note: {line}; its {what} is not read", error=True)
 
 
 def refuse_columns(given: str | None, path: Path) -> None:
     """Raise BadInput if --split-column names a column of a file that has none."""
     if given not in (None, NONE):
-        raise BadInput(f"--split-column {given}: {path} has no named columns")
+        raise BadInput(f"--split-column {given}: {path} has no named columns; leave the option out")
 
 
 def of_header(fields: Sequence[str]) -> dict[str, str]:
-    """What the fields `KEY=VALUE` of a FASTA header say: the label as `target`, the split as `set`
-    or `split`, and `validation` (FLIP's names)."""
-    said = dict(field.split("=", 1) for field in fields if "=" in field)
+    """The values of the fields `KEY=VALUE` of a FASTA header that have FLIP's names: the label as
+    `target`, the split as `set` or `split`, and `validation`."""
+    values = dict(field.split("=", 1) for field in fields if "=" in field)
     known = (*SPLIT, MARK, "target")
-    return {key.lower(): value for key, value in said.items() if key.lower() in known}
+    return {key.lower(): value for key, value in values.items() if key.lower() in known}
 
 
-def of_record(said: dict[str, str]) -> str:
-    """The split that `of_header` names, "" if it names none. Raises ValueError saying what is
-    wrong."""
-    names = [name for name in SPLIT if name in said]
+def of_record(values: dict[str, str]) -> str:
+    """The split that the values of `of_header` name, or "" if they name none.
+
+    Raises ValueError if they are unknown or contradict each other.
+    """
+    names = [name for name in SPLIT if name in values]
     if len(names) > 1:
         raise ValueError("its header has both SET= and SPLIT=")
-    if not names and MARK not in said:
+    if not names and MARK not in values:
         return ""
-    name = said[names[0]] if names else None
-    return split_of(name, said.get(MARK), (names[0].upper() if names else "", MARK.upper()))
+    name = values[names[0]] if names else None
+    return split_of(name, values.get(MARK), (names[0].upper() if names else "", MARK.upper()))
