@@ -91,7 +91,7 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     ragged = [*texts, *shown, *(name for name in ("id", "labels") if name in columns)]
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
-            writer = tasks.Writer({INPUT: split}, Encoder(tokenizer), classes)
+            writer = tasks.RowWriter({INPUT: split}, Encoder(tokenizer), classes)
             for batch in tasks.batches(rows):
                 writer.append(batch)
         store.finish(KINDS[known.kind], known.labels, None, {}, choices)

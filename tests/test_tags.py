@@ -113,7 +113,7 @@ def test_conll_2003(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert words(store, "train") == SENTENCES
     assert words(store, "valid") == [[("[UNK]", "unseen"), ("eu", "B-ORG")]]
     assert words(store, "test") == [[("british", "none"), ("lamb", "none")], [("peter", "none")]]
-    assert "valid: words of classes that training has not count as wrong: 'B-MISC' 1" in (
+    assert "valid: words whose class is not in training count as wrong: 'B-MISC' 1" in (
         capsys.readouterr().err
     )
     # pieces inside of a word carry nothing
@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, str], list[str], str, bool]] = [
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--label", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--word", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": "a\nb\n"}, ["--train", "a.tsv"], "1 column, by its .* column 2", False),
-    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "there is one class only, O", False),
+    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "only one class, O", False),
     (
         {"a.tsv": TSV, "b.tsv": "a\n"},
         ["--train", "a.tsv", "--valid", "b.tsv"],

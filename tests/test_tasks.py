@@ -1385,7 +1385,7 @@ def test_unseen_classes_are_told(
     assert store.meta["origin"]["unseen"] == {"valid": {"w": 1, "z": 2}}
     told = capsys.readouterr().err
     assert (
-        "warning: valid: rows of classes that training has not count as wrong: 'w' 1, 'z' 2" in told
+        "warning: valid: rows whose class is not in training count as wrong: 'w' 1, 'z' 2" in told
     )
     assert stats.describe(store)["splits"]["valid"]["labels"] == {
         "x": 1,
