@@ -395,7 +395,7 @@ def _class_names(task: Task, survey: Survey) -> list[str]:
     """The classes, in the order of their ids. Raises BadInput if there are fewer than two."""
     labels = task.labels or sorted(survey.labels.get("train", ()))
     if len(labels) < 2:
-        names = f"only one class, {labels[0]}" if labels else "no class"
+        names = f"one class only, {labels[0]}" if labels else "no class"
         raise BadInput(f"{task.files[0]}: the training rows have {names}; give two or more")
     return labels
 

@@ -348,7 +348,10 @@ def test_pieces(shared: Path, forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "bad.mid").write_bytes(b"no music")
     refused(forks.run("evaluate.py", run, f"input={tmp_path / 'bad.mid'}"), "bad.mid:1: not a MIDI")
     (tmp_path / "p.tsv").write_text("pitches\n60 61\n60 200\n")
-    refused(forks.run("evaluate.py", run, f"input={tmp_path / 'p.tsv'}"), "p.tsv:3: '200' is no pi")
+    refused(
+        forks.run("evaluate.py", run, f"input={tmp_path / 'p.tsv'}"),
+        "p.tsv:3: '200' is not a pitch",
+    )
 
 
 # ------------------------------------------------------------------------------ questions
@@ -439,7 +442,7 @@ def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
         assert [row["input"] for row in found] == plain, name
     (tmp_path / "x.jsonl").write_text('{"text": "bam"}\n')
     refused(
-        forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give a sentence a line"
+        forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give one sentence per line"
     )
 
 

@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, str], list[str], str, bool]] = [
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--label", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--word", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": "a\nb\n"}, ["--train", "a.tsv"], "1 column, by its .* column 2", False),
-    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "only one class, O", False),
+    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "one class only, O", False),
     (
         {"a.tsv": TSV, "b.tsv": "a\n"},
         ["--train", "a.tsv", "--valid", "b.tsv"],

@@ -1028,7 +1028,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.jsonl": '[1]\n{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n'},
         [*T, "--input", "."],
-        r"train\.jsonl:1: this is no JSON object",
+        r"train\.jsonl:1: this is not a JSON object",
         2,
     ),
     (
@@ -1046,13 +1046,13 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "\\ud83d", "l": 1}\n'},
         [*T, "--input", "."],
-        r"train\.jsonl:3: half a surrogate pair",
+        r"train\.jsonl:3: column 't' holds half of a surrogate pair",
         2,
     ),
     (
         {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": ["a", "b"], "l": 1}\n'},
         [*T, "--input", "."],
-        r"train\.jsonl:3: .* is neither text nor a number",
+        r"train\.jsonl:3: column 't' is .*, which is neither text nor a number",
         2,
     ),
     ({"train.jsonl": "no JSON\n"}, [*T, "--input", "."], r"train\.jsonl:1: not valid JSON", None),
@@ -1062,7 +1062,12 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         r"train\.json:3: there is no 't'",
         2,
     ),
-    ({"train.json": "[1, 2]"}, [*T, "--input", "."], r"train\.json:1: this is no JS", None),
+    (
+        {"train.json": "[1, 2]"},
+        [*T, "--input", "."],
+        r"train\.json:1: this is not a JSON object",
+        None,
+    ),
     ({"train.json": '[{"t": "a", "l": 0},'}, [*T, "--input", "."], "train.json:1: not valid", None),
     ({"train.parquet": b"PAR1 not really"}, [*T, "--input", "."], "is not a parquet file", None),
     ({"train.tsv.gz": TSV}, [*T, "--input", "."], r"train\.tsv\.gz is damaged, or no \.gz", None),
