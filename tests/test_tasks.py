@@ -541,7 +541,7 @@ def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFi
         assert Counter(row for r in rows.values() for row in r) == Counter(expected)
     for name, more in (("cut", 0), ("inner", 1)):
         line = text.count("\n") + 1
-        with pytest.raises(BadInput, match=rf"{name}\.txt:{line}: the record has not three lines"):
+        with pytest.raises(BadInput, match=rf"{name}\.txt:{line}: the record does not have three"):
             make("dna/h3", "--input", raw / f"{name}.txt", name="x")
         store = make("dna/h3", "--input", raw / f"{name}.txt", "--skip-bad", name=f"{name}.s")
         assert store.meta["origin"]["skipped_rows"] == 1
@@ -1137,7 +1137,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"x.fa": FASTA, "y.fa": FASTA},
         ["protein", "--input", ".", "--valid", "x.fa"],
-        "holds a FASTA file a class, which takes no --valid or --test",
+        "holds one FASTA file per class; it cannot be combined with --valid",
         None,
     ),
     (
@@ -1164,7 +1164,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         "has no column 'canonical_composer'",
         None,
     ),
-    ({"a.mid": b"MThd\xff"}, ["music/maestro", "--input", "a.mid"], "is no table", None),
+    ({"a.mid": b"MThd\xff"}, ["music/maestro", "--input", "a.mid"], "is not a table", None),
     ({"train.tsv": TSV}, ["glue/cola", "--input", "."], "has no column 'sentence'; it", None),
     ({"maestro.csv": "x\n"}, ["music/maestro", "--train", "maestro.csv"], "give --input", None),
 ]
