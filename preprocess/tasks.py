@@ -461,13 +461,14 @@ class RowWriter:
             if "labels" in split.offsets:
                 self._append_tags(split, rows)
             else:
-                for i, column in enumerate(c for c in ("tokens", "tokens_b") if c in split.offsets):
-                    texts = [row.texts[i] for row in rows]
-                    split.append_ragged(column, *self.encoder.encode(texts))
+                for i, tokens in enumerate(("tokens", "tokens_b")):
+                    if tokens in split.offsets:
+                        texts = [row.texts[i] for row in rows]
+                        split.append_ragged(tokens, *self.encoder.encode(texts))
                 split.append("label", np.array([self._label(row.label) for row in rows]))
-            for i, column in enumerate(("input", "input_b")):
-                if column in split.offsets:
-                    split.append_texts(column, [row.texts[i] for row in rows])
+            for i, text in enumerate(("input", "input_b")):
+                if text in split.offsets:
+                    split.append_texts(text, [row.texts[i] for row in rows])
             if "id" in split.offsets:
                 split.append_texts("id", [row.id or "" for row in rows])
             if "group" in split.writers:
