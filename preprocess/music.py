@@ -25,7 +25,7 @@ from .binarize import check_files
 from .tables import Table, ending
 from .tasks import Row, Task
 
-ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or a directory with one per composer."
+ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or one directory per composer."
 MIDI = (".mid", ".midi")
 TABLES = (".csv", ".json")
 COLUMNS = ["canonical_composer", "midi_filename"]

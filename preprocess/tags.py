@@ -70,14 +70,14 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(1),
         default=1,
         metavar="N",
-        help="The column of the words, counted from 1 (default: %(default)s; CoNLL-U: 2).",
+        help="The column of the words, counted from 1; in CoNLL-U it is 2 (default: %(default)s).",
     )
     add(
         "--label",
         type=number(1),
         metavar="N",
-        help="The column of the labels (default: the last; CoNLL-U: 4 or 5). A test file may lack "
-        "it.",
+        help="The column of the labels, counted from 1; in CoNLL-U it is 4 or 5 (default: the last "
+        "column). A test file may lack it.",
     )
     add(
         "--metric",

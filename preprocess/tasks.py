@@ -609,9 +609,9 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add(
         "--split-column",
         metavar="NAME",
-        help="The column that names each row's split: train, valid or test. Give none to ignore "
-        "such columns and draw the splits (default: the column split or set, and the column "
-        "validation, where true marks a validation row).",
+        help="The column that names each row's split: train, valid or test. With --split-column "
+        "none such columns are ignored and the splits are drawn (default: the column split or set, "
+        "and the column validation, where true marks a validation row).",
     )
     for split in ("train", "valid", "test"):
         add(
@@ -626,8 +626,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         "--tokenizer",
         type=Path,
         metavar="TOK",
-        help="The directory of a tokenizer, a store or a checkpoint (default: the task's own "
-        "alphabet, if it has one).",
+        help="The directory of a tokenizer, a store or a checkpoint (default: the alphabet of a "
+        "DNA, protein or music task; text has none and needs a tokenizer).",
     )
     add(
         "--seed",
