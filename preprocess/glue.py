@@ -211,8 +211,8 @@ def _rows(part: Part, marks: splits.SplitColumns, glue: Glue, bad: BadRows) -> I
 def _mnli(arguments: argparse.Namespace, directory: Path, glue: Glue) -> list[Part]:
     """The files of MNLI, which has two validation sets and two test sets."""
     files = find_splits(directory, ENDINGS, MNLI_SPLITS)
-    given = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
-    files |= {name: paths for name, paths in given.items() if paths}
+    by_option = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
+    files |= {name: paths for name, paths in by_option.items() if paths}
     for name in ("train", "valid", "valid_mismatched"):
         if name not in files:
             raise BadInput(

@@ -97,9 +97,9 @@ def table_of(directory: Path) -> Path | None:
     return min(files, key=ending, default=None)  # csv before json
 
 
-def _maestro(path: Path, given: str | None, bad: BadRows, used: set[str]) -> list[Piece]:
+def _maestro(path: Path, split_column: str | None, bad: BadRows, used: set[str]) -> list[Piece]:
     """The pieces of MAESTRO's table: csv, or json (a list of pieces in version 1, an object of
-    columns in later versions). `given` is --split-column; `used` gathers the columns read for it.
+    columns in later versions). `used` gathers the columns that name splits.
     """
     check_files([path])
     table = Table(path)
@@ -107,7 +107,7 @@ def _maestro(path: Path, given: str | None, bad: BadRows, used: set[str]) -> lis
         if name not in table.columns:
             raise table.missing(name)
     pieces = []
-    marks = splits.find(table, given, COLUMNS, "", used)
+    marks = splits.find(table, split_column, COLUMNS, "", used)
     for split, line, values in marks.rows(table, COLUMNS, bad):
         composer, name = (value or "" for value in values)
         if not composer or not name:

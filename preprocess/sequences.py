@@ -190,16 +190,16 @@ def _columns(
         return None
     table = Table(path)
     columns = []
-    for option, given, names in (
+    for option, chosen, names in (
         ("--sequence", arguments.sequence, SEQUENCE),
         ("--label", arguments.label, form.label),
     ):
-        column = table.find([given] if given else names)
+        column = table.find([chosen] if chosen else names)
         if column is not None:
             columns.append(column)
         elif option == "--sequence" or split != "test":
-            if given:
-                raise table.missing(given)
+            if chosen:
+                raise table.missing(chosen)
             raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
     return columns
 
@@ -210,16 +210,16 @@ Marks = splits.SplitColumns | set[str] | None
 
 
 def _marks(
-    path: Path, split: str, given: str | None, columns: list[str] | None, used: set[str]
+    path: Path, split: str, split_column: str | None, columns: list[str] | None, used: set[str]
 ) -> Marks:
-    """What names the splits of a file's rows. `given` is --split-column, and `split` the split that
-    the whole file was given as. `used` gathers the columns or fields that are read."""
+    """What names the splits of a file's rows. `split` is the split that the whole file was given
+    as, "" if none. `used` gathers the columns or fields that are read."""
     if columns is not None:
-        return splits.find(Table(path), given, columns, split, used)
-    splits.refuse_columns(given, path)
+        return splits.find(Table(path), split_column, columns, split, used)
+    splits.refuse_columns(split_column, path)
     if split and (header := splits.of_header(_first_line(path).split()[1:])):
         splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
-    return None if split or given == splits.NONE else used
+    return None if split or split_column == splits.NONE else used
 
 
 def _first_line(path: Path) -> str:

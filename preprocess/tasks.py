@@ -507,23 +507,23 @@ def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[s
     Raises BadInput if a file is missing or empty, or there is none for training.
     """
     source: Path | None = arguments.input
-    given = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
-    given = {name: paths for name, paths in given.items() if paths}
-    if source is None and "train" not in given:
+    by_option = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
+    by_option = {name: paths for name, paths in by_option.items() if paths}
+    if source is None and "train" not in by_option:
         raise BadInput("give --input FILE|DIR, or --train FILE")
     if source is None:
-        files = given
+        files = by_option
     elif source.is_dir():
-        files = find_splits(source, endings) | given
+        files = find_splits(source, endings) | by_option
         if "train" not in files:
             raise BadInput(f"{source} holds no training file (train{', train'.join(endings)})")
-    elif other := next((name for name in given if name != "test"), ""):
+    elif other := next((name for name in by_option if name != "test"), ""):
         raise BadInput(
             f"--{other} cannot be combined with --input {source}, which is a file; "
             f"give it as --train {source}"
         )
     else:
-        files = {"": [source]} | given
+        files = {"": [source]} | by_option
     for paths in files.values():
         check_files(paths)
     return {name: files[name] for name in ("", "train", "valid", "test") if name in files}
