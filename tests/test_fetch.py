@@ -228,8 +228,8 @@ def test_a_data_set_comes_whole_and_once(
     assert found == {"In/train/tsv", "In/a", "nested", "c.txt", "SOURCE.json"}
     assert (target / "nested").read_bytes() == inner
     assert (target / "In" / "a").read_bytes() == b"two\n" * 500
-    assert f"{url}: {len(body):,} bytes, SHA-256 as the catalogue has it" in first.out
-    assert f"not pinned: its SHA-256 is {sha(b'beside' + bytes([10]))}, keep it" in first.out
+    assert f"{url}: {len(body):,} bytes, SHA-256 as in the catalogue" in first.out
+    assert f"it is {sha(b'beside' + bytes([10]))}, note it down" in first.out
     assert "licence: CC0\ncite: Someone 2020\n" in first.out
     assert f"next: python preprocess.py text --input {target}/a.txt\n" in first.out
     record = json.loads((target / "SOURCE.json").read_text())
@@ -264,7 +264,7 @@ def test_what_broke_off_is_resumed(
 
 def test_a_later_run_resumes(site: Site, cache: Path) -> None:
     site.script = [Step(send=7), *[Step(status=503)] * 4]
-    with pytest.raises(Failure, match=r"answers 503 .*; 7 bytes stay, run again"):
+    with pytest.raises(Failure, match=r"answers 503 .*; 7 bytes are kept, run again"):
         data_sets.fetch(one(site), cache)
     assert part_of(cache).read_bytes() == BODY[:7]
     assert not (cache / "group").exists()
@@ -360,7 +360,7 @@ def test_the_first_sum_is_remembered(
     data_sets.fetch(one(site, pinned=False), cache)
     assert "SHA-256 as first seen 20" in capsys.readouterr().out
     shutil.rmtree(target)
-    with pytest.raises(Failure, match=f"is {sha(OTHER)} where .*first seen.* expects {sha(BODY)}"):
+    with pytest.raises(Failure, match=f"is {sha(OTHER)}, but .*first seen.* expects {sha(BODY)}"):
         data_sets.fetch(one(site, body=OTHER, pinned=False), cache)
     assert not target.exists()
 
@@ -368,10 +368,10 @@ def test_the_first_sum_is_remembered(
 def test_a_wrong_size_is_refused(site: Site, cache: Path) -> None:
     url = site.put("a.bin", BODY)
     for size, length, words in (
-        (299_999, True, "announces 300,000 bytes where the catalogue expects 299,999"),
-        (299_999, False, "more bytes come than the 299,999 allowed"),
+        (299_999, True, "announces 300,000 bytes, but the catalogue expects 299,999"),
+        (299_999, False, "the server sends more than the 299,999 bytes allowed"),
         (300_001, True, "announces 300,000 bytes"),
-        (300_001, False, "300,000 bytes came where the catalogue expects 300,001"),
+        (300_001, False, "300,000 bytes came, but the catalogue expects 300,001"),
     ):
         site.script = [Step(no_length=not length)] * 4
         with pytest.raises(Failure, match=words):
@@ -482,7 +482,7 @@ def test_certificates_are_checked(
         data_sets.fetch(one(hidden), cache)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     hidden.script = [Step(location=site.put("a.bin", BODY))]
-    with pytest.raises(Failure, match=r"leads to http://.*, which is not encrypted: refused"):
+    with pytest.raises(Failure, match=r"redirects to http://.*, which is not encrypted: refused"):
         data_sets.fetch(one(hidden), cache)
     assert site.asked == []
     data_sets.fetch(one(hidden), cache)
@@ -502,7 +502,7 @@ def test_a_full_disk_is_seen_before(
 ) -> None:
     usage = SimpleNamespace(free=2 * len(BODY) - 1)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(Failure, match="has 599,999 bytes free and 600,000 are needed"):
+    with pytest.raises(Failure, match="has 599,999 bytes free, but 600,000 are needed"):
         data_sets.fetch(one(site), cache)
     assert not part_of(cache).exists()
     usage.free += 1
@@ -536,7 +536,7 @@ def test_a_stopped_download_goes_on(
         assert process.returncode == -9
     else:
         assert process.returncode == 128 + number
-        assert err == "stopped; run again to go on where it was\n"
+        assert err == "stopped; run again to resume the download\n"
     there = part_of(cache).stat().st_size
     assert 100_000 < there <= 200_000
     good(command(*line))
@@ -553,11 +553,11 @@ def test_two_at_once_fetch_once(site: Site, cache: Path, tmp_path: Path) -> None
     wait_for(lambda: site.asked)
     second = start(*line)
     assert second.stderr is not None
-    assert second.stderr.readline() == "another process fetches group/name: waiting for it\n"
+    assert second.stderr.readline() == "another process is fetching group/name: waiting for it\n"
     release.set()
     outs = [process.communicate(timeout=60)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
-    assert "not pinned" in outs[0]
+    assert "no SHA-256 in the catalogue" in outs[0]
     assert "already here" in outs[1]
     assert len(site.asked) == 1
 
@@ -569,7 +569,7 @@ def test_what_is_there_is_never_replaced(site: Site, cache: Path) -> None:
     (target / "mine.txt").write_text("my own notes")
     data_sets.fetch(data, cache)
     (target / "a").write_bytes(b"0ne")
-    with pytest.raises(Failure, match=rf"name/a is not as it was unpacked: remove {target} and"):
+    with pytest.raises(Failure, match=rf"a has changed since it was unpacked: remove {target} and"):
         data_sets.fetch(data, cache)
     assert (target / "a").read_bytes() == b"0ne"
     (target / "a").unlink()
@@ -579,7 +579,7 @@ def test_what_is_there_is_never_replaced(site: Site, cache: Path) -> None:
     with pytest.raises(BadInput, match="damaged"):
         data_sets.fetch(data, cache)
     (target / "SOURCE.json").unlink()
-    with pytest.raises(BadInput, match="exists and was not fetched"):
+    with pytest.raises(BadInput, match="exists but was not made by fetch"):
         data_sets.fetch(data, cache)
     assert sorted(path.name for path in target.iterdir()) == ["b", "mine.txt"]
     assert len(site.asked) == asked
@@ -644,12 +644,12 @@ def doubled() -> bytes:
 
 
 ATTACKS = {
-    "up.zip": (zipped(**{"..__evil": b""}), "'../evil' leads out of"),
-    "deep.zip": (zipped(**{"a__..__..__evil": b""}), "leads out of"),
-    "absolute.zip": (zipped(__evil=b""), "'/evil' leads out of"),
-    "backslash.zip": (zipped(**{"..\\evil": b""}), "leads out of"),
-    "drive.zip": (zipped(**{"C:evil": b""}), "leads out of"),
-    "nameless.zip": (zipped(qq=b"").replace(b"qq", b"\0q"), "'' is no name of a file"),
+    "up.zip": (zipped(**{"..__evil": b""}), "'../evil' points outside of"),
+    "deep.zip": (zipped(**{"a__..__..__evil": b""}), "points outside of"),
+    "absolute.zip": (zipped(__evil=b""), "'/evil' points outside of"),
+    "backslash.zip": (zipped(**{"..\\evil": b""}), "points outside of"),
+    "drive.zip": (zipped(**{"C:evil": b""}), "points outside of"),
+    "nameless.zip": (zipped(qq=b"").replace(b"qq", b"\0q"), "'' is not a file name"),
     "latin.zip": (zipped(é=b"").replace(b"\xc3\xa9", b"\xb3\xb3"), "cannot be unpacked: "),
     "latin-inside.zip": (
         zipped(é=b"").replace(b"\xc3\xa9", b"\xb3\xb3", 1),
@@ -658,14 +658,17 @@ ATTACKS = {
     "link.zip": (zip_link(), "'link' is neither file nor directory"),
     "bomb.zip": (zipped(zeros=bytes(2**20)), "unpacks to more than"),
     "lying.zip": (lying_zip(), "cannot be unpacked: "),
-    "doubled.zip": (doubled(), "'aa' has the name of another, 'aa'"),
-    "case.zip": (zipped(data=b"1", DATA=b"2"), "'DATA' has the name of another, 'data'"),
+    "doubled.zip": (doubled(), "'aa' has the name of another member, 'aa'"),
+    "case.zip": (zipped(data=b"1", DATA=b"2"), "'DATA' has the name of another member, 'data'"),
     "casedir.zip": (zipped(data__a=b"1", DATA__b=b"2"), "'DATA/b' has the name of another"),
     "both.zip": (zipped(data=b"1", data__a=b"2"), "'data/a' has the name of another"),
-    "record.zip": (zipped(**{"Source.json": b"{}"}), "has the name of another, 'SOURCE.json'"),
+    "record.zip": (
+        zipped(**{"Source.json": b"{}"}),
+        "name of another member, 'SOURCE.json'",
+    ),
     "cut.zip": (zipped(a=b"1" * 999)[:-20], "cannot be unpacked: "),
     "up.tar": (tarred(member("../evil")), "evil"),
-    "absolute.tar": (tarred(member("/evil")), "'/evil' leads out of"),
+    "absolute.tar": (tarred(member("/evil")), "'/evil' points outside of"),
     "symlink.tar": (
         tarred(member("link", b"", type=tarfile.SYMTYPE, linkname="/etc"), member("link/evil")),
         "'link' is neither file nor directory",
@@ -679,7 +682,7 @@ ATTACKS = {
     "bomb.tar.gz": (gzip.compress(tarred(member("a", bytes(2**20)))), "unpacks to more than"),
     "headers.tar.bz2": (
         bz2.compress(tarred(member("a", pax_headers={"comment": "x" * 2**21}))),
-        "headers of more than 1,048,576 bytes",
+        "headers have more than 1,048,576 bytes",
     ),
     "lying.tar": (lying_tar(2**40), "unpacks to more than"),
     "short.tar": (lying_tar(4000), "cannot be unpacked: "),
@@ -853,12 +856,12 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "size": ([FILE], {"unpacked": "9"}, "must be a whole number above 0"),
     "directory": ([FILE], {"directory": "../x"}, "directory = '../x'"),
     "hidden": ([FILE], {"directory": ".fetch"}, "directory = '.fetch'"),
-    "scheme": ([{"url": "file:///etc/passwd"}], {}, "is no address that begins with https://"),
-    "space": ([{"url": "https://example.org/a b"}], {}, "is no address"),
-    "host": ([{"url": "https://[/a"}], {}, "is no address"),
+    "scheme": ([{"url": "file:///etc/passwd"}], {}, "is not an address that begins with https://"),
+    "space": ([{"url": "https://example.org/a b"}], {}, "is not an address"),
+    "host": ([{"url": "https://[/a"}], {}, "is not an address"),
     "no url": ([{"name": "a"}], {}, "url = ''"),
-    "name": ([{**FILE, "name": "../a"}], {}, "'../a' is no plain name"),
-    "no name": ([{"url": "https://example.org/"}], {}, "'' is no plain name"),
+    "name": ([{**FILE, "name": "../a"}], {}, "'../a' is not a plain file name"),
+    "no name": ([{"url": "https://example.org/"}], {}, "'' is not a plain file name"),
     "sum": ([{**FILE, "sha256": "abc"}], {}, "sha256 = 'abc' must be 64 digits"),
     "bytes": ([{**FILE, "bytes": 0}], {}, "bytes = 0 must be"),
     "twice": ([FILE, FILE], {}, "two files have the same name"),
@@ -882,7 +885,7 @@ def test_other_wrong_catalogues(tmp_path: Path) -> None:
     path = listed(tmp_path, FILE)
     entry = path.read_text() + "\n"
     path.write_text(entry + entry.replace("group/name", "group/name/v2"))
-    with pytest.raises(BadInput, match="would lie within 'group/name': give `directory`"):
+    with pytest.raises(BadInput, match="would be inside of 'group/name': give `directory`"):
         data_sets.load_catalogue(path)
     path.write_text(
         (entry + 'directory = "a"\n') + (entry + 'directory = "a"\n').replace("/name", "/b")
@@ -890,5 +893,5 @@ def test_other_wrong_catalogues(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="the same directory"):
         data_sets.load_catalogue(path)
     path.write_text("a = ")
-    with pytest.raises(BadInput, match="no catalogue in TOML"):
+    with pytest.raises(BadInput, match="is not a catalogue in TOML"):
         data_sets.load_catalogue(path)

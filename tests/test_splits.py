@@ -163,7 +163,7 @@ def test_without_a_row_to_validate_on(forks: Forks, tmp_path: Path) -> None:
     path = write(flip(60, 0, 9), tmp_path / "a.csv")
     done = good(task(forks, "protein", path, "--kind", "score"))
     assert sizes(open_store(tmp_path / "store")) == {"train": 60, "test": 9}
-    assert "warning: no row is for validation: train with train.select=last" in done.err
+    assert "warning: there is no validation split; train with train.select=last" in done.err
 
 
 def test_a_file_beside_its_test_set(forks: Forks, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_file_beside_its_test_set(forks: Forks, tmp_path: Path) -> None:
     good(task(forks, "protein", path, "--kind", "score", "--test", str(test)))
     assert sizes(open_store(tmp_path / "store")) == {"train": 90, "valid": 10, "test": 9}
     again = task(forks, "protein", path, "--kind", "score", "--valid", str(test), "--overwrite")
-    refused(again, "--valid goes with a directory", "dev.csv is a file")
+    refused(again, "--valid cannot be combined with --input", "dev.csv, which is a file")
 
 
 def test_another_column_or_none(forks: Forks, tmp_path: Path) -> None:

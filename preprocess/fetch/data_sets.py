@@ -1,11 +1,12 @@
-"""Public data sets from their publishers' addresses into a cache, with licence and citation.
+"""`fetch`: download public data sets from their publishers into a cache.
 
-Which there are, and what is known of each, is data: `catalogue.toml` beside this module.
+The file `catalogue.toml` in this directory lists the data sets with their addresses, checksums,
+licences and citations.
 
-In the cache, a data set is the directory of its name, which appears whole, with `SOURCE.json`:
-addresses, checksums of what was sent and of every unpacked file, licence, date. `.fetch/NAME`
-holds the downloads until then, and for good the checksums first seen of files that the catalogue
-does not pin.
+In the cache, each data set is a directory with the data set's name. It appears only once it is
+complete. Its file `SOURCE.json` records the addresses, the checksums of the downloads and of every
+unpacked file, the licence and the date. Until then the downloads are in `.fetch/NAME`. There the
+program also keeps the first checksum of each file for which the catalogue has none.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from .download import File, download
 from .unpack import ENDINGS, Unpacker
 
 CATALOGUE = Path(__file__).with_name("catalogue.toml")
-RATIO = 20  # how many times its own size an archive may unpack to, where its entry says nothing
-CAP = 2**36  # bytes that a data set may unpack to, where its entry says nothing
+RATIO = 20  # by default, an archive may unpack to this many times its own size
+CAP = 2**36  # by default, a data set may unpack to this many bytes
 REQUIRED = {"licence", "citation", "source", "then"}
 ALLOWED = {*REQUIRED, "files", "unpacked", "directory", "by_hand", "note"}
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
@@ -51,7 +52,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 
 @dataclass(frozen=True)
 class DataSet:
-    """An entry of a catalogue, as `catalogue.toml` explains it; `directory` is in the cache."""
+    """An entry of a catalogue. `catalogue.toml` explains the keys; `directory` is in the cache."""
 
     name: str
     licence: str
@@ -66,27 +67,30 @@ class DataSet:
 
 
 def load_catalogue(path: Path) -> dict[str, DataSet]:
-    """The data sets by name. Raises BadInput naming the file, the entry and what is wrong."""
+    """The data sets of a catalogue by name.
+
+    Raises BadInput naming the file, the entry and the problem if the catalogue is not valid.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
     except (ValueError, RecursionError, IsADirectoryError) as error:
-        raise BadInput(f"{path} is no catalogue in TOML: {error}") from None
+        raise BadInput(f"{path} is not a catalogue in TOML: {error}") from None
     catalogue = {name: _entry(f"{path}: {name!r}", name, entry) for name, entry in table.items()}
     places = {f"{data.directory}/": data.name for data in catalogue.values()}
     for place, name in places.items():
         for other, owner in places.items():
             if owner != name and other.startswith(place):
-                raise BadInput(f"{path}: {owner!r} would lie within {name!r}: give `directory`")
+                raise BadInput(f"{path}: {owner!r} would be inside of {name!r}: give `directory`")
     if len(places) < len(catalogue):
-        raise BadInput(f"{path}: two data sets have the same directory")
+        raise BadInput(f"{path}: two data sets have the same directory: give `directory`")
     return catalogue
 
 
 def _entry(where: str, name: str, entry: Any) -> DataSet:
     if not isinstance(entry, dict) or not NAME.fullmatch(name):
-        raise BadInput(f'{where} is no data set: write ["group/name"] and its keys below')
+        raise BadInput(f'{where} is not a data set: write ["group/name"] and its keys below')
     for key in sorted(entry.keys() ^ REQUIRED):
         if key not in ALLOWED:
             near = get_close_matches(key, ALLOWED, 1)
@@ -98,7 +102,7 @@ def _entry(where: str, name: str, entry: Any) -> DataSet:
     for key, value in entry.items():
         kind = kinds.get(key, str)
         if type(value) is not kind or not value:
-            raise BadInput(f"{where}: {key} = {value!r} must be {_ARTICLES[kind]}")
+            raise BadInput(f"{where}: {key} = {value!r} must be {_KIND_NAMES[kind]}")
     directory = entry.get("directory", name)
     if not NAME.fullmatch(directory):
         raise BadInput(f"{where}: directory = {directory!r} must be like 'group/name'")
@@ -110,7 +114,7 @@ def _entry(where: str, name: str, entry: Any) -> DataSet:
     return DataSet(**{**entry, "name": name, "directory": directory, "files": files})
 
 
-_ARTICLES = {str: "a string", int: "a whole number above 0", list: "a list of files"}
+_KIND_NAMES = {str: "a string", int: "a whole number above 0", list: "a list of files"}
 
 
 def _file(where: str, value: Any) -> File:
@@ -118,10 +122,10 @@ def _file(where: str, value: Any) -> File:
         raise BadInput(f"{where}: a file has url, and may have name, bytes and sha256: {value!r}")
     url = value.get("url", "")
     if not isinstance(url, str) or not re.fullmatch(r"https?://[\w.:-]+/[!-~]*", url, re.ASCII):
-        raise BadInput(f"{where}: url = {url!r} is no address that begins with https://")
+        raise BadInput(f"{where}: url = {url!r} is not an address that begins with https://")
     name = value.get("name", unquote(urlsplit(url).path).rpartition("/")[2])
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
-        raise BadInput(f"{where}: {name!r} is no plain name of a file: give `name`")
+        raise BadInput(f"{where}: {name!r} is not a plain file name: give `name`")
     size, checksum = value.get("bytes"), value.get("sha256")
     if size is not None and (type(size) is not int or size < 1):
         raise BadInput(f"{where}: bytes = {size!r} must be a whole number above 0")
@@ -131,10 +135,11 @@ def _file(where: str, value: Any) -> File:
 
 
 def fetch(data: DataSet, cache: Path) -> Path:
-    """Bring a data set into `cache` and return its directory, or return what is there, verified.
+    """Download a data set into `cache`, unless it is there already, and return its directory.
 
-    Raises Failure if the network, a checksum, an archive or what is there is at fault: what is
-    there is never touched. Raises BadInput where it can only be had by hand.
+    A data set that is there is verified and never changed. Raises Failure if the network fails, a
+    checksum is wrong, an archive cannot be unpacked, or the existing files are damaged. Raises
+    BadInput if the data set can only be fetched by hand.
     """
     if data.by_hand:
         raise BadInput(f"{data.name} can only be fetched by hand: {data.by_hand}")
@@ -143,8 +148,8 @@ def fetch(data: DataSet, cache: Path) -> Path:
     if not target.exists():
         make_directory(downloads)
         with _locked(downloads / "lock", data.name):
-            if not target.exists():  # another process may have brought it meanwhile
-                _bring(data, target, downloads)
+            if not target.exists():  # another process may have fetched it meanwhile
+                _fetch_new(data, target, downloads)
                 return target
     _verify(data, target)
     return target
@@ -152,18 +157,18 @@ def fetch(data: DataSet, cache: Path) -> Path:
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """Only one process at a time; the lock ends with its process, however that ends."""
+    """Let one process in at a time. The operating system removes the lock of a dead process."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process fetches {name}: waiting for it", error=True)
+            say(f"another process is fetching {name}: waiting for it", error=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _bring(data: DataSet, target: Path, downloads: Path) -> None:
-    """Download, check, unpack into `target`, say what came."""
+def _fetch_new(data: DataSet, target: Path, downloads: Path) -> None:
+    """Download, check, unpack into `target`, and print what was fetched."""
     started = time.monotonic()
     seen_at = downloads / "seen.json"
     seen = read_json(seen_at) if seen_at.exists() else {}
@@ -171,8 +176,8 @@ def _bring(data: DataSet, target: Path, downloads: Path) -> None:
     sent: list[dict[str, Any]] = []
     for file in data.files:
         first = seen.get(file.url, {})
-        whence = "the catalogue" if file.sha256 else f"{seen_at}, first seen {first.get('date')},"
-        checksum = download(file, downloads, file.sha256 or first.get("sha256"), whence)
+        who = "the catalogue" if file.sha256 else f"{seen_at}, first seen {first.get('date')},"
+        checksum = download(file, downloads, file.sha256 or first.get("sha256"), who)
         size = (downloads / file.name).stat().st_size
         sent.append({"url": file.url, "bytes": size, "sha256": checksum})
         say(f"{file.url}: {size:,} bytes, {_trust(file, first, checksum)}")
@@ -205,14 +210,14 @@ def _bring(data: DataSet, target: Path, downloads: Path) -> None:
 
 def _trust(file: File, first: dict[str, str], checksum: str) -> str:
     if file.sha256:
-        return "SHA-256 as the catalogue has it"
+        return "SHA-256 as in the catalogue"
     if first:
         return f"SHA-256 as first seen {first['date']}"
-    return f"not pinned: its SHA-256 is {checksum}, keep it"
+    return f"no SHA-256 in the catalogue; it is {checksum}, note it down"
 
 
 def _contents(directory: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file, by its path below the directory."""
+    """Size and SHA-256 of every file, by its path relative to the directory."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): {
@@ -224,9 +229,11 @@ def _contents(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _verify(data: DataSet, target: Path) -> None:
-    """Raise unless every file that was unpacked is there as it was."""
+    """Check that every unpacked file is there and unchanged. Raises BadInput or Failure if not."""
     if not (target / "SOURCE.json").is_file():
-        raise BadInput(f"{target} exists and was not fetched: move it, or give another --cache")
+        raise BadInput(
+            f"{target} exists but was not made by fetch: move it, or give another --cache"
+        )
     record = read_json(target / "SOURCE.json")
     try:
         files = {name: (item["bytes"], item["sha256"]) for name, item in record["unpacked"].items()}
@@ -237,7 +244,7 @@ def _verify(data: DataSet, target: Path) -> None:
         if not path.is_file():
             what = "is missing"
         elif path.stat().st_size != size or file_checksum(path) != checksum:
-            what = "is not as it was unpacked"
+            what = "has changed since it was unpacked"
         else:
             continue
         raise Failure(f"{path} {what}: remove {target} and run again")
@@ -245,7 +252,7 @@ def _verify(data: DataSet, target: Path) -> None:
 
 
 def table(catalogue: dict[str, DataSet]) -> str:
-    """A line for each data set: name, size as sent in MB, whence, licence."""
+    """One line for each data set: name, download size in MB, server, licence."""
     rows = [("name", "MB", "from", "licence")]
     for data in catalogue.values():
         sizes = [file.bytes for file in data.files]
@@ -260,38 +267,39 @@ def table(catalogue: dict[str, DataSet]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `fetch`."""
     add = parser.add_argument
     add(
         "name",
         nargs="?",
         metavar="NAME",
-        help="The data set, named as its task, such as glue/cola (default: list all).",
+        help="The data set, which has the name of its task, such as glue/cola (default: list all).",
     )
     add(
         "--list",
         action="store_true",
-        help="Print every name with size in MB as sent, server and licence, and fetch nothing.",
+        help="Print every name with its download size in MB, server and licence; fetch nothing.",
     )
     add(
         "--cache",
         type=Path,
         metavar="DIR",
-        help="Where data sets lie, each in the directory of "
-        "its name (default: $XFORMER_CACHE, or else ~/.cache/xformer). What is there already is "
-        "verified, never replaced; what broke off is resumed.",
+        help="The directory for data sets, each in a directory with its name (default: "
+        "$XFORMER_CACHE, or else ~/.cache/xformer). A data set that is there is verified and never "
+        "replaced. An interrupted download is resumed.",
     )
     add(
         "--catalogue",
         type=Path,
         default=CATALOGUE,
         metavar="FILE",
-        help="Your own list of data sets in TOML, instead of the one that comes with this "
-        "program and explains the form (preprocess/catalogue.toml).",
+        help="Your own list of data sets in TOML (default: the list that comes with this program, "
+        "preprocess/fetch/catalogue.toml, which explains the format).",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fetch one data set and say what to do with it, or list all."""
+    """Fetch one data set and print the command to use it with, or list all data sets."""
     catalogue = load_catalogue(arguments.catalogue)
     if arguments.list or arguments.name is None:
         say(*table(catalogue).split("\n"))
@@ -299,13 +307,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.name not in catalogue:
         near = get_close_matches(arguments.name, catalogue, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise BadInput(f"no data set is named {arguments.name!r}{hint} (fetch --list names them)")
+        raise BadInput(f"no data set is named {arguments.name!r}{hint} (fetch --list shows all)")
     data = catalogue[arguments.name]
     try:
         target = fetch(data, arguments.cache or cache_folder())
     except (KeyboardInterrupt, Interrupted) as stop:
         number = stop.status - 128 if isinstance(stop, Interrupted) else signal.SIGINT
-        raise Interrupted(number, "stopped; run again to go on where it was") from None
+        raise Interrupted(number, "stopped; run again to resume the download") from None
     say(f"licence: {data.licence}", f"cite: {data.citation}")
     if data.note:
         say(f"note: {data.note}")

@@ -1,7 +1,7 @@
-"""One file from one address: received in a part that a later attempt resumes, then checked whole.
+"""Download one file from one address. A later attempt resumes a partial download.
 
-Resuming follows RFC 9110, sections 13.1.5 (If-Range) and 14 (Range): the rest is asked for only on
-the condition that the file is still the one whose beginning is here.
+Resuming follows RFC 9110, sections 13.1.5 (If-Range) and 14 (Range): the rest is requested on the
+condition that the file on the server has not changed. The complete file is checked.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import file_checksum, read_json, sync, write_json
 
 BLOCK = 2**20  # bytes read at once
-TIMEOUT = 30.0  # seconds without a byte until a connection counts as broken
-WAITS = (1.0, 2.0, 4.0)  # seconds before another attempt; one more failure in a row ends them
-MOST = 2**36  # bytes of a file whose size nobody tells
+TIMEOUT = 30.0  # seconds without data after which a connection counts as broken
+WAITS = (1.0, 2.0, 4.0)  # seconds before each new attempt; then the download fails
+MAX_BYTES = 2**36  # of a file whose size is not known
 AGENT = "xformer-preprocess (data for research)"  # some publishers refuse urllib's own name
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a data set; `bytes` and `sha256` are of what is sent, None where not known."""
+    """A file of a data set. `bytes` and `sha256` describe the download; None if not known."""
 
     url: str
     name: str
@@ -41,51 +41,52 @@ class File:
 
 
 class _BrokenError(Exception):
-    """The network failed in a way that another attempt may mend."""
+    """The network failed, and another attempt may succeed."""
 
 
 class _UnreachableError(_BrokenError):
-    """There was no connection at all: where none was before either, there is no network."""
+    """No connection could be made. If none was made before either, there is no network."""
 
 
-def download(file: File, folder: Path, expected: str | None, whence: str) -> str:
-    """Bring `folder/file.name`, and return its SHA-256. What is there is checked and not fetched.
+def download(file: File, folder: Path, expected: str | None, who: str) -> str:
+    """Download `folder/file.name` unless it is there, check it, and return its SHA-256.
 
-    `expected` is the SHA-256 it must have (None: any), `whence` says who expects it. Attempts that
-    fail leave a part, which the next one resumes. Raises Failure if the network stays broken, the
-    disk is too small, or the file is another: then it is set aside as `NAME.refused`.
+    `expected` is the SHA-256 that it must have (None: any), and `who` says for messages who expects
+    it. A failed attempt leaves a partial file, which the next attempt resumes. Raises Failure if
+    the network stays broken, if the disk is too small, or if size or SHA-256 are wrong. A wrong
+    file is renamed to `NAME.refused`.
     """
     whole = folder / file.name
     if not whole.exists():
         _receive(file, folder / f"{file.name}.part")
         (folder / f"{file.name}.part").replace(whole)
     _note(folder / f"{file.name}.part").unlink(missing_ok=True)
-    size, found = whole.stat().st_size, file_checksum(whole)
+    size, checksum = whole.stat().st_size, file_checksum(whole)
     aside = whole.with_name(f"{file.name}.refused")
     if file.bytes is not None and size != file.bytes:
         whole.replace(aside)
         raise Failure(
-            f"{file.url}: {size:,} bytes came where the catalogue expects {file.bytes:,}; "
-            f"set aside as {aside}"
+            f"{file.url}: {size:,} bytes came, but the catalogue expects {file.bytes:,}; the file "
+            f"is kept as {aside}"
         )
-    if expected is not None and found != expected:
+    if expected is not None and checksum != expected:
         whole.replace(aside)
         raise Failure(
-            f"{file.url}: its SHA-256 is {found} where {whence} expects {expected}; "
-            f"set aside as {aside}"
+            f"{file.url}: its SHA-256 is {checksum}, but {who} expects {expected}; the file is "
+            f"kept as {aside}"
         )
-    return found
+    return checksum
 
 
 def check_space(directory: Path, needed: int) -> None:
     """Raise Failure if `directory` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(directory).free
     if needed > free:
-        raise Failure(f"{directory} has {free:,} bytes free and {needed:,} are needed")
+        raise Failure(f"{directory} has {free:,} bytes free, but {needed:,} are needed; make room")
 
 
 def _receive(file: File, part: Path) -> None:
-    """Complete `part`, in several attempts if must be."""
+    """Complete `part`, in several attempts if necessary."""
     failures = 0
     while True:
         before = _size(part)
@@ -96,7 +97,7 @@ def _receive(file: File, part: Path) -> None:
             lost = isinstance(error, _UnreachableError) and not failures
             failures = 1 if size > before else failures + 1
             if lost or failures > len(WAITS):
-                stays = f"; {size:,} bytes stay, run again to go on" if size else ""
+                stays = f"; {size:,} bytes are kept, run again to resume" if size else ""
                 raise Failure(f"{file.url}: {error}{stays}") from None
             wait = WAITS[failures - 1]
             say(f"{file.name}: {error}; again in {wait:.0f} s", error=True)
@@ -118,7 +119,7 @@ def _attempt(file: File, part: Path) -> None:
         except HTTPError as error:
             if error.code != 416 or not start:
                 raise
-            # nothing is left to send, or the file is shorter now than the part
+            # Either the part is complete, or the file on the server is now shorter.
             if re.fullmatch(rf"bytes \*/{start}", error.headers.get("Content-Range", "")):
                 return
             answer = None
@@ -129,12 +130,15 @@ def _attempt(file: File, part: Path) -> None:
                 return
             if not start:
                 raise Failure(f"{file.url}: the server answers {answer.status} {answer.reason}")
-    part.unlink()  # it is of another file: start over
+    part.unlink()  # the file on the server has changed: start again
     _attempt(file, part)
 
 
 def _state(file: File, part: Path) -> tuple[int, str]:
-    """(bytes that are here, what identifies the file they are of); 0 where that is not known."""
+    """The number of bytes received so far, and the validator that identifies their file.
+
+    Without a validator the partial file is useless. It is removed, and the number is 0.
+    """
     try:
         note = read_json(_note(part))
         start = _size(part)
@@ -147,7 +151,7 @@ def _state(file: File, part: Path) -> tuple[int, str]:
 
 
 def _continues(answer: HTTPResponse, start: int, validator: str) -> bool:
-    """Is this the whole file, or the rest after `start` of the file that `validator` names?"""
+    """Whether the answer is the whole file, or the rest after `start` of the same file."""
     if answer.status == 200:
         return True
     place = answer.headers.get("Content-Range", "")
@@ -159,7 +163,7 @@ def _continues(answer: HTTPResponse, start: int, validator: str) -> bool:
 
 
 def _write(answer: HTTPResponse, file: File, part: Path, start: int) -> None:
-    """Write the body behind the first `start` bytes of `part`, or from its beginning."""
+    """Write the body to `part`: after its first `start` bytes, or from its beginning."""
     if answer.status == 206:
         total: int | None = int(answer.headers["Content-Range"].rpartition("/")[2])
     else:
@@ -171,21 +175,22 @@ def _write(answer: HTTPResponse, file: File, part: Path, start: int) -> None:
     if file.bytes is not None and total not in (None, file.bytes):
         part.unlink(missing_ok=True)
         raise Failure(
-            f"{file.url}: the server announces {total:,} bytes where the catalogue expects "
-            f"{file.bytes:,}: the publisher has changed it"
+            f"{file.url}: the server announces {total:,} bytes, but the catalogue expects "
+            f"{file.bytes:,}: the publisher has changed the file"
         )
     total = total if total is not None else file.bytes
-    # what is unpacked or copied from the file takes at least as much again
+    # Unpacking or copying the file needs at least as much space again.
     check_space(part.parent, 2 * (total or 0) - start)
     came = start
-    with part.open("ab") as out, Progress(file.name, total or 0, "B", start) as shown:
+    with part.open("ab") as out, Progress(file.name, total or 0, "B", start) as bar:
         while came != total and (block := _read(answer, file.url)):
             came += len(block)
-            if came > (MOST if total is None else total):
+            if came > (MAX_BYTES if total is None else total):
                 part.unlink()
-                raise Failure(f"{file.url}: more bytes come than the {total or MOST:,} allowed")
+                allowed = f"{total or MAX_BYTES:,} bytes allowed"
+                raise Failure(f"{file.url}: the server sends more than the {allowed}")
             out.write(block)
-            shown.advance(len(block))
+            bar.advance(len(block))
     if total is not None and came < total:
         raise _BrokenError(f"the connection broke after {came:,} of {total:,} bytes")
 
@@ -197,7 +202,7 @@ def _read(answer: HTTPResponse, url: str) -> bytes:
 
 @contextmanager
 def _network(url: str) -> Iterator[None]:
-    """Whatever the network raises becomes _BrokenError, or Failure where no patience helps."""
+    """Turn the network's errors into _BrokenError, or into Failure if another try cannot help."""
     try:
         yield
     except HTTPError as error:
@@ -213,29 +218,32 @@ def _network(url: str) -> Iterator[None]:
         raise kind(f"the server cannot be reached: {error.reason}") from None
     except TimeoutError:
         raise _BrokenError(f"nothing came for {TIMEOUT:.0f} s") from None
-    except (HTTPException, OSError, ValueError) as error:  # ValueError: a host that cannot be
+    except (HTTPException, OSError, ValueError) as error:  # ValueError: an impossible host name
         raise _BrokenError(f"the connection broke: {error or type(error).__name__}") from None
 
 
 class _StaySecure(HTTPRedirectHandler):
-    """Follows redirections, but never from https to what anyone on the way can change."""
+    """Follows redirections, but never from https to an unencrypted address."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> Request | None:
         if req.full_url.startswith("https:") and not newurl.startswith("https:"):
-            raise Failure(f"{req.full_url} leads to {newurl}, which is not encrypted: refused")
+            raise Failure(f"{req.full_url} redirects to {newurl}, which is not encrypted: refused")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _validator(headers: Any) -> str:
-    """What names this very version of a file; weak tags do not ("" where nothing does)."""
+    """The header value that identifies a version of a file, or "" if there is none.
+
+    Weak tags do not identify a version.
+    """
     tag = headers.get("ETag", "")
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
 
 
 def _note(part: Path) -> Path:
-    """Beside a part: of which file it is."""
+    """The path of the note that says to which file a part belongs."""
     return part.with_name(f"{part.name}.json")
 
 

@@ -1,7 +1,7 @@
-"""Archives from elsewhere -> files of one directory, or one line that says why not.
+"""Unpack downloaded archives into one directory, or say in one line why they are refused.
 
-Nothing in an archive is believed: names stay within the directory, links and devices are refused,
-and what comes out is counted while it comes out.
+Archives are not trusted. Paths must stay within the directory, links and devices are refused, and
+unpacked bytes are counted while they are written.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from xformer.data.errors import Failure
 
 from .download import check_space
 
-MEMBERS = 100_000  # files and directories in one archive
+MEMBERS = 100_000  # the most files and directories in one archive
 BLOCK = 2**20  # bytes written at once
-HEADERS = 2**20  # bytes of headers between two members of a tar file: they are read into memory
+HEADERS = 2**20  # the most bytes of headers between two members of a tar file, read into memory
 TARS: dict[str, Callable[..., Any]] = {
     ".tar": open,
     ".tar.gz": gzip.open,
@@ -42,18 +42,22 @@ class _Readable(Protocol):
 
 
 class Unpacker:
-    """Writes into the empty `directory`, `limit` bytes at most; memory does not grow with them."""
+    """Unpacks archives into the empty `directory`, at most `limit` bytes in all.
+
+    Memory does not grow with the number of bytes.
+    """
 
     def __init__(self, directory: Path, limit: int):
         self.directory, self.limit, self.left = directory, limit, limit
-        # as a file system that ignores case would see them: path -> path ("/" behind directories)
+        # The paths as a file system that ignores case sees them -> the paths as written.
+        # A directory's path ends in "/".
         self.paths = {"source.json": "SOURCE.json"}
 
     def add(self, path: Path) -> None:
-        """Write what the file at `path` holds: its members if it is an archive, else itself.
+        """Write the members of the file at `path` if it is an archive, or else the file itself.
 
-        Archives within archives stay as they are. Raises Failure naming the archive and the
-        member that may not be written.
+        Archives within archives are not unpacked. Raises Failure naming the archive if it cannot be
+        unpacked, and the member if that is refused.
         """
         try:
             for number, (name, source) in enumerate(self._members(path), 1):
@@ -72,12 +76,12 @@ class Unpacker:
         ) as error:
             raise Failure(f"{path.name} cannot be unpacked: {error}") from None
         except OSError as error:
-            if error.errno not in (None, errno.EINVAL):  # of the disk, not of bz2, gzip or zip
+            if error.errno not in (None, errno.EINVAL):  # from the disk, not from bz2, gzip or zip
                 raise
             raise Failure(f"{path.name} cannot be unpacked: {error}") from None
 
     def _members(self, path: Path) -> Iterator[tuple[str, _Readable | None]]:
-        """(name, its content, None for a directory) in the archive's order."""
+        """Yield (name, content) in the archive's order. The content of a directory is None."""
         ending = next((e for e in ENDINGS if path.name.lower().endswith(e)), None)
         if ending is None:
             with path.open("rb") as file:
@@ -102,7 +106,7 @@ class Unpacker:
                 if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                     raise _refused(path.name, member.filename, "is neither file nor directory")
                 if not member.filename:
-                    raise _refused(path.name, "", "is no name of a file")
+                    raise _refused(path.name, "", "is not a file name")
                 if member.is_dir():
                     yield member.filename, None
                 else:
@@ -138,33 +142,34 @@ class Unpacker:
                 out.write(block)
 
     def _claim(self, archive: str, name: str, is_directory: bool) -> str:
-        """The path of a member below the directory, which no other member may take."""
+        """The relative path of a member. From now on, no other member may have it."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if name.startswith("/") or ".." in parts or re.search(r"[\\\0]|^[A-Za-z]:", name):
-            raise _refused(archive, name, "leads out of the archive's own directory")
+            raise _refused(archive, name, "points outside of the archive's own directory")
         if not parts and not is_directory:
-            raise _refused(archive, name, "is no name of a file")
-        if re.search("[\ud800-\udfff]", name):  # where tarfile could not decode a byte
+            raise _refused(archive, name, "is not a file name")
+        if re.search("[\ud800-\udfff]", name):  # tarfile's mark for undecodable bytes
             raise _refused(archive, name, "has a name that is not UTF-8")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])
             is_file = depth == len(parts) and not is_directory
-            kept = path if is_file else f"{path}/"
+            written = path if is_file else f"{path}/"
             folded = unicodedata.normalize("NFC", path).casefold()
-            if self.paths.get(folded, kept) != kept or (is_file and folded in self.paths):
-                raise _refused(archive, name, f"has the name of another, {self.paths[folded]!r}")
-            self.paths[folded] = kept
+            if self.paths.get(folded, written) != written or (is_file and folded in self.paths):
+                other = self.paths[folded]
+                raise _refused(archive, name, f"has the name of another member, {other!r}")
+            self.paths[folded] = written
         return "/".join(parts)
 
     def _too_large(self, archive: str) -> Failure:
         return Failure(
-            f"{archive} unpacks to more than {self.limit:,} bytes: refused (a data set that is "
-            "larger says so by `unpacked` in its catalogue)"
+            f"{archive} unpacks to more than {self.limit:,} bytes: refused (if the data set is "
+            "larger, give `unpacked` in its catalogue)"
         )
 
 
 class _Counted:
-    """A stream of which no more than `left` bytes may be read until `left` is set anew."""
+    """A stream that raises Failure after `left` bytes are read, unless `left` is set again."""
 
     def __init__(self, file: IO[bytes], name: str):
         self.file, self.name, self.left = file, name, HEADERS
@@ -173,7 +178,8 @@ class _Counted:
         data = self.file.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise Failure(f"{self.name} cannot be unpacked: headers of more than {HEADERS:,} bytes")
+            why = f"its headers have more than {HEADERS:,} bytes"
+            raise Failure(f"{self.name} cannot be unpacked: {why}")
         return data
 
 

@@ -1,7 +1,7 @@
 """Multiple choice: a context and several endings, one of which is right (SWAG, COPA, RACE).
 
-A file has one question a row. All questions have the same number of endings. They stand in columns
-of their own, or in one column as a list. In the store each ending is a row: the context in
+A file has one question per row, and all questions have the same number of endings. The endings have
+a column each, or one column holds a list of them. In the store each ending is a row: the context in
 `tokens`, the ending in `tokens_b`, and the number of the question's right ending in `label`. The
 rows of a question follow one another.
 """
@@ -33,86 +33,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="COLUMN",
-        help="The column that holds the context: its name in the first line, or its number from 1 "
-        "with --no-header. The texts of several columns are joined by a space.",
+        help="The column that holds the context: its name in the header, or its number from 1 with "
+        "--no-header. The texts of several columns are joined by a space.",
     )
     add(
         "--endings",
         required=True,
         nargs="+",
         metavar="COLUMN",
-        help="Two or more columns with an ending each, or one column that holds a list of all "
-        "endings: a list of JSON lines or parquet, or a JSON list as text.",
+        help="Two or more columns with one ending each, or one column that holds a list of all "
+        "endings: a list in JSON lines or parquet, or text that is a JSON list.",
     )
     add(
         "--label",
         required=True,
         metavar="COLUMN",
-        help="The column that says which ending is right: its number, or its letter from A. A "
-        "valid or test file may lack the column; there an empty label or -1 means that the answer "
-        "is not known.",
+        help="The column that says which ending is right, by its number, or by its letter from A. "
+        "Validation and test files may lack the column. In them an empty label or -1 means that "
+        "the answer is not known.",
     )
     add(
         "--first",
         type=number(0, 1),
         default=0,
         metavar="N",
-        help="The number of the first ending in the label column, 0 or 1 (default: %(default)s).",
+        help="The number by which the label column calls the first ending, 0 or 1 (default: "
+        "%(default)s).",
     )
     add_form(parser)
 
 
-class Cells:
-    """The columns of a question, and what stands in them: those of the context, then those of the
-    endings. `choices` is the number of endings; 0 until the first list has been read."""
+class QuestionColumns:
+    """Which columns hold the context and the endings, and how their values are read. `choices` is
+    the number of endings, 0 until the first list has been read."""
 
     def __init__(self, context: Sequence[str], endings: Sequence[str]):
         self.context, self.endings = context, endings
         self.choices = len(endings) if len(endings) > 1 else 0
 
     @property
-    def columns(self) -> list[str]:
+    def names(self) -> list[str]:
+        """All columns: those of the context, then those of the endings."""
         return [*self.context, *self.endings]
 
     @property
     def lists(self) -> Sequence[str]:
-        """The column that holds a list of endings, if one does."""
+        """The column that holds a list of endings, if there is one."""
         return self.endings if len(self.endings) == 1 else ()
 
-    def texts(self, cells: Sequence[str | None]) -> tuple[str, ...]:
-        """The context and the endings, from the values of `columns`. Raises ValueError that says
-        what is wrong with them."""
+    def texts(self, values: Sequence[str | None]) -> tuple[str, ...]:
+        """The context and the endings of a row, from its values of `names`. Raises ValueError that
+        says what is wrong with them."""
         width = len(self.context)
-        context = " ".join(text for text in cells[:width] if text and text.strip())
+        context = " ".join(text for text in values[:width] if text and text.strip())
         if self.lists:
-            endings = self._list(cells[width] or "")
-            names = [f"item {i + 1} of column {self.endings[0]!r}" for i in range(len(endings))]
+            endings = self._list(values[width] or "")
+            places = [f"item {i + 1} of column {self.endings[0]!r}" for i in range(len(endings))]
         else:
-            endings = [text or "" for text in cells[width:]]
-            names = [f"column {name!r}" for name in self.endings]
-        for name, text in zip(names, endings, strict=True):
+            endings = [text or "" for text in values[width:]]
+            places = [f"column {name!r}" for name in self.endings]
+        for place, text in zip(places, endings, strict=True):
             if not text.strip():
-                raise ValueError(f"{name} is empty; every question needs all its endings")
+                raise ValueError(f"{place} is empty; every question needs all its endings")
         return context, *endings
 
     def _list(self, text: str) -> list[str]:
-        """The endings in a JSON list of as many as the first question has."""
+        """The endings in a JSON list, which must have as many as the first question."""
         name = self.endings[0]
         try:
-            found = json.loads(text)
+            items = json.loads(text)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, list):
+            items = None
+        if not isinstance(items, list):
             shown = repr(text) if len(text) <= 40 else f"{text[:37]!r}..."
             raise ValueError(
                 f"column {name!r} is {shown}, which is not a list; write "
                 '["one ending", "another"], or give --endings two or more columns'
             )
-        if wrong := [item for item in found if isinstance(item, bool | list | dict | None)]:
-            raise ValueError(f"column {name!r} lists {json.dumps(wrong[0])[:40]}, which is no text")
-        endings = [str(item) for item in found]
+        if wrong := [item for item in items if isinstance(item, bool | list | dict | None)]:
+            shown = json.dumps(wrong[0])[:40]
+            raise ValueError(f"column {name!r} lists {shown}; every ending must be text")
+        endings = [str(item) for item in items]
         if any(HALF.search(ending) for ending in endings):
-            raise ValueError(f"column {name!r}: half a surrogate pair, which is no character")
+            raise ValueError(f"column {name!r} holds half of a surrogate pair")
         if len(endings) < 2:
             raise ValueError(f"column {name!r} lists {_endings(len(endings))}; give two or more")
         self.choices = self.choices or len(endings)
@@ -125,22 +128,23 @@ class Cells:
 
 
 def _endings(count: int) -> str:
+    """A number of endings, for a message."""
     return f"{count} ending{'s' * (count != 1)}"
 
 
 def ending_of(label: str, first: int, choices: int) -> int:
     """The number of the right ending, counted from 0. `first` is the number of the first ending in
-    the file. Raises ValueError that says which labels there can be."""
+    the file. Raises ValueError that says which labels are valid."""
     if re.fullmatch("[A-Za-z]", label):
-        found = ord(label.upper()) - ord("A")
-    else:  # a column of numbers with gaps is often written as 0.0, 1.0
+        right = ord(label.upper()) - ord("A")
+    else:  # pandas writes integers as 0.0, 1.0 if some are missing
         whole = re.fullmatch(r"([0-9]{1,9})(\.0+)?", label)
-        found = int(whole[1]) - first if whole else -1
-    if 0 <= found < choices:
-        return found
+        right = int(whole[1]) - first if whole else -1
+    if 0 <= right < choices:
+        return right
     last = first + choices - 1
     letters = f", or a letter from A to {chr(ord('A') + choices - 1)}" if choices <= 26 else ""
-    hint = " (from 1 with --first 1)" if first == 0 and found == choices else ""
+    hint = " (from 1 with --first 1)" if first == 0 and right == choices else ""
     raise ValueError(
         f"label {label[:40]!r} names none of the {choices} endings; it must be a number from "
         f"{first} to {last}{letters}{hint}"
@@ -148,29 +152,29 @@ def ending_of(label: str, first: int, choices: int) -> int:
 
 
 def read(arguments: argparse.Namespace) -> Task:
-    """The questions of a file, or of a directory with one file a split.
+    """The questions in a file, or in a directory with one file per split.
 
-    Raises BadInput for a missing column, naming those there are.
+    Raises BadInput if a column is missing; it names those that there are.
     """
     files = input_files(arguments, ENDINGS)
-    columns = Cells(arguments.context, arguments.endings).columns
-    if len({*columns, arguments.label}) <= len(columns):
+    columns = QuestionColumns(arguments.context, arguments.endings)
+    names = columns.names
+    if len({*names, arguments.label}) <= len(names):
         raise BadInput("--context, --endings and --label must be different columns")
     used = set[str]()
-    lists = Cells(arguments.context, arguments.endings).lists
-    tables = open_tables(files, columns, arguments, used, UNLABELLED, lists)
+    tables = open_tables(files, names, arguments, used, UNLABELLED, columns.lists)
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
-        cells = Cells(arguments.context, arguments.endings)
+        columns = QuestionColumns(arguments.context, arguments.endings)  # knows no `choices` yet
         for table, labelled, marks in tables:
-            wanted = [*columns, arguments.label] if labelled else columns
+            wanted = [*names, arguments.label] if labelled else names
             for split, line, values in marks.rows(table, wanted, bad):
                 label = (values[-1] or "").strip() if labelled else ""
                 unknown = not label or (label == "-1" and split in UNLABELLED)
                 try:
-                    texts = cells.texts(values[: len(columns)])
-                    right = None if unknown else ending_of(label, arguments.first, cells.choices)
+                    texts = columns.texts(values[: len(names)])
+                    right = None if unknown else ending_of(label, arguments.first, columns.choices)
                 except ValueError as error:
                     bad(table.path, line, str(error))
                     continue

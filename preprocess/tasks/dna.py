@@ -1,9 +1,9 @@
 """DNA tasks (Kao & Lee 2021, section 2.2 and appendix G.3).
 
-`dna/splice`: the UCI splice-junction file, sixty letters, and whether their middle is a donor (EI),
-an acceptor (IE), or neither (N). `dna/h3`, `dna/h4`, `dna/h3k9ac`: does a stretch of yeast DNA
-wrap round a histone with this mark (Pokholok et al. 2005), as text of three lines a record
-(Hilbert-CNN) or csv.
+`dna/splice` reads the UCI splice-junction file: is the middle of 60 letters a donor site (EI), an
+acceptor site (IE), or neither (N)? `dna/h3`, `dna/h4` and `dna/h3k9ac` ask whether a stretch of
+yeast DNA is wrapped around a histone with this mark (Pokholok et al. 2005). Their files are csv, or
+text with three lines per record (Hilbert-CNN).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import splits
 from .labelled import Row, Task
 from .sequences import Sequences
 
-LETTERS = "ACGTDNRS"  # D, N, R and S stand where a base is uncertain
+LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
 TASKS = {
     name: Sequences(IUPAC, kind)
@@ -33,32 +33,36 @@ TASKS = {
     )
 }
 ABOUTS = {
-    "dna": "Labelled DNA: FASTA, three lines a record, csv, JSON lines.",
-    "dna/h3": "Yeast DNA and the histone H3: Hilbert-CNN's text, or csv.",
-    "dna/h4": "Yeast DNA and the histone H4: Hilbert-CNN's text, or csv.",
-    "dna/h3k9ac": "Yeast DNA and acetylated H3: Hilbert-CNN's text, or csv.",
+    "dna": "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.",
+    "dna/h3": "Does yeast DNA wrap around histone H3? Hilbert-CNN's text, or csv.",
+    "dna/h4": "Does yeast DNA wrap around histone H4? Hilbert-CNN's text, or csv.",
+    "dna/h3k9ac": "Does yeast DNA wrap around acetylated H3? Hilbert-CNN's text, or csv.",
 }
 SPLICE_FILES = ("splice.data", "splice.txt")
 SPLICE_CLASSES = ["EI", "IE", "N"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`dna/splice` has no options beside those of every task."""
+    """`dna/splice` has only the options of every task."""
 
 
 def read(arguments: argparse.Namespace) -> Task:
-    """The splice task from its file, or from the directory that holds it; it has no splits.
+    """The splice task, from its file or the directory that holds it. It has no splits.
 
-    Raises BadInput naming file and line of a row that is not `class, name, sequence`.
+    Raises BadInput if there is no such file. Its rows raise BadInput naming file and line of one
+    that is not `class, name, sequence`, unless bad rows are skipped.
     """
     path: Path | None = arguments.input
     if path is None or arguments.train or arguments.valid or arguments.test:
-        raise BadInput("the splice file has no splits of its own; give --input FILE|DIR alone")
+        raise BadInput(
+            "the splice file has no splits of its own; give --input FILE|DIR and none of --train, "
+            "--valid and --test"
+        )
     if path.is_dir():
-        there = [path / name for name in SPLICE_FILES if (path / name).is_file()]
-        if not there:
+        files = [path / name for name in SPLICE_FILES if (path / name).is_file()]
+        if not files:
             raise BadInput(f"{path} holds neither {' nor '.join(SPLICE_FILES)}")
-        path = there[0]
+        path = files[0]
     check_files([path])
     splits.refuse_columns(arguments.split_column, path)
     bad = BadRows(arguments.skip_bad)
@@ -75,7 +79,7 @@ def read(arguments: argparse.Namespace) -> Task:
 
 
 def splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
-    """The rows of UCI's file: class, name, sequence."""
+    """The rows of UCI's file, `class, name, sequence` on each line."""
     for number, line in read_lines(path, bad):
         if not line.strip():
             continue

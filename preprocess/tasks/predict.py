@@ -1,7 +1,7 @@
-"""Raw rows to predict -> a store of one split, through the readers that made the training data.
+"""Raw rows to predict -> a store of one split, by the readers that made the training data.
 
-The checkpoint says which reader: its head records the task of preprocess.py, the task's options and
-the columns. A checkpoint that was written before tasks were recorded is read by its columns alone.
+A checkpoint's head records the task of preprocess.py, its options and its columns; they decide how
+the rows are read. Checkpoints from before tasks were recorded have only the columns.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from .tables import Form, Table, ending
 INPUT = "input"  # the split, and the column of the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
 SEQUENCES = dna.TASKS | protein.TASKS
-ENDINGS = ["endings"]
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
-BAD = BadRows(skip=False)  # the first row that cannot be read ends the work
-Names = Sequence[Sequence[str]]  # of each text, what its column may be called
+BAD = BadRows(skip=False)  # the first row that cannot be read is an error
+Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
 
 
-class Head(NamedTuple):
-    """What a checkpoint says of the rows it was trained on."""
+class HeadRecord(NamedTuple):
+    """What a checkpoint's head records about the rows it was trained on."""
 
     kind: str
     labels: list[str]
-    pair: bool
+    pair: bool  # whether a row has two texts
     max_tokens: int
     columns: dict[str, Any]
 
@@ -65,41 +64,41 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     a row that cannot be read.
     """
     pair = head["pair"] or head["kind"] == "choice"
-    known = Head(
+    record = HeadRecord(
         head["kind"], list(head["labels"]), pair, head["max_tokens"], head["columns"] or {}
     )
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadInput(f"{path} is a device or a pipe, and it is read more than once; give a file")
-    if not path.is_dir() or not _is_music(known):
+        raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
+    if not path.is_dir() or not _is_music(record):
         check_files([path])
-    if known.kind == "span":
-        _write_questions(path, known, tokenizer, output)
+    if record.kind == "span":
+        _write_questions(path, record, tokenizer, output)
         return
-    rows = list(_rows(path, known, tokenizer))
+    rows = list(_rows(path, record, tokenizer))
     if not rows:
         raise BadInput(f"{path} has a header and no row")
-    classes, choices = known.labels, 1
-    if known.kind == "choice":
+    classes, choices = record.labels, 1
+    if record.kind == "choice":
         choices = len(rows[0].texts) - 1
         rows, classes = list(tasks.each_ending(rows)), tasks.ending_numbers(choices)
-    texts = ["tokens", "tokens_b"] if known.pair else ["tokens"]
-    shown = [INPUT, "input_b"] if known.pair else [INPUT]
-    label = {"regress": "float32", "tag": "int16"}.get(known.kind, "int64")
-    columns = {**dict.fromkeys(texts, ""), "labels" if known.kind == "tag" else "label": label}
-    columns |= dict.fromkeys(shown, "uint8")
+    texts = ["tokens", "tokens_b"] if record.pair else ["tokens"]
+    inputs = [INPUT, "input_b"] if record.pair else [INPUT]
+    label = {"regress": "float32", "tag": "int16"}.get(record.kind, "int64")
+    columns = {**dict.fromkeys(texts, ""), "labels" if record.kind == "tag" else "label": label}
+    columns |= dict.fromkeys(inputs, "uint8")
     columns |= {"id": "uint8"} if any(row.id is not None for row in rows) else {}
     columns |= {"group": "int64"} if any(row.group is not None for row in rows) else {}
-    ragged = [*texts, *shown, *(name for name in ("id", "labels") if name in columns)]
+    ragged = [*texts, *inputs, *(name for name in ("id", "labels") if name in columns)]
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
-            writer = tasks.Writer({INPUT: split}, Encoder(tokenizer), classes)
+            writer = tasks.RowWriter({INPUT: split}, Encoder(tokenizer), classes)
             for batch in tasks.batches(rows):
                 writer.append(batch)
-        store.finish(KINDS[known.kind], known.labels, None, {}, choices)
+        store.finish(KINDS[record.kind], record.labels, None, {}, choices)
 
 
-def _rows(path: Path, head: Head, tokenizer: Tokenizer) -> Iterator[Row]:
-    """The rows of a file, by the reader of the checkpoint's task."""
+def _rows(path: Path, head: HeadRecord, tokenizer: Tokenizer) -> Iterator[Row]:
+    """The rows of a file, read as the checkpoint's task reads them."""
     letters = _alphabet(head, tokenizer)
     if _is_music(head):
         return _music(path, head)
@@ -110,16 +109,16 @@ def _rows(path: Path, head: Head, tokenizer: Tokenizer) -> Iterator[Row]:
     if head.kind == "tag":
         return _sentences(path, head)
     if head.kind == "choice":
-        return _endings(path, head)
+        return _choice_questions(path, head)
     return _texts(path, head)
 
 
-def _is_music(head: Head) -> bool:
+def _is_music(head: HeadRecord) -> bool:
     return head.task.startswith("music") or head.columns.get("text") == "pitches"
 
 
-def _alphabet(head: Head, tokenizer: Tokenizer) -> str:
-    """The letters that sequences of the task are made of; "" if its rows are text."""
+def _alphabet(head: HeadRecord, tokenizer: Tokenizer) -> str:
+    """The letters of the task's sequences; "" if its rows are text."""
     if head.task in SEQUENCES:
         return SEQUENCES[head.task].alphabet
     if head.task == "dna/splice":
@@ -133,30 +132,32 @@ def _alphabet(head: Head, tokenizer: Tokenizer) -> str:
 # ------------------------------------------------------------------------------ tables
 
 
-def _texts(path: Path, head: Head) -> Iterator[Row]:
-    """One text a row, or two."""
+def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """Rows with one text or two, in the columns of training."""
     names: list[Sequence[str]] = []
     if head.task in glue.TASKS:
         task = glue.TASKS[head.task]
-        names = [found for found in (task.text, task.text_b) if found]
+        names = [columns for columns in (task.text, task.text_b) if columns]
     else:
-        wanted = ("text", "text_b") if head.pair else ("text",)
-        names = [[str(head.columns[name])] if head.columns.get(name) else [] for name in wanted]
+        recorded = ("text", "text_b") if head.pair else ("text",)
+        names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
     form = tsv.form_of(path, Namespace(**head.options)) if head.task == "tsv" else None
-    for line, texts, name in _table(path, names, form, loud=True):
-        yield Row(INPUT, tuple(texts), None, path, line, name)
+    for line, texts, id_ in _table(path, names, form, report_no_header=True):
+        yield Row(INPUT, tuple(texts), None, path, line, id_)
 
 
-def _endings(path: Path, head: Head) -> Iterator[Row]:
-    """A question a row, in the columns of training. Without them they are `context` and `endings`,
-    a list."""
+def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """Rows with a context and its endings, in the columns of training. If the checkpoint does not
+    say them, they are `context`, and `endings` with a list."""
     options = head.options
-    cells = choice.Cells(options.get("context") or ["context"], options.get("endings") or ENDINGS)
+    columns = choice.QuestionColumns(
+        options.get("context") or ["context"], options.get("endings") or ["endings"]
+    )
     form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
-    names = [[name] for name in cells.columns]
-    for line, texts, name in _table(path, names, form, loud=True, lists=cells.lists):
+    names = [[name] for name in columns.names]
+    for line, values, id_ in _table(path, names, form, report_no_header=True, lists=columns.lists):
         try:
-            yield Row(INPUT, cells.texts(texts), None, path, line, name)
+            yield Row(INPUT, columns.texts(values), None, path, line, id_)
         except ValueError as error:
             BAD(path, line, str(error))
 
@@ -165,86 +166,96 @@ def _table(
     path: Path,
     names: Names,
     form: Form | None = None,
-    loud: bool = False,
+    report_no_header: bool = False,
     lists: Sequence[str] = (),
 ) -> Iterator[tuple[int, list[str], str | None]]:
-    """(line, texts, id) of the rows of a table whose columns are called by one of their `names`, or
-    of a delimited file without a header that has just these columns.
+    """(line, texts, id) of the rows of a table. It has a column for each of `names`, or it is a
+    delimited file without a header that has just these columns.
 
-    `form` is that of the training file. If `loud`, a first line that is taken for a row is told.
-    `lists` as in Table. Raises BadInput if the columns are not there.
+    `form` is that of the training file, `lists` that of `Table`. If `report_no_header`, a note says
+    that the first line is read as a row. Raises BadInput if the columns are not there.
     """
     table, columns = _open(path, names, form)
     table.lists = lists
     if columns is None:
         for line, row in table.delimited(BAD):
             if len(row) != len(names):
-                raise BadInput(f"{path}:{line}: {_columns(len(row))} instead of {len(names)}")
+                raise BadInput(f"{path}:{line}: {_count_columns(row)} instead of {len(names)}")
             yield line, row, None
-        if loud:
-            wanted = " and ".join(repr(them[0]) for them in names if them) or "line"
-            say(f"note: {path} has no header {wanted}: line 1 is a row too", error=True)
+        if report_no_header:
+            header = " and ".join(repr(options[0]) for options in names if options) or "line"
+            say(f"note: {path} has no header {header}; line 1 is read as a row", error=True)
         return
-    name = "id" if "id" in table.columns and "id" not in columns else None
-    for line, values in table.rows([*columns, *([name] if name else [])], BAD, ["id"]):
+    id_column = ["id"] if "id" in table.columns and "id" not in columns else []
+    for line, values in table.rows([*columns, *id_column], BAD, ["id"]):
         texts = [value or "" for value in values[: len(columns)]]
-        yield line, texts, (values[-1] or "") if name else None
+        yield line, texts, (values[-1] or "") if id_column else None
 
 
 def _open(path: Path, names: Names, form: Form | None) -> tuple[Table, list[str] | None]:
-    """A table and its columns. The columns are None if the file has no header and holds just these
-    columns; a csv must have a header."""
+    """A table, and its column for each of `names`. The columns are None if the file has no header
+    and holds just these columns, which a csv file may not do."""
     if ending(path) in (*JSON, PARQUET):
         table = Table(path)
-        found = [table.find(one) for one in names]
-        if None in found:
-            raise table.missing((names[found.index(None)] or ["text"])[0])
-        return table, [column for column in found if column]
+        columns = [table.find(options) for options in names]
+        if None in columns:
+            raise table.missing((names[columns.index(None)] or ["text"])[0])
+        return table, [column for column in columns if column]
     usual = Form.of(path)
-    for one in (form or usual, usual):
-        there = [name.strip() for name in _first(path, one)]
-        if not one.header:  # columns have numbers for names
-            there = [str(i) for i in range(1, len(there) + 1)]
-        picked = [next((name for name in them if name in there), None) for them in names]
-        if None not in picked:
-            return Table(path, one), [name for name in picked if name]
-    bare, first = replace(usual, header=False), _first(path, usual)
+    for candidate in (form or usual, usual):
+        header = [name.strip() for name in _first_row(path, candidate)]
+        if not candidate.header:  # columns have numbers for names
+            header = [str(i) for i in range(1, len(header) + 1)]
+        columns = [next((name for name in options if name in header), None) for options in names]
+        if None not in columns:
+            return Table(path, candidate), [column for column in columns if column]
+    bare, first = replace(usual, header=False), _first_row(path, usual)
     if numbers := _numbered(names, len(first)):
         return Table(path, bare), numbers
     if len(first) == len(names) and ending(path) != ".csv":
         return Table(path, bare), None
-    missing = [them for them in names if not any(name in first for name in them)]
-    lacking = " and ".join(repr(them[0]) for them in missing if them)
-    has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in first[:20])
-    column = "columns" if " and " in lacking else "column"
-    wanted = f"the header lacks the {column} {lacking}; " if lacking else ""
-    plain = "" if ending(path) == ".csv" else f"; texts alone are {_columns(len(names))}, no header"
-    raise BadInput(f"{path}:1: {wanted}it has {_columns(len(first))}, {has}{plain}")
+    raise _wrong_header(path, first, names)
+
+
+def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
+    """The error to raise if a header lacks some of the columns. It says which there are."""
+    lacking = [repr(options[0]) for options in names if options and not set(options) & set(header)]
+    lacks = ""
+    if lacking:
+        lacks = f"the header lacks the column{'s' * (len(lacking) > 1)} {' and '.join(lacking)}; "
+    has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in header[:20])
+    hint = f"; a file without a header must have {_count_columns(names)}"
+    hint = "" if ending(path) == ".csv" else hint
+    return BadInput(f"{path}:1: {lacks}it has {_count_columns(header)}, {has}{hint}")
 
 
 def _numbered(names: Names, width: int) -> list[str]:
-    """The columns if all have a name that is a number up to `width`, as CoLA's have; else none."""
-    found = [name for them in names for name in them if name.isdecimal() and int(name) <= width]
-    return found if len(found) == len(names) else []
+    """The columns, if all have a number up to `width` among their names, as CoLA's have; else
+    none."""
+    numbers = [
+        name for options in names for name in options if name.isdecimal() and int(name) <= width
+    ]
+    return numbers if len(numbers) == len(names) else []
 
 
-def _first(path: Path, form: Form) -> list[str]:
-    """The first row of a delimited file."""
+def _first_row(path: Path, form: Form) -> list[str]:
+    """The first row of a delimited file, which may be its header."""
     table = Table(path, replace(form, header=False))
     return next(table.delimited(BadRows(skip=True)), (0, [""]))[1]
 
 
-def _columns(number: int) -> str:
-    return f"{number} column{'s' * (number != 1)}"
+def _count_columns(columns: Sequence[Any]) -> str:
+    """How many columns there are, for a message."""
+    return f"{len(columns)} column{'s' * (len(columns) != 1)}"
 
 
 # ------------------------------------------------------------------------------ sequences
 
 
-def _sequences(path: Path, head: Head, letters: str) -> Iterator[Row]:
-    """DNA and proteins: FASTA, three lines a record, UCI's file, tables; letters of either case."""
+def _sequences(path: Path, head: HeadRecord, letters: str) -> Iterator[Row]:
+    """DNA and proteins, in upper or lower case."""
     longest = head.columns.get("longest")
-    for line, text, name in _records(path, head, letters):
+    for line, text, id_ in _records(path, head, letters):
         sequence = text.strip().upper()
         if head.kind == "tag":  # every letter is a word
             sequence = "".join(sequence.split())
@@ -254,11 +265,11 @@ def _sequences(path: Path, head: Head, letters: str) -> Iterator[Row]:
             raise BadInput(f"{path}:{line}: the sequence is empty")
         sequence = sequences.both_ends(sequence, longest)
         spaced = " ".join(sequence) if head.kind == "tag" else sequence
-        yield Row(INPUT, (spaced,), None, path, line, name)
+        yield Row(INPUT, (spaced,), None, path, line, id_)
 
 
-def _records(path: Path, head: Head, letters: str) -> Iterator[tuple[int, str, str | None]]:
-    """(line, sequence, id)"""
+def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, str, str | None]]:
+    """(line, sequence, id) of FASTA, three lines per record, UCI's splice file, or a table."""
     first = ""
     if ending(path) not in (*JSON, PARQUET):
         lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
@@ -271,58 +282,72 @@ def _records(path: Path, head: Head, letters: str) -> Iterator[tuple[int, str, s
         for record in sequences.records(path, None, None, Sequences(letters), BAD, None):
             yield record.line, record.sequence, record.id
     else:
-        names = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
-        for line, texts, name in _table(path, [list(names)]):
-            yield line, texts[0], name
+        options = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
+        for line, texts, id_ in _table(path, [list(options)]):
+            yield line, texts[0], id_
 
 
 # ------------------------------------------------------------------------------ music
 
 
-def _music(path: Path, head: Head) -> Iterator[Row]:
-    """Pieces cut into segments: a MIDI file, a directory of them, or MAESTRO's table; or a table
-    whose rows are pitches."""
-    table = music.table_of(path) if path.is_dir() else path
-    if path.is_dir() and table is None:
-        there = [file for file in sorted(path.rglob("*")) if not file.name.startswith(".")]
-        files = [file for file in there if file.suffix.lower() in music.MIDI]
-        if not files:
-            raise BadInput(f"{path} holds no MIDI file")
-        pieces = [(file, str(file.relative_to(path)), file, 1) for file in files]
-    elif ending(path) in music.MIDI:
-        pieces = [(path, path.name, path, 1)]
-    elif (
-        table is not None
-        and ending(table) in music.TABLES
-        and ((names := Table(table)).find(["midi_filename"]))
-    ):
-        rows = names.rows(["midi_filename"], BAD)
-        pieces = [(table.parent / str(v[0]), str(v[0]), table, line) for line, v in rows]
-    else:
+def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """The segments of pieces, or the rows of a table of pitches."""
+    pieces = _pieces(path)
+    if pieces is None:
         yield from _pitches(path)
         return
     segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
-    found = [music.Piece(file, name, "", INPUT, where, line) for file, name, where, line in pieces]
-    for row in music.rows(found, segment, BAD):
+    for row in music.rows(pieces, segment, BAD):
         yield row._replace(label=None, id=row.group)
 
 
+def _pieces(path: Path) -> list[music.Piece] | None:
+    """The pieces that a path names: a MIDI file, a directory of them, or MAESTRO's table (or its
+    directory). None if it is a file of another kind."""
+    if ending(path) in music.MIDI and not path.is_dir():
+        return [music.Piece(path, path.name, "", INPUT, path, 1)]
+    table = music.table_of(path) if path.is_dir() else path
+    if table is None:
+        visible = [file for file in sorted(path.rglob("*")) if not file.name.startswith(".")]
+        files = [file for file in visible if file.suffix.lower() in music.MIDI]
+        if not files:
+            raise BadInput(f"{path} holds no MIDI file")
+        return [
+            music.Piece(file, str(file.relative_to(path)), "", INPUT, file, 1) for file in files
+        ]
+    if ending(table) not in music.TABLES:
+        return None
+    opened = Table(table)
+    if not opened.find(["midi_filename"]):
+        return None
+    return [
+        music.Piece(table.parent / str(name), str(name), "", INPUT, table, line)
+        for line, (name,) in opened.rows(["midi_filename"], BAD)
+    ]
+
+
 def _pitches(path: Path) -> Iterator[Row]:
-    known = {str(pitch) for pitch in range(128)}
-    for line, texts, name in _table(path, [["pitches"]]):
-        if wrong := sorted(set(texts[0].split()) - known):
-            raise BadInput(f"{path}:{line}: {wrong[0]!r} is no pitch (0 to 127)")
-        yield Row(INPUT, (texts[0],), None, path, line, name)
+    """The rows of a table whose texts are pitches, separated by spaces."""
+    valid = {str(pitch) for pitch in range(128)}
+    for line, texts, id_ in _table(path, [["pitches"]]):
+        if wrong := sorted(set(texts[0].split()) - valid):
+            raise BadInput(
+                f"{path}:{line}: {wrong[0]!r} is not a pitch; give numbers from 0 to 127"
+            )
+        yield Row(INPUT, (texts[0],), None, path, line, id_)
 
 
 # ------------------------------------------------------------------------------ words
 
 
-def _sentences(path: Path, head: Head) -> Iterator[Row]:
-    """Sentences in CoNLL's columns, whose labels are passed over, or one a line."""
+def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """Sentences in CoNLL's columns, whose labels are ignored, or one sentence per line."""
     if ending(path) in (*JSON, PARQUET, ".csv"):
-        raise BadInput(f"{path}: give a sentence a line (.txt), or CoNLL's columns (.conll)")
-    word, label = (_number(head.columns.get(name)) for name in ("text", "label"))
+        raise BadInput(
+            f"{path}: this checkpoint labels words; give one sentence per line (.txt), or CoNLL's "
+            "columns (.conll)"
+        )
+    word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
     if ending(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
         columns = tags.columns_of(path, "test", word, label)
         for line, words, _ in tags.sentences(path, columns, BAD):
@@ -335,13 +360,17 @@ def _sentences(path: Path, head: Head) -> Iterator[Row]:
         yield Row(INPUT, (text,), None, path, line)
 
 
-def _number(column: Any) -> int:
+def _column_number(column: Any) -> int:
+    """The number of a column as a checkpoint records it; the first if it records none."""
     return int(column) if str(column).isdecimal() else 1
 
 
 def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
-    """Whether the file has CoNLL's columns: its first line has tabs, its first block has known
-    labels in the column of training, or is a word a line with an empty line after it."""
+    """Whether a file has CoNLL's columns rather than one sentence per line.
+
+    It has if its first line has tabs, or each line of its first block has a known label in the
+    label column of training, or the block has one word per line and an empty line after it.
+    """
     block: list[str] = []
     ended = False
     for _, line in islice(read_lines(path, BadRows(skip=True)), 1000):
@@ -352,36 +381,37 @@ def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
             block.append(line)
     if not block or "\t" in block[0]:
         return bool(block)
-    fields, known = [line.split() for line in block], {*labels, tags.NO_LABEL}
-    if all(len(words) == 1 for words in fields):
+    lines, known = [line.split() for line in block], {*labels, tags.NO_LABEL}
+    if all(len(words) == 1 for words in lines):
         return ended and len(block) > 1
-    return all(len(one) >= max(label, 2) and one[label - 1] in known for one in fields)
+    return all(len(words) >= max(label, 2) and words[label - 1] in known for words in lines)
 
 
 # ------------------------------------------------------------------------------ questions
 
 
-def _write_questions(path: Path, head: Head, tokenizer: Tokenizer, output: Path) -> None:
-    """Questions and windows of their contexts: SQuAD's JSON, or a table with the columns `question`
-    and `context`. The table `question` gets the texts as `question.input`."""
+def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output: Path) -> None:
+    """Write questions and windows of their contexts. They come from SQuAD's JSON, or from a table
+    with the columns `question` and `context`. The column `question.input` gets the questions."""
     if ending(path) == ".json" and squad.is_squad(read_json(path)):
         paragraphs = list(squad.read_articles(path, BAD, training=False))
     else:
         paragraphs = [
-            ("", context, [squad.Question(str(i) if name is None else name, question, None)])
-            for i, (_, (question, context), name) in enumerate(
+            ("", context, [squad.Question(str(i) if id_ is None else id_, question, None)])
+            for i, (_, (question, context), id_) in enumerate(
                 _table(path, [["question"], ["context"]])
             )
         ]
     if not any(questions for *_, questions in paragraphs):
         raise BadInput(f"{path} holds no question")
-    most = min(head.max_tokens, int(head.options.get("max_tokens") or head.max_tokens))
-    question = min(int(head.options.get("max_question") or 64), most // 2)
-    stride = min(int(head.options.get("stride") or 128), most - question - 4)
-    options = Namespace(max_tokens=most, max_question=question, stride=max(stride, 1))
+    # the options of training, as far as they fit into the checkpoint's rows
+    max_tokens = min(head.max_tokens, int(head.options.get("max_tokens") or head.max_tokens))
+    max_question = min(int(head.options.get("max_question") or 64), max_tokens // 2)
+    stride = min(int(head.options.get("stride") or 128), max_tokens - max_question - 4)
+    options = Namespace(max_tokens=max_tokens, max_question=max_question, stride=max(stride, 1))
     columns = squad.COLUMNS | {"question.input": "uint8"}
     ragged = [*squad.RAGGED, "question.input"]
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
-            squad.Writer(split, tokenizer, options, BAD).write(paragraphs)
+            squad.WindowWriter(split, tokenizer, options).write(paragraphs)
         store.finish("span", [], None, {})

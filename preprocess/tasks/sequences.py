@@ -1,10 +1,10 @@
-"""Labelled sequences of letters, DNA and protein alike, from every form their data sets come in:
+"""Labelled sequences of letters, DNA and proteins alike, from the formats of their data sets:
 
-- FASTA, the label being the second field of a record's header (PLUS), and a third field "test" the
-  mark of a test row (DeepLoc); or fields such as `TARGET=1.5 SET=train VALIDATION=False` (FLIP);
-- a directory of FASTA files, one a class, named by it;
-- text with three lines a record, identifier, sequence, label (Hilbert-CNN);
-- delimited files, JSON lines (TAPE) and parquet with named columns.
+- FASTA. The second field of a header is the label (PLUS), and a third field `test` marks a test row
+  (DeepLoc). Or the fields are such as `TARGET=1.5 SET=train VALIDATION=False` (FLIP).
+- A directory with one FASTA file per class, named after it.
+- Text with three lines per record: identifier, sequence, label (Hilbert-CNN).
+- Delimited files, JSON lines (TAPE) and parquet with named columns.
 """
 
 from __future__ import annotations
@@ -29,59 +29,57 @@ from .labelled import Row, Task, check_metric, find_splits, input_files
 from .tables import ENDINGS, Table, ending, stem
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
+# what the columns of the sequence and of the label may be called, the first choice first
 SEQUENCE = ("sequence", "seq", "seqs", "primary")
 LABEL = ("label", "labels", "class", "score", "target")
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """One task: its letters, whether it has classes or scores (None: the user says), the columns
-    that may hold the label, how long sequences lose their middle, how a label is read, the class
-    that the task leaves out, and which field of a FASTA header holds the label (the name is 0)."""
+    """What distinguishes one task on sequences from another."""
 
     alphabet: str
-    kind: str | None = None
-    label: tuple[str, ...] = LABEL
-    longest: int | None = None
-    clean: Callable[[str], str] = str
-    without: str | None = None
-    field: int = 1
+    kind: str | None = None  # "class" or "score"; None: the user says which
+    label: tuple[str, ...] = LABEL  # what the column of the label may be called
+    longest: int | None = None  # longer sequences lose their middle
+    clean: Callable[[str], str] = str  # from a label as the file writes it to a class
+    without: str | None = None  # a class that the task leaves out
+    field: int = 1  # of a FASTA header that holds the label; the name is field 0
 
 
 class Record(NamedTuple):
-    """A sequence, its label as it is written, where it stands, its identifier, and the split that
-    it is marked as ("": none)."""
+    """A sequence as a file writes it."""
 
     line: int
     sequence: str
     label: str | None
     id: str | None = None
-    split: str = ""
+    split: str = ""  # "" if the record is not marked
 
 
 def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
-    """The options of a task of sequences."""
+    """The options of a task on sequences."""
     add = parser.add_argument
     add(
         "--sequence",
         metavar="COLUMN",
-        help="The column of the sequence, in files with columns "
-        f"(default: the first there is of {', '.join(SEQUENCE)}).",
+        help="The column of the sequence, in files with columns (default: the first of "
+        f"{', '.join(SEQUENCE)} that there is).",
     )
     add(
         "--label",
         metavar="COLUMN",
-        help="The column of the label or score (default: the first "
-        f"there is of {', '.join(form.label)}).",
+        help="The column of the label or score, in files with columns (default: the first of "
+        f"{', '.join(form.label)} that there is).",
     )
-    default = f"{form.longest} letters" if form.longest else "keep all"
+    default = form.longest or "keep whole sequences"
     add(
         "--longest",
         type=number(2),
         default=form.longest,
         metavar="N",
-        help="A longer sequence "
-        f"loses its middle and keeps N/2 letters of either end (default: {default}).",
+        help="The most letters in a sequence. A longer one loses its middle and keeps N/2 letters "
+        f"at each end (default: {default}).",
     )
     if form.kind is None:
         add(
@@ -93,22 +91,23 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
 
 
 def read(arguments: argparse.Namespace, form: Sequences) -> Task:
-    """The task that files of sequences describe. Raises BadInput naming file and line."""
+    """The sequences of --input, --train, --valid and --test. Raises BadInput naming the file, and
+    the line if there is one."""
     classes = _classes(arguments)
     files = {"": list(classes)} if classes else input_files(arguments, (*ENDINGS, *FASTA))
-    places = [(split, path) for split, paths in files.items() for path in paths]
-    found = {path: _columns(path, split, arguments, form) for split, path in places}
+    split_files = [(split, path) for split, paths in files.items() for path in paths]
+    columns = {path: _columns(path, split, arguments, form) for split, path in split_files}
     used = set[str]()
     marks = {
-        path: _marks(path, split, arguments.split_column, found[path], used)
-        for split, path in places
+        path: _marks(path, split, arguments.split_column, columns[path], used)
+        for split, path in split_files
     }
     bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
     letters = frozenset(form.alphabet)
 
     def rows() -> Iterator[Row]:
-        for split, path in places:
-            for record in records(path, classes.get(path), found[path], form, bad, marks[path]):
+        for split, path in split_files:
+            for record in records(path, classes.get(path), columns[path], form, bad, marks[path]):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
                 if wrong := sorted(set(sequence) - letters):
@@ -117,17 +116,17 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
                 elif not sequence:
                     bad(path, record.line, "the sequence is empty")
                 elif label and label == form.without:
-                    left_out(path, record.line, f"{label} is no class of this task")
+                    left_out(path, record.line, f"{label} is not a class of this task")
                 else:
                     sequence = both_ends(sequence, arguments.longest)
-                    where = split or record.split
-                    yield Row(where, (sequence,), label or None, path, record.line, record.id)
+                    row_split = split or record.split
+                    yield Row(row_split, (sequence,), label or None, path, record.line, record.id)
 
     kind = form.kind or arguments.kind
-    first = next(iter(found.values()))
+    first = next(iter(columns.values()))
     return Task(
         rows=rows,
-        files=list(found),
+        files=list(columns),
         kind=kind,
         metric=check_metric(kind, None),
         columns={
@@ -146,7 +145,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
 
 
 def both_ends(sequence: str, longest: int | None) -> str:
-    """The sequence, without its middle if it is longer than `longest`."""
+    """The sequence, without its middle if it has more than `longest` letters."""
     if not longest or len(sequence) <= longest:
         return sequence
     head = -(-longest // 2)
@@ -154,7 +153,7 @@ def both_ends(sequence: str, longest: int | None) -> str:
 
 
 def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
-    """file -> class of a directory with a FASTA file a class; none of a directory of splits."""
+    """file -> class, if --input is a directory with one FASTA file per class; else empty."""
     source: Path | None = arguments.input
     if source is None or not source.is_dir() or arguments.train:
         return {}
@@ -163,19 +162,21 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
         for path in sorted(source.iterdir())
         if ending(path) in FASTA and not path.name.startswith(".")
     ]
-    splits = find_splits(source, (*ENDINGS, *FASTA))
-    if "train" in splits:
-        used = [path for paths in splits.values() for path in paths]
+    files = find_splits(source, (*ENDINGS, *FASTA))
+    if "train" in files:
+        used = [path for paths in files.values() for path in paths]
         if others := [path.name for path in fasta if path not in used]:
             names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
             say(
-                f"note: {source} holds {splits['train'][0].name}, so its files are splits, not "
+                f"note: {source} holds {files['train'][0].name}, so its files are splits, not "
                 f"classes; not read: {names}",
                 error=True,
             )
         return {}
     if fasta and (arguments.valid or arguments.test):
-        raise BadInput(f"{source} holds a FASTA file a class, which takes no --valid or --test")
+        raise BadInput(
+            f"{source} holds one FASTA file per class; it cannot be combined with --valid or --test"
+        )
     check_files(fasta)
     return {path: stem(path) for path in fasta}
 
@@ -183,41 +184,46 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
 def _columns(
     path: Path, split: str, arguments: argparse.Namespace, form: Sequences
 ) -> list[str] | None:
-    """The columns of the sequence and the label (a test file may lack it); None: it has none."""
+    """The columns of the sequence and of the label, which a test file may lack. None if the file is
+    not a table."""
     if ending(path) in (*FASTA, ".txt"):
         return None
     table = Table(path)
-    wanted = []
-    for option, given, names in (
+    columns = []
+    for option, chosen, names in (
         ("--sequence", arguments.sequence, SEQUENCE),
         ("--label", arguments.label, form.label),
     ):
-        column = table.find([given] if given else names)
+        column = table.find([chosen] if chosen else names)
         if column is not None:
-            wanted.append(column)
+            columns.append(column)
         elif option == "--sequence" or split != "test":
-            if given:
-                raise table.missing(given)
+            if chosen:
+                raise table.missing(chosen)
             raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
-    return wanted
+    return columns
 
 
-Marks = splits.SplitColumns | set[str] | None  # of a table; of FASTA headers; None: not read
+# what names the splits of a file's rows: the columns of a table; the fields of FASTA headers, as a
+# set that gathers those that are read; or nothing
+Marks = splits.SplitColumns | set[str] | None
 
 
 def _marks(
-    path: Path, split: str, given: str | None, columns: list[str] | None, used: set[str]
+    path: Path, split: str, split_column: str | None, columns: list[str] | None, used: set[str]
 ) -> Marks:
-    """What names the split of a file's rows. `used` is to gather what was read of it."""
+    """What names the splits of a file's rows. `split` is the split that the whole file was given
+    as, "" if none. `used` gathers the columns or fields that are read."""
     if columns is not None:
-        return splits.find(Table(path), given, columns, split, used)
-    splits.refuse_columns(given, path)
-    if split and (said := splits.of_header(_first_line(path).split()[1:])):
-        splits.note_unread(path, f"field {next(iter(said)).upper()}= in the headers", split)
-    return None if split or given == splits.NONE else used
+        return splits.find(Table(path), split_column, columns, split, used)
+    splits.refuse_columns(split_column, path)
+    if split and (header := splits.of_header(_first_line(path).split()[1:])):
+        splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
+    return None if split or split_column == splits.NONE else used
 
 
 def _first_line(path: Path) -> str:
+    """The first line of a file that is not blank."""
     lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
     return next(filter(None, lines), "")
 
@@ -230,11 +236,11 @@ def records(
     bad: BadRows,
     marks: Marks,
 ) -> Iterator[Record]:
-    """The records of a file, of whatever form; `label` is that of all, if the file's name says."""
+    """The records of a file of any format. `label` is the label of all records, if the file's name
+    says it."""
     if isinstance(marks, splits.SplitColumns):
-        for split, line, values in marks.rows(Table(path), columns or [], bad):
-            found = values[1] if values[1:] else None
-            yield Record(line, (values[0] or "").strip(), found, None, split)
+        for split, line, (sequence, *labels) in marks.rows(Table(path), columns or [], bad):
+            yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
     elif ending(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         yield from _fasta(path, label, form, bad, marks)
     else:
@@ -244,30 +250,32 @@ def records(
 def _fasta(
     path: Path, label: str | None, form: Sequences, bad: BadRows, used: set[str] | None
 ) -> Iterator[Record]:
-    """The records of a FASTA file. Either all headers name their split, or none does."""
-    named: bool | None = None
+    """The records of a FASTA file. Either all headers name their split, or none does. Without
+    `used` the splits in the headers are not read."""
+    headers_name_splits: bool | None = None  # not known before the first header
     for line, header, sequence in read_fasta(path, bad):
         name, *fields = header.split() or [""]
-        said = splits.of_header(fields)
-        plain = [field for field in fields if field.partition("=")[0].lower() not in said]
-        found = label or said.pop("target", None) or next(iter(plain[form.field - 1 :]), None)
+        keyed = splits.of_header(fields)
+        plain = [field for field in fields if field.partition("=")[0].lower() not in keyed]
+        own_label = keyed.pop("target", None) or next(iter(plain[form.field - 1 :]), None)
         split = "test" if plain[1:2] == ["test"] and used is not None else ""
-        if used is not None and named not in (None, bool(said)):
+        if used is not None and headers_name_splits not in (None, bool(keyed)):
             bad(path, line, "some headers have a field SET= or VALIDATION=, and some have none")
             continue
-        named = bool(said)
-        if used is not None and said:
+        headers_name_splits = bool(keyed)
+        if used is not None and keyed:
             try:
-                split = splits.of_record(said)
+                split = splits.of_record(keyed)
             except ValueError as error:
                 bad(path, line, str(error))
                 continue
-            used |= {key.upper() for key in said}
-        yield Record(line, sequence, found, name or None, split)
+            used |= {key.upper() for key in keyed}
+        yield Record(line, sequence, label or own_label, name or None, split)
 
 
 def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
-    """Whether the third line is of a sequence or a header; else it is a label (three lines)."""
+    """Whether a file is FASTA, rather than three lines per record: its third line is then a header
+    or part of a sequence, not a label."""
     lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
     first, _, third = (*islice(lines, 3), "", "", "")[:3]
     if not first.startswith(">"):
@@ -280,20 +288,22 @@ def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
 
 
 def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:
-    """Records of three lines; blank lines do not count, and a line `>...` begins a record."""
-    held: list[tuple[int, str]] = []
+    """Records of three lines. Blank lines are ignored, and a line `>...` begins a new record."""
+    block: list[tuple[int, str]] = []
     for at, line in read_lines(path, bad):
-        if held and (len(held) == 3 or line.startswith(">")):
-            yield from _record(path, held, bad)
-            held = []
+        if block and (len(block) == 3 or line.startswith(">")):
+            yield from _record(path, block, bad)
+            block = []
         if line.strip():
-            held.append((at, line.strip()))
-    if held:
-        yield from _record(path, held, bad)
+            block.append((at, line.strip()))
+    if block:
+        yield from _record(path, block, bad)
 
 
 def _record(path: Path, lines: list[tuple[int, str]], bad: BadRows) -> Iterator[Record]:
+    """The record in some lines (number, text); none if they are not three, which goes to `bad`."""
     if len(lines) == 3:
         yield Record(lines[2][0], lines[1][1], lines[2][1])
     else:
-        bad(path, lines[0][0], "the record has not three lines: identifier, sequence, label")
+        reason = "the record does not have three lines: identifier, sequence, label"
+        bad(path, lines[0][0], reason)

@@ -20,15 +20,15 @@ from ..binarize import PACKED, read_lines
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
-CELL = 2**24  # characters in a quoted column at most: a quote left open must not swallow a file
-BROKEN = object()  # what a text that is not JSON is read as
-HALF = re.compile("[\ud800-\udfff]")
+CELL = 2**24  # most characters in a quoted cell: a quote left open must not swallow the whole file
+BROKEN = object()  # stands for a text that is not valid JSON
+HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the lines of a delimited file fall into columns. Without a `header` columns are called
-    "1", "2" and so on. `hint` says what the user may change where a line does not fit."""
+    """How the lines of a delimited file are split into columns. Without a `header` the columns are
+    called "1", "2" and so on. `hint` ends the message about a line that does not fit."""
 
     delimiter: str
     quote: str | None
@@ -37,32 +37,33 @@ class Form:
 
     @classmethod
     def of(cls, path: Path) -> Form:
-        """Commas and quotes for .csv, tabs and no quotes otherwise (GLUE's rule)."""
+        """The usual form for a file's name: commas and quotes for .csv, else tabs and no quotes (as
+        in GLUE)."""
         return cls(",", '"') if ending(path) == ".csv" else cls("\t", None)
 
 
 def ending(path: Path) -> str:
-    """The ending that tells the format, in small letters, under a .gz or .zst."""
+    """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`."""
     return (Path(path.stem) if path.suffix in PACKED else path).suffix.lower()
 
 
 def stem(path: Path) -> str:
-    """The file's name without its ending, nor that of its packing."""
+    """The file's name without its ending and that of its compression: "A" for `A.csv.gz`."""
     return Path(path.stem).stem if path.suffix in PACKED else path.stem
 
 
 class Table:
-    """One file of rows; `columns` are the names in its header, its first object or its schema.
-    A list in one of the columns `lists` of JSON or parquet is given as JSON.
+    """A file of rows. `columns` are the names in its header, its first JSON object or its schema.
 
-    Raises BadInput where the file has no row or its format is not that of its ending.
+    `lists` names columns of JSON or parquet that may hold lists; their values are given as JSON
+    text. Raises BadInput if the file has no row, or is not in the format that its ending says.
     """
 
     def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
         self.path, self.form, self.lists = path, form or Form.of(path), lists
         self.kind = ending(path)
-        # a bad row above the first good one is for `rows` to judge; a bad header ends the work
-        bad = BadRows(self.kind in (".jsonl", ".json") or not self.form.header)
+        # a bad header is an error here; a bad first row is reported later, by `rows`
+        bad = BadRows(skip=self.kind in (".jsonl", ".json") or not self.form.header)
         if self.kind == ".parquet":
             self.columns = [str(name) for name in self._parquet().schema_arrow.names]
         elif self.kind in (".jsonl", ".json"):
@@ -78,11 +79,11 @@ class Table:
             raise BadInput(f"{path}: two columns are called {repeated[0]!r}")
 
     def find(self, names: Sequence[str]) -> str | None:
-        """The first of these names that is a column."""
+        """The first of `names` that is a column; None if none is."""
         return next((name for name in names if name in self.columns), None)
 
     def missing(self, name: str) -> BadInput:
-        """The error that says what columns there are."""
+        """The error to raise if there is no column `name`. It says which columns there are."""
         if not self.form.header and self.kind not in (".jsonl", ".json", ".parquet"):
             if not name.isdecimal():
                 return BadInput(f"with --no-header a column is a number from 1, not {name!r}")
@@ -92,28 +93,23 @@ class Table:
         return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")
 
     def shown(self) -> str:
-        """The columns for a message; a file without a header may have texts for names."""
+        """The columns for a message, shortened: without a header they may be whole texts."""
         names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
         return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
     def rows(
         self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
     ) -> Iterator[tuple[int, list[str | None]]]:
-        """(line, the values of these columns as strings) of every row; None for a JSON null, and
-        for an `optional` column that an object of JSON lacks.
+        """(line, values of the columns `names` as strings) of every row. A value is None for a JSON
+        null, and for an `optional` column that a JSON object lacks.
 
-        A row that lacks another column, or is of another width than the header, is a bad one.
+        A row that lacks another column goes to `bad`, and so does one that has more or fewer
+        columns than the header.
         """
         if self.kind == ".parquet":
             yield from self._parquet_rows(names, bad)
         elif self.kind in (".jsonl", ".json"):
-            for line, found in self._objects(bad):
-                if lacking := [n for n in names if n not in found and n not in optional]:
-                    bad(self.path, line, f"there is no {lacking[0]!r}")
-                    continue
-                values = self._values(line, [(name, found.get(name)) for name in names], bad)
-                if values is not None:
-                    yield line, values
+            yield from self._json_rows(names, bad, optional)
         else:
             yield from self._delimited_rows([self.columns.index(name) for name in names], bad)
 
@@ -128,29 +124,32 @@ class Table:
             next(rows, None)
         for line, row in rows:
             if len(row) < width or (self.form.header and len(row) > width):
-                there = f"{len(row)} column{'s' if len(row) != 1 else ''}"
-                bad(self.path, line, f"{there} instead of {width}{self.form.hint}")
+                count = f"{len(row)} column{'s' if len(row) != 1 else ''}"
+                bad(self.path, line, f"{count} instead of {width}{self.form.hint}")
             else:
                 yield line, [row[place] for place in places]
 
     def delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
-        """(number of the row's last line, its columns); lines without a character are left out."""
-        if self.form.quote is None:
-            for number, line in read_lines(self.path, bad):
-                if line:
-                    yield number, line.split(self.form.delimiter)
+        """(number of the row's last line, its columns) of every row, a header included. Empty lines
+        are skipped."""
+        if self.form.quote is not None:
+            yield from self._quoted(self.form.quote, bad)
             return
+        for number, line in read_lines(self.path, bad):
+            if line:
+                yield number, line.split(self.form.delimiter)
+
+    def _quoted(self, quote: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+        """`delimited` for files with quotes, in which a row may span several lines."""
         csv.field_size_limit(CELL)
-        number = 0
+        number = 0  # of the line read last; csv's own count is wrong once a bad line is skipped
 
         def lines() -> Iterator[str]:
             nonlocal number
-            for number, line in read_lines(self.path, bad):  # noqa: B007 - told below
+            for number, line in read_lines(self.path, bad):  # noqa: B007 - read outside
                 yield line + "\n"
 
-        reader = csv.reader(
-            lines(), delimiter=self.form.delimiter, quotechar=self.form.quote, strict=True
-        )
+        reader = csv.reader(lines(), delimiter=self.form.delimiter, quotechar=quote, strict=True)
         while True:
             start = number + 1
             try:
@@ -166,27 +165,41 @@ class Table:
 
     # ------------------------------------------------------------------------ JSON
 
+    def _json_rows(
+        self, names: Sequence[str], bad: BadRows, optional: Sequence[str]
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        for line, item in self._objects(bad):
+            if lacking := [name for name in names if name not in item and name not in optional]:
+                bad(self.path, line, f"there is no {lacking[0]!r} in this row")
+                continue
+            values = self._values(line, [(name, item.get(name)) for name in names], bad)
+            if values is not None:
+                yield line, values
+
     def _objects(self, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(line, object) of JSON lines; of a .json file that is one value (number of the row, row),
-        and the file is held in memory."""
+        """(line, object) of every object of JSON lines. A .json file may instead hold one JSON
+        value, which is read whole: then (number of the row, row)."""
         lines = read_lines(self.path, bad)
-        items: Iterator[tuple[int, Any]]
         if self.kind == ".json":
-            first = next(((number, t) for number, t in lines if t.strip()), (1, ""))
-            if _is_whole(first[1]):
-                text = "\n".join([first[1], *(line for _, line in lines)])
-                items = enumerate(_rows_of(self._parse(1, text, bad)), 1)
-            else:
-                items = ((n, self._parse(n, t, bad)) for n, t in chain([first], lines) if t.strip())
+            first = next(((number, text) for number, text in lines if text.strip()), (1, ""))
+            lines = chain([first], lines)
+            whole = _is_whole(first[1])
         else:
-            items = ((number, self._parse(number, t, bad)) for number, t in lines if t.strip())
+            whole = False
+        items: Iterator[tuple[int, Any]]
+        if whole:
+            value = self._parse(1, "\n".join(text for _, text in lines), bad)
+            items = enumerate(_rows_of(value), 1)
+        else:
+            items = ((line, self._parse(line, text, bad)) for line, text in lines if text.strip())
         for line, item in items:
             if isinstance(item, dict):
                 yield line, item
             elif item is not BROKEN:
-                bad(self.path, line, "this is no JSON object {...}")
+                bad(self.path, line, "this is not a JSON object {...}")
 
     def _parse(self, line: int, text: str, bad: BadRows) -> Any:
+        """The value of a JSON text. BROKEN if it is not valid; it then goes to `bad`."""
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -196,9 +209,9 @@ class Table:
     def _values(
         self, line: int, cells: Sequence[tuple[str, Any]], bad: BadRows
     ) -> list[str | None] | None:
-        """Strings of the JSON values of columns; a list of one (as in TAPE's files) stands for its
-        item."""
-        made: list[str | None] = []
+        """The values of `cells` (column, JSON value) as strings; None if one of them is bad. A list
+        of one item, as in TAPE's files, stands for the item."""
+        texts: list[str | None] = []
         for name, value in cells:
             if isinstance(value, list) and name in self.lists:
                 value = json.dumps(value, default=lambda _: None)
@@ -207,18 +220,23 @@ class Table:
             if isinstance(value, bool):
                 value = int(value)
             if isinstance(value, list | dict | bytes):
-                bad(self.path, line, f"{str(value)[:40]!r} is neither text nor a number")
+                bad(
+                    self.path,
+                    line,
+                    f"column {name!r} is {str(value)[:40]!r}, which is neither text nor a number",
+                )
                 return None
             text = None if value is None else str(value)
             if text is not None and not text.isascii() and HALF.search(text):
-                bad(self.path, line, "half a surrogate pair, which is no character")
+                bad(self.path, line, f"column {name!r} holds half of a surrogate pair")
                 return None
-            made.append(text)
-        return made
+            texts.append(text)
+        return texts
 
     # ------------------------------------------------------------------------ parquet
 
     def _parquet(self) -> Any:
+        """The open file. Raises BadInput if it is not parquet, or pyarrow is not installed."""
         try:
             from pyarrow import lib
             from pyarrow.parquet import ParquetFile
@@ -254,7 +272,7 @@ class Table:
 
 
 def _python(block: Any) -> list[dict[str, Any] | None]:
-    """The rows of a block of a parquet file; None for one with text that is not UTF-8."""
+    """The rows of a block of a parquet file; None for a row whose text is not UTF-8."""
     try:
         return list(block.to_pylist())
     except UnicodeDecodeError:
@@ -264,7 +282,7 @@ def _python(block: Any) -> list[dict[str, Any] | None]:
 
 
 def _is_whole(line: str) -> bool:
-    """Whether a file that begins with this line is one JSON value, not one a line."""
+    """Whether a file that begins with this line is one JSON value, rather than one per line."""
     if line.lstrip().startswith("["):
         return True
     try:
@@ -275,14 +293,14 @@ def _is_whole(line: str) -> bool:
 
 
 def _is_columns(value: Any) -> bool:
-    """Whether this is {"column": {"row": value, ...}, ...}, as pandas writes a table."""
+    """Whether a value is {"column": {"row": value, ...}, ...}, as pandas writes a table."""
     if not isinstance(value, dict) or not value:
         return False
     return all(isinstance(column, dict) for column in value.values())
 
 
 def _rows_of(value: Any) -> list[Any]:
-    """The rows of a list of objects, or of an object of columns."""
+    """The rows in a JSON value: a list of objects, an object of columns, or a single object."""
     if _is_columns(value):
         keys = dict.fromkeys(key for column in value.values() for key in column)
         return [{name: c[key] for name, c in value.items() if key in c} for key in keys]

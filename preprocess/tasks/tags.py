@@ -1,13 +1,14 @@
-"""Labels of words and letters, from the two forms they are published in.
+"""Labels of words and of amino acids, from the two formats in which they are published.
 
-`task conll`: a word and its label a line, in columns, a blank line between sentences (the shared
-tasks of CoNLL; also CoNLL-U). The other columns are passed over.
-`task protein/secondary` and `protein/conservation`: FLIP's directories (Dallago et al. 2021), whose
-sequences.fasta holds the proteins, sampled.fasta a letter or digit for each amino acid, with the
-split in its header (`SET=train VALIDATION=False`), and mask.fasta, if it is there, 0 where the
-label is of an unresolved amino acid and so no label at all.
+`task conll` reads the format of CoNLL's shared tasks, and CoNLL-U: one word per line with its label
+in another column, and a blank line between sentences. Other columns are ignored.
 
-A row is a sentence or a protein; labels stand at the first token of every word or letter.
+`task protein/secondary` and `protein/conservation` read FLIP's directories (Dallago et al. 2021).
+sequences.fasta holds the proteins. sampled.fasta holds a letter or digit for each amino acid, and
+the split in each header (`SET=train VALIDATION=False`). mask.fasta, which may be missing, has a 0
+for every amino acid that was not resolved, whose label is then ignored.
+
+A row is a sentence or a protein. The label of a word or letter stands at its first token.
 """
 
 from __future__ import annotations
@@ -30,31 +31,34 @@ from .labelled import TAG_METRICS, Row, Task, check_metric, input_files
 from .protein import LETTERS
 
 ABOUTS = {
-    "conll": "Any file of the CoNLL form: a word and its label a line, blank lines between.",
-    "protein/secondary": "FLIP's secondary structure: a helix, a strand or neither, by amino acid.",
-    "protein/conservation": "FLIP's conservation: how conserved every amino acid is, nine classes.",
+    "conll": "CoNLL's format: a word and its label on each line, blank lines between sentences.",
+    "protein/secondary": "FLIP's secondary structure: helix, strand or neither, per amino acid.",
+    "protein/conservation": "FLIP's conservation: how conserved each amino acid is, in 9 classes.",
 }
 ENDINGS = (".conll", ".conllu", ".bio", ".iob", ".tsv", ".txt")
 DOCUMENT = "-DOCSTART-"  # CoNLL 2003 puts this word between documents
-MULTIWORD = re.compile(r"\d+[-.]\d+")  # CoNLL-U: a line beside the words, not one of them
+# the first column of CoNLL-U's extra lines, which repeat several words as one (3-4) or add a word
+# that the text leaves out (3.1)
+EXTRA_LINE = re.compile(r"\d+[-.]\d+")
 
 
-# ------------------------------------------------------------------------------- CoNLL's form
+# ------------------------------------------------------------------------------- CoNLL's format
 
 
-class Columns(NamedTuple):
-    """How a file's lines fall into columns: at tabs or at any white space, how many there are, and
-    which hold the word and the label (None: there is none)."""
+class ConllColumns(NamedTuple):
+    """How the lines of a file are split into columns."""
 
-    tabs: bool
+    tabs: bool  # at tabs; else at any white space
     width: int
-    word: int
-    label: int | None
+    word: int  # the column of the word, from 0
+    label: int | None  # the column of the label; None if there is none
 
     def split(self, line: str) -> list[str]:
+        """The columns of a line."""
         return line.split("\t") if self.tabs else line.split()
 
-    def comment(self, line: str) -> bool:
+    def is_comment(self, line: str) -> bool:
+        """Whether a line is one of CoNLL-U's comments."""
         return self.tabs and line.startswith("#") and "\t" not in line
 
 
@@ -66,40 +70,39 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(1),
         default=1,
         metavar="N",
-        help="The column of the words, counted from 1 (default: %(default)s; CoNLL-U: 2).",
+        help="The column of the words, counted from 1; in CoNLL-U it is 2 (default: %(default)s).",
     )
     add(
         "--label",
         type=number(1),
         metavar="N",
-        help="The column of the labels (default: the last; "
-        "CoNLL-U: 4 or 5). A test file may lack it.",
+        help="The column of the labels, counted from 1; in CoNLL-U it is 4 or 5 (default: the last "
+        "column). A test file may lack it.",
     )
     add(
         "--metric",
         choices=TAG_METRICS,
-        help="What selection maximises (default: entity_f1 where "
-        "the labels are O, B-X and I-X, else accuracy).",
+        help="The metric that evaluation reports and by which training selects the best "
+        "checkpoint (default: entity_f1 if the labels are O, B-X and I-X, else accuracy).",
     )
 
 
 def read_conll(arguments: argparse.Namespace) -> Task:
-    """The task of sentences with a label a word. Raises BadInput naming file and line."""
+    """Sentences with a label per word. Raises BadInput if a file lacks a column."""
     files = input_files(arguments, ENDINGS)
     splits.refuse_columns(arguments.split_column, next(iter(files.values()))[0])
-    places = [(split, path) for split, paths in files.items() for path in paths]
-    columns: dict[Path, Columns] = {}
+    split_files = [(split, path) for split, paths in files.items() for path in paths]
+    columns: dict[Path, ConllColumns] = {}
     label: int | None = arguments.label
-    for split, path in places:  # training first: its last column is the label's in all files
+    for split, path in split_files:  # training first: its last column is the label in all files
         columns[path] = columns_of(path, split, arguments.word, label)
         label = label or columns[path].width
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
-        for split, path in places:
+        for split, path in split_files:
             for line, words, labels in sentences(path, columns[path], bad):
-                named = None if set(labels) <= {NO_LABEL} else " ".join(labels)
-                yield Row(split, (" ".join(words),), named, path, line)
+                yield Row(split, (" ".join(words),), _joined(labels), path, line)
 
     return Task(
         rows=rows,
@@ -112,48 +115,56 @@ def read_conll(arguments: argparse.Namespace) -> Task:
     )
 
 
-def columns_of(path: Path, split: str, word: int, label: int | None) -> Columns:
-    """The form of a file, by its first line with a word; `label` None is the last column. Raises
-    BadInput where a column lacks."""
+def _joined(labels: list[str]) -> str | None:
+    """The labels of a row as one text; None if none of its words has a label."""
+    return None if set(labels) <= {NO_LABEL} else " ".join(labels)
+
+
+def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllColumns:
+    """The columns of a file, from its first line with a word. `word` and `label` are numbers from
+    1; without `label` it is the last column. Raises BadInput if one of them is not there."""
     lines = (line for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
     first = next((line for line in lines if "\t" in line or not line.startswith("#")), "")
-    form = Columns("\t" in first, 0, word - 1, None)
-    width = len(form.split(first))
+    columns = ConllColumns("\t" in first, 0, word - 1, None)
+    width = len(columns.split(first))
     label = label or max(width, 2)
     labelled = label <= width and label != word
     if word > width or not (labelled or split == "test"):
-        lacks, many = word if word > width else label, "s" * (width != 1)
+        for_words = f"{word} for the words; see --word"
+        for_labels = f"{label} for the labels beside that of the words; see --label"
         raise BadInput(
-            f"{path} has {width} column{many}, by its first line; there is no column "
-            f"{lacks} beside that of the words"
+            f"{path} has {width} column{'s' * (width != 1)}, by its first line; there is no column "
+            f"{for_words if word > width else for_labels}"
         )
-    return form._replace(width=width, label=label - 1 if labelled else None)
+    return columns._replace(width=width, label=label - 1 if labelled else None)
 
 
 def sentences(
-    path: Path, columns: Columns, bad: BadRows
+    path: Path, columns: ConllColumns, bad: BadRows
 ) -> Iterator[tuple[int, list[str], list[str]]]:
-    """(line of its first word, words, labels) of every sentence; NO_LABEL where there is none. A
-    sentence with a line that cannot be read goes to `bad`."""
+    """(line of its first word, words, labels) of every sentence. If the file has no labels, they
+    are NO_LABEL. A sentence with a line that cannot be read goes to `bad`."""
     for block in _blocks(path, columns, bad):
-        reasons = ((at, _wrong(fields, columns)) for at, fields in block)
-        found = next(((at, reason) for at, reason in reasons if reason), None)
+        faults = ((at, _fault(fields, columns)) for at, fields in block)
+        fault = next(((at, reason) for at, reason in faults if reason), None)
         words = [fields[columns.word] for _, fields in block if len(fields) > columns.word]
-        if found:
-            bad(path, *found)
+        if fault:
+            bad(path, *fault)
         elif words != [DOCUMENT]:
             label = columns.label
             yield block[0][0], words, [NO_LABEL if label is None else f[label] for _, f in block]
 
 
-def _blocks(path: Path, columns: Columns, bad: BadRows) -> Iterator[list[tuple[int, list[str]]]]:
-    """The lines between blank ones, each with its number and cut into its columns."""
+def _blocks(
+    path: Path, columns: ConllColumns, bad: BadRows
+) -> Iterator[list[tuple[int, list[str]]]]:
+    """The words between blank lines: of each, the number of its line and its columns."""
     block: list[tuple[int, list[str]]] = []
     for at, line in read_lines(path, bad):
         if line.strip():
             fields = columns.split(line)
-            beside = columns.word > 0 and MULTIWORD.fullmatch(fields[0])
-            if not beside and not columns.comment(line):
+            is_extra = columns.word > 0 and EXTRA_LINE.fullmatch(fields[0])
+            if not is_extra and not columns.is_comment(line):
                 block.append((at, fields))
         elif block:
             yield block
@@ -162,14 +173,14 @@ def _blocks(path: Path, columns: Columns, bad: BadRows) -> Iterator[list[tuple[i
         yield block
 
 
-def _wrong(fields: list[str], columns: Columns) -> str:
-    """Why a line cannot be used."""
+def _fault(fields: list[str], columns: ConllColumns) -> str:
+    """Why a line cannot be used; "" if it can."""
     if len(fields) != columns.width:
-        there = f"{len(fields)} column{'s' * (len(fields) != 1)}"
-        return f"{there} instead of the {columns.width} of the file's first line"
-    for what, place in (("word", columns.word), ("label", columns.label)):
-        if place is not None and len(fields[place].split()) != 1:
-            return f"the {what} {fields[place]!r} is empty, or holds white space"
+        count = f"{len(fields)} column{'s' * (len(fields) != 1)}"
+        return f"{count} instead of the {columns.width} of the file's first line"
+    for what, column in (("word", columns.word), ("label", columns.label)):
+        if column is not None and len(fields[column].split()) != 1:
+            return f"the {what} {fields[column]!r} is empty or holds white space"
     return ""
 
 
@@ -177,53 +188,42 @@ def _wrong(fields: list[str], columns: Columns) -> str:
 
 
 def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
-    """FLIP's tasks have no options beside those of every task."""
+    """FLIP's tasks have only the options of every task."""
 
 
 def read_flip(arguments: argparse.Namespace) -> Task:
-    """The task of proteins with a label an amino acid. Raises BadInput for a missing file."""
-    if given := [name for name in ("train", "valid", "test") if getattr(arguments, name)]:
-        raise BadInput(
-            f"--{given[0]} has no meaning here: the files say which protein is of which "
-            "split; give --input DIR"
-        )
-    source: Path | None = arguments.input
-    if source is None or not source.is_dir():
-        raise BadInput("give --input DIR with FLIP's sequences.fasta and sampled.fasta")
-    folder = source / "splits" if (source / "splits").is_dir() else source
-    sequences, sampled, mask = (
-        folder / f"{name}.fasta" for name in ("sequences", "sampled", "mask")
-    )
+    """Proteins with a label per amino acid. Raises BadInput if a file is missing."""
+    sequences, sampled, mask = _flip_files(arguments)
     files = [sequences, sampled, *([mask] if mask.exists() else [])]
     check_files(files)
     splits.refuse_columns(arguments.split_column, sampled)
-    drawn, used = arguments.split_column == splits.NONE, set[str]()
+    draw, used = arguments.split_column == splits.NONE, set[str]()
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
-        proteins, kept = (
-            {name: text for _, name, _, text in _records(file, bad)} if file in files else None
-            for file in (sequences, mask)
-        )
+        proteins = {name: text for _, name, _, text in _records(sequences, bad)}
+        resolved = {name: text for _, name, _, text in _records(mask, bad)} if mask in files else {}
         for line, name, fields, labels in _records(sampled, bad):
-            protein = (proteins or {}).get(name, "")
-            known = "1" * len(labels) if kept is None else kept.get(name, "")
-            said = splits.of_header(fields)
+            protein = proteins.get(name, "")
+            marks = resolved.get(name, "") if mask in files else "1" * len(labels)
+            header = splits.of_header(fields)
             try:
-                split = "" if drawn else splits.of_record(said)
+                split = "" if draw else splits.of_record(header)
             except ValueError as error:
                 bad(sampled, line, f"{name}: {error}")
                 continue
-            if not drawn and "set" not in said:
-                bad(sampled, line, f"{name}: its header says neither SET=train nor SET=test")
+            if not draw and "set" not in header:
+                bad(sampled, line, f"{name}: its header has neither SET=train nor SET=test")
                 continue
-            if reason := _wrong_protein(name, protein, labels, known):
+            if reason := _protein_fault(name, protein, labels, marks):
                 bad(sampled, line, reason)
                 continue
-            used.update(() if drawn else map(str.upper, said))
-            told = [NO_LABEL if k == "0" else label for label, k in zip(labels, known, strict=True)]
-            named = None if set(told) <= {NO_LABEL} else " ".join(told)
-            yield Row(split, (" ".join(protein),), named, sampled, line, name)
+            used.update(() if draw else map(str.upper, header))
+            known = [
+                NO_LABEL if mark == "0" else label
+                for label, mark in zip(labels, marks, strict=True)
+            ]
+            yield Row(split, (" ".join(protein),), _joined(known), sampled, line, name)
 
     return Task(
         rows=rows,
@@ -237,9 +237,23 @@ def read_flip(arguments: argparse.Namespace) -> Task:
     )
 
 
+def _flip_files(arguments: argparse.Namespace) -> list[Path]:
+    """Where FLIP's three files should be. Raises BadInput if --input does not name a directory."""
+    if given := [name for name in ("train", "valid", "test") if getattr(arguments, name)]:
+        raise BadInput(
+            f"--{given[0]} cannot be used here: the files say which protein is in which split; "
+            "give --input DIR"
+        )
+    source: Path | None = arguments.input
+    if source is None or not source.is_dir():
+        raise BadInput("give --input DIR with FLIP's sequences.fasta and sampled.fasta")
+    folder = source / "splits" if (source / "splits").is_dir() else source
+    return [folder / f"{name}.fasta" for name in ("sequences", "sampled", "mask")]
+
+
 def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, str, list[str], str]]:
-    """(line, name, the rest of the header, text) of every record. Unlike the records of
-    `preprocess.fasta` these may hold digits."""
+    """(line, name, the other fields of the header, text) of every FASTA record. Its text may hold
+    digits, which `read_fasta` does not allow."""
     start, header, parts = 0, [""], list[str]()
     for at, line in read_lines(path, bad):
         if line.startswith(">"):
@@ -249,20 +263,22 @@ def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, str, list[str], st
         elif start:
             parts += line.upper().split()
         elif line.strip():
-            raise BadInput(f"{path}:{at}: text before the first header, a line `>name`")
+            raise BadInput(
+                f"{path}:{at}: text before the first header; a record begins with a line >name"
+            )
     if start:
         yield start, header[0], header[1:], "".join(parts)
 
 
-def _wrong_protein(name: str, protein: str, labels: str, known: str) -> str:
-    """Why a protein cannot be used."""
+def _protein_fault(name: str, protein: str, labels: str, marks: str) -> str:
+    """Why a protein cannot be used; "" if it can."""
     if not protein:
         return f"{name} is not in sequences.fasta"
     if wrong := sorted(set(protein) - set(LETTERS)):
         return f"{name}: letters other than {LETTERS}: {''.join(wrong)!r}"
-    if not len(protein) == len(labels) == len(known):
+    if not len(protein) == len(labels) == len(marks):
         return (
             f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
-            f"{len(known)} marks in mask.fasta"
+            f"{len(marks)} marks in mask.fasta"
         )
     return ""

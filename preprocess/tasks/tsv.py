@@ -1,4 +1,4 @@
-"""Any file of rows with a column of text, perhaps a second one, and a label or a score."""
+"""Any table with a column of text, perhaps a second one, and a column of labels or scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import splits
 from .labelled import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
 from .tables import ENDINGS, Form, Table, ending
 
-NAMED = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
+DELIMITERS = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text",
         required=True,
         metavar="COLUMN",
-        help="The column that holds the text: its name "
-        "in the first line, or its number from 1 with --no-header.",
+        help="The column that holds the text: its name in the header, or its number from 1 with "
+        "--no-header.",
     )
     add("--text-b", metavar="COLUMN", help="The column of a second text, for tasks on pairs.")
     add(
@@ -42,46 +42,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--labels",
         metavar="A,B,C",
-        help="The classes in the order of their ids (default: those "
-        "of the training file, sorted by name).",
+        help="The classes in the order of their ids (default: those of the training file, sorted "
+        "by name).",
     )
     add(
         "--metric",
         choices=CLASS_METRICS + SCORE_METRICS,
-        help="What evaluation reports and "
-        "selection maximises (default: accuracy for classes, spearman for scores).",
+        help="The metric that evaluation reports and by which training selects the best "
+        "checkpoint (default: accuracy for classes, spearman for scores).",
     )
     add_form(parser)
 
 
 def add_form(parser: argparse.ArgumentParser) -> None:
-    """The options that say how lines fall into columns; see `form_of`."""
+    """Add the options that say how lines are split into columns; `form_of` reads them."""
     add = parser.add_argument
     add(
         "--delimiter",
         metavar="CHAR",
-        help="What stands between columns: one character, or tab, "
-        "comma, semicolon, space (default: tab for .tsv and .txt, comma for .csv).",
+        help="What separates the columns: one character, or one of tab, comma, semicolon, space "
+        "(default: tab for .tsv and .txt, comma for .csv).",
     )
     add(
         "--quoting",
         metavar="CHAR",
-        help="The character that may enclose a column, or none: "
-        'quotes are then ordinary characters (default: none with tabs, " otherwise).',
+        help="The character that may enclose a column, or none, which makes quotes ordinary "
+        'characters (default: none with tabs, " otherwise).',
     )
     add(
         "--no-header",
         action="store_true",
-        help="The first line is an example; columns are numbers from 1.",
+        help="The first line is an example; columns are called by their numbers, from 1.",
     )
 
 
 def form_of(path: Path, arguments: argparse.Namespace) -> Form:
-    """How a file's lines fall into columns, by the options of the task and the file's name."""
+    """How the lines of a file are split into columns, by the task's options and the file's name.
+    Raises BadInput if an option is not one character."""
     delimiter = arguments.delimiter or ("," if ending(path) == ".csv" else "\t")
-    delimiter = NAMED.get(delimiter, delimiter)
+    delimiter = DELIMITERS.get(delimiter, delimiter)
     if len(delimiter) != 1:
-        raise BadInput(f"--delimiter {arguments.delimiter!r} is not one character")
+        raise BadInput(
+            f"--delimiter {arguments.delimiter!r} is not one character; give one, or tab, comma, "
+            "semicolon, space"
+        )
     quote = arguments.quoting or ("none" if delimiter == "\t" else '"')
     if quote != "none" and len(quote) != 1:
         raise BadInput(f"--quoting {arguments.quoting!r} is neither one character nor none")
@@ -97,29 +101,29 @@ def open_tables(
     unlabelled: Sequence[str] = ("test",),
     lists: Sequence[str] = (),
 ) -> list[tuple[Table, bool, splits.SplitColumns]]:
-    """(table, whether it has the label, the columns that name the splits of its rows) of every
-    file. All must have the columns `names`; the label's may lack in files of the splits
-    `unlabelled`. `used` gathers the columns that name splits; `lists` as in Table.
+    """(table, whether it has labels, the columns that name the splits of its rows) of every file.
 
-    Raises BadInput for a missing column, naming those there are.
+    All must have the columns `names`, and that of the label unless they are files of one of the
+    splits `unlabelled`. `used` gathers the columns that name splits; `lists` is that of `Table`.
+    Raises BadInput if a column is missing; it names those that there are.
     """
-    tables, others = [], [*names, arguments.label]
+    tables, with_label = [], [*names, arguments.label]
     for split, paths in files.items():
         for path in paths:
             table = Table(path, form_of(path, arguments), lists)
             labelled = arguments.label in table.columns
-            for name in names if not labelled and split in unlabelled else others:
+            for name in names if not labelled and split in unlabelled else with_label:
                 if name not in table.columns:
                     raise table.missing(name)
-            marks = splits.find(table, arguments.split_column, others, split, used)
+            marks = splits.find(table, arguments.split_column, with_label, split, used)
             tables.append((table, labelled, marks))
     return tables
 
 
 def read(arguments: argparse.Namespace) -> Task:
-    """The task that a file of rows, or a directory with one a split, describes.
+    """The rows of a file, or of a directory with one file per split.
 
-    Raises BadInput for a missing column, naming those there are.
+    Raises BadInput if a column is missing; it names those that there are.
     """
     files = input_files(arguments, ENDINGS)
     names = [arguments.text] + ([arguments.text_b] if arguments.text_b else [])
@@ -127,11 +131,11 @@ def read(arguments: argparse.Namespace) -> Task:
         raise BadInput("--text, --text-b and --label must be different columns")
     used = set[str]()
     tables = open_tables(files, names, arguments, used)
-    bad, others = BadRows(arguments.skip_bad), [*names, arguments.label]
+    bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
         for table, labelled, marks in tables:
-            wanted = others if labelled else names
+            wanted = [*names, arguments.label] if labelled else names
             for split, line, values in marks.rows(table, wanted, bad):
                 texts = tuple(value or "" for value in values[: len(names)])
                 label = (values[-1] or "").strip() if labelled else ""
@@ -139,7 +143,7 @@ def read(arguments: argparse.Namespace) -> Task:
 
     labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
-        raise BadInput(f"--labels {arguments.labels}: give each class once, for --kind class")
+        raise BadInput(f"--labels {arguments.labels}: give each class once, with --kind class")
     return Task(
         rows=rows,
         files=[path for paths in files.values() for path in paths],
