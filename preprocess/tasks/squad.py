@@ -142,8 +142,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_output(arguments.output, arguments.overwrite, "store.json")
     files = _files(arguments)
     tokenizer = tokenizers.load(arguments.tokenizer)
-    special = 2 + tokenizer.pair_separators
-    room = arguments.max_tokens - arguments.max_question - special
+    extra = 2 + tokenizer.pair_separators
+    room = arguments.max_tokens - arguments.max_question - extra
     if room < 1:
         raise BadInput(
             f"--max-tokens {arguments.max_tokens} leaves no room beside a question of "
