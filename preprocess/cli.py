@@ -1,7 +1,7 @@
 """The sub-commands of `preprocess.py`, and the module behind each of them.
 
 A command's module has `add_arguments(parser)` and `run(arguments)`. A task's module has
-`add_arguments(parser)` and `read(arguments) -> Task`.
+`add_arguments(parser)` and `read(arguments) -> TaskSource`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TaskReader(NamedTuple):
     """A task: a function that adds its own options, one that reads its files, its description."""
 
     add_arguments: AddArguments
-    read: Callable[[argparse.Namespace], labelled.Task]
+    read: Callable[[argparse.Namespace], labelled.TaskSource]
     about: str
 
 
@@ -102,7 +102,7 @@ TASK_READERS = {
     ),
     **{
         name: TaskReader(glue.add_arguments, partial(glue.read, name=name), task.about)
-        for name, task in glue.TASKS.items()
+        for name, task in glue.GLUE_TASKS.items()
     },
     "dna/splice": TaskReader(
         dna.add_arguments,
@@ -115,7 +115,7 @@ TASK_READERS = {
             partial(sequences.read, form=form),
             (dna.ABOUTS | protein.ABOUTS)[name],
         )
-        for name, form in (dna.TASKS | protein.TASKS).items()
+        for name, form in (dna.DNA_TASKS | protein.PROTEIN_TASKS).items()
     },
     "music/maestro": TaskReader(music.add_arguments, music.read, music.ABOUT),
     "choice": TaskReader(choice.add_arguments, choice.read, choice.ABOUT),

@@ -22,7 +22,7 @@ from xformer.preprocess import cli
 from xformer.preprocess.bad import BadRows
 from xformer.preprocess.corpora import documents, pydocs, synthetic
 from xformer.preprocess.corpora.documents import TextOptions, read_documents
-from xformer.preprocess.tasks.tables import Form, Table
+from xformer.preprocess.tasks.tables import Form, RowTable
 from xformer.preprocess.words import CachedEncoder
 
 ROOT = Path(__file__).parents[1]
@@ -842,7 +842,7 @@ def test_statuses_of_errors():
 
 def test_reader_of_delimited_rows(tmp_path):
     (tmp_path / "t").write_text('a\t"b\n\n\x0bc\u2028d\te\n')
-    table = Table(tmp_path / "t", Form("\t", None, header=False))
+    table = RowTable(tmp_path / "t", Form("\t", None, header=False))
     assert list(table.rows(["1", "2"], BadRows(False))) == [
         (1, ["a", '"b']),
         (3, ["\x0bc\u2028d", "e"]),

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from xformer.data.errors import BadInput
 
-from ..arguments import whole_number as number
+from ..arguments import whole_number
 from ..bad import BadRows
-from .labelled import Row, Task, input_files
+from .labelled import Row, TaskSource, input_files
 from .tables import ENDINGS, HALF
 from .tsv import add_form, open_tables
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--first",
-        type=number(0, 1),
+        type=whole_number(0, 1),
         default=0,
         metavar="N",
         help="The number by which the label column calls the first ending, 0 or 1 (default: "
@@ -151,7 +151,7 @@ def ending_of(label: str, first: int, choices: int) -> int:
     )
 
 
-def read(arguments: argparse.Namespace) -> Task:
+def read(arguments: argparse.Namespace) -> TaskSource:
     """The questions in a file, or in a directory with one file per split.
 
     Raises BadInput if a column is missing; it names those that there are.
@@ -180,7 +180,7 @@ def read(arguments: argparse.Namespace) -> Task:
                     continue
                 yield Row(split, texts, None if right is None else str(right), table.path, line)
 
-    return Task(
+    return TaskSource(
         rows=rows,
         files=[path for paths in files.values() for path in paths],
         kind="choice",

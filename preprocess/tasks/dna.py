@@ -18,12 +18,12 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import Row, Task
+from .labelled import Row, TaskSource
 from .sequences import Sequences
 
 LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
-TASKS = {
+DNA_TASKS = {
     name: Sequences(IUPAC, kind)
     for name, kind in (
         ("dna", None),
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`dna/splice` has only the options of every task."""
 
 
-def read(arguments: argparse.Namespace) -> Task:
+def read(arguments: argparse.Namespace) -> TaskSource:
     """The splice task, from its file or the directory that holds it. It has no splits.
 
     Raises BadInput if there is no such file. Its rows raise BadInput naming file and line of one
@@ -66,7 +66,7 @@ def read(arguments: argparse.Namespace) -> Task:
     check_files([path])
     splits.refuse_columns(arguments.split_column, path)
     bad = BadRows(arguments.skip_bad)
-    return Task(
+    return TaskSource(
         rows=lambda: splice_rows(path, bad),
         files=[path],
         kind="class",

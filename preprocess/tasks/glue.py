@@ -19,8 +19,8 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import SPLITS, Row, Task, find_splits, input_files
-from .tables import ENDINGS, Table, ending
+from .labelled import SPLITS, Row, TaskSource, find_splits, input_files
+from .tables import ENDINGS, RowTable, ending
 
 NUMBERS = ["0", "1", "2"]
 ENTAILMENT = ("entailment", "not_entailment")
@@ -41,7 +41,7 @@ class Glue:
     broken: bool = False  # GLUE's own files hold rows that lack columns
 
 
-TASKS = {
+GLUE_TASKS = {
     "glue/cola": Glue(
         "CoLA: is a sentence acceptable?",
         ("sentence", "4"),
@@ -115,7 +115,7 @@ class Part(NamedTuple):
     """One file of a task."""
 
     split: str
-    table: Table
+    table: RowTable
     dev: frozenset[tuple[str, ...]] = frozenset()  # pairs of ids that belong to the split valid
 
     def splits(self) -> list[str]:
@@ -127,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """GLUE's tasks have only the options of every task."""
 
 
-def read(arguments: argparse.Namespace, name: str) -> Task:
+def read(arguments: argparse.Namespace, name: str) -> TaskSource:
     """The task `name`, from its directory or files. Raises BadInput if a file or column is
     missing."""
-    glue = TASKS[name]
+    glue = GLUE_TASKS[name]
     source: Path | None = arguments.input
     if name == "glue/mnli" and source is not None and source.is_dir():
         parts = _mnli(arguments, source, glue)
@@ -153,7 +153,7 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
         for part, part_marks in zip(parts, marks, strict=True):
             yield from _rows(part, part_marks, glue, bad)
 
-    return Task(
+    return TaskSource(
         rows=rows,
         files=[part.table.path for part in parts],
         kind="class" if glue.labels else "score",
@@ -171,12 +171,12 @@ def read(arguments: argparse.Namespace, name: str) -> Task:
     )
 
 
-def _open(path: Path, split: str, glue: Glue) -> Table:
+def _open(path: Path, split: str, glue: Glue) -> RowTable:
     """One file of a task. Raises BadInput if it lacks a column; only a test set may lack labels."""
-    table = Table(path)
+    table = RowTable(path)
     has_header = table.find(glue.text) is not None or ending(path) not in (".tsv", ".txt")
     if "4" in glue.text and not has_header and len(table.columns) == 4:
-        table = Table(path, replace(table.form, header=False))  # CoLA's training file
+        table = RowTable(path, replace(table.form, header=False))  # CoLA's training file
     required = [glue.text, glue.text_b, *([] if split.startswith("test") else [glue.label])]
     for names in required:
         if names and table.find(names) is None:

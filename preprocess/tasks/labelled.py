@@ -1,11 +1,11 @@
 """Labelled examples -> a store for fine-tuning.
 
-The reader of each data set returns a `Task`. This module holds what all tasks share: it checks the
-rows, draws the splits and writes the store, with a column `label` (one per row) or `labels` (one
-per token).
+The reader of each data set returns a `TaskSource`. This module holds what all tasks share: it
+checks the rows, draws the splits and writes the store, with a column `label` (one per row) or
+`labels` (one per token).
 
-To add a task, write a module with `add_arguments(parser)` and `read(arguments) -> Task`, and add it
-to the table `TASKS` in `preprocess/cli.py`.
+To add a task, write a module with `add_arguments(parser)` and `read(arguments) -> TaskSource`, and
+add it to the table `TASK_READERS` in `preprocess/cli.py`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, origin
-from ..arguments import check_output_directory as check_output
-from ..arguments import say_written as summarise
-from ..arguments import whole_number as number
+from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
 from ..bad import BadRows
 from ..binarize import BATCH, check_files, sources
-from ..words import CachedEncoder as Encoder
+from ..words import CachedEncoder
 from .tables import ending, stem
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
@@ -72,7 +69,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskSource:
     """A data set as its reader describes it: where the rows are and what the labels mean."""
 
     rows: Callable[[], Iterator[Row]]  # each call reads the files again
@@ -100,7 +97,7 @@ class Task:
 
 
 @dataclass
-class Survey:
+class RowSurvey:
     """What one pass over the rows counts. It takes 8 bytes of memory per row, 16 if splits are
     drawn."""
 
@@ -128,7 +125,7 @@ def check_metric(kind: str, metric: str | None) -> str:
 
 
 def write_task(
-    task: Task,
+    task: TaskSource,
     output: Path,
     tokenizer: Tokenizer,
     seed: int,
@@ -173,10 +170,10 @@ def write_task(
             rows, classes = _rows(task, drawn), labels
             if task.kind == "choice":
                 rows, classes = each_ending(rows), ending_numbers(survey.choices)
-            writer = RowWriter(splits, Encoder(tokenizer), classes)
+            writer = RowWriter(splits, CachedEncoder(tokenizer), classes)
             total = sum(survey.rows.values()) * survey.choices
             with Progress("encoding", total, "rows") as progress:
-                for batch in batches(rows):
+                for batch in row_batches(rows):
                     writer.append(batch)
                     progress.advance(len(batch))
         origin = {**origin, **_task_origin(task, unseen, in_two_splits)}
@@ -188,7 +185,7 @@ def write_task(
 
 
 def _task_origin(
-    task: Task, unseen: dict[str, dict[str, int]], in_two_splits: dict[str, dict[str, int]]
+    task: TaskSource, unseen: dict[str, dict[str, int]], in_two_splits: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
     """What the store's origin records of the task: its files and columns, and what is odd in it."""
     oddities = {
@@ -201,7 +198,7 @@ def _task_origin(
     return record | {key: value for key, value in oddities.items() if value}
 
 
-def _store_columns(task: Task, survey: Survey) -> tuple[dict[str, str], list[str]]:
+def _store_columns(task: TaskSource, survey: RowSurvey) -> tuple[dict[str, str], list[str]]:
     """The type of every column of the store ("": that of token ids), and the names of the ragged
     columns."""
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
@@ -212,7 +209,7 @@ def _store_columns(task: Task, survey: Survey) -> tuple[dict[str, str], list[str
     return columns, [name for name in columns if name in (*texts, "id", "labels")]
 
 
-def _rows(task: Task, drawn: Sequence[str] | None) -> Iterator[Row]:
+def _rows(task: TaskSource, drawn: Sequence[str] | None) -> Iterator[Row]:
     """The rows that can be used, each with its split: its own, or the next one of `drawn`."""
     splits = iter(drawn) if drawn is not None else None
     ids: set[bytes] = set()  # hashes, which take less memory than names
@@ -228,7 +225,7 @@ def _rows(task: Task, drawn: Sequence[str] | None) -> Iterator[Row]:
             yield row if splits is None or row.split else row._replace(split=next(splits))
 
 
-def _fault(task: Task, row: Row) -> str | None:
+def _fault(task: TaskSource, row: Row) -> str | None:
     """Why a row cannot be used; None if it can."""
     size = sum(map(len, row.texts))
     if size > LONGEST_TEXT:
@@ -245,7 +242,7 @@ def _fault(task: Task, row: Row) -> str | None:
     return None
 
 
-def _classes(task: Task, label: str) -> list[str]:
+def _classes(task: TaskSource, label: str) -> list[str]:
     """The classes in a row's label: one, or one per labelled word."""
     if task.kind != "tag":
         return [label]
@@ -259,9 +256,9 @@ def _number(label: str) -> float:
         return math.nan
 
 
-def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey:
+def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> RowSurvey:
     """Read and check all rows. Raises BadInput if there are none, or a split has none."""
-    survey = Survey()
+    survey = RowSurvey()
     salt = seed.to_bytes(8, "little", signed=True)
     numbers: dict[str, int] = {}  # of the classes, in the order in which they appear
     for row in _rows(task, drawn):
@@ -293,7 +290,7 @@ def _survey(task: Task, seed: int, drawn: Sequence[str] | None = None) -> Survey
     return survey
 
 
-def _in_two_splits(survey: Survey) -> dict[str, dict[str, int]]:
+def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
     """split -> earlier split -> how many rows of the first have a text that the second has too.
     Says so on standard error."""
     shared: dict[str, dict[str, int]] = {}
@@ -313,7 +310,7 @@ def _in_two_splits(survey: Survey) -> dict[str, dict[str, int]]:
     return shared
 
 
-def _say_splits(task: Task, survey: Survey) -> None:
+def _say_splits(task: TaskSource, survey: RowSurvey) -> None:
     """Say which columns named the splits, and how many rows each split has."""
     if not task.split_columns:
         return
@@ -325,7 +322,7 @@ def _say_splits(task: Task, survey: Survey) -> None:
         say("warning: there is no validation split; train with train.select=last", error=True)
 
 
-def _say_lacking(survey: Survey, labels: list[str], noun: str) -> None:
+def _say_lacking(survey: RowSurvey, labels: list[str], noun: str) -> None:
     """Warn if a split has no rows, or words (`noun`), of some classes."""
     for split, counts in survey.labels.items():
         if lacking := [label for label in labels if label not in counts]:
@@ -337,7 +334,7 @@ def _say_lacking(survey: Survey, labels: list[str], noun: str) -> None:
             )
 
 
-def _say_unlabelled(task: Task, survey: Survey) -> None:
+def _say_unlabelled(task: TaskSource, survey: RowSurvey) -> None:
     """Warn of validation questions without a label, which are kept but not scored."""
     rows, labelled = survey.rows.get("valid", 0), survey.labels.get("valid", Counter()).total()
     if task.kind == "choice" and rows > labelled:
@@ -345,7 +342,7 @@ def _say_unlabelled(task: Task, survey: Survey) -> None:
         say(f"warning: {count} of valid have no label and are not scored", error=True)
 
 
-def _draw_splits(task: Task, survey: Survey, stratify: bool) -> list[str]:
+def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[str]:
     """The split of every row that has none yet. Rows with equal texts have equal keys and come into
     the same split.
 
@@ -394,7 +391,7 @@ def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float])
     return parts
 
 
-def _class_names(task: Task, survey: Survey) -> list[str]:
+def _class_names(task: TaskSource, survey: RowSurvey) -> list[str]:
     """The classes, in the order of their ids. Raises BadInput if there are fewer than two."""
     labels = task.labels or sorted(survey.labels.get("train", ()))
     if len(labels) < 2:
@@ -403,7 +400,7 @@ def _class_names(task: Task, survey: Survey) -> list[str]:
     return labels
 
 
-def _unseen(survey: Survey, labels: list[str], noun: str) -> dict[str, dict[str, int]]:
+def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[str, int]]:
     """split -> class -> how many rows, or words (`noun`), for classes that are not in training.
     Says so on standard error."""
     unseen: dict[str, dict[str, int]] = {}
@@ -432,7 +429,7 @@ def ending_numbers(choices: int) -> list[str]:
     return [str(i) for i in range(choices)]
 
 
-def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Rows in batches of about BATCH characters."""
     batch: list[Row] = []
     size = 0
@@ -450,7 +447,7 @@ class RowWriter:
     """Encodes rows and appends them to their splits. The columns `input` and `input_b`, if a split
     has them, get the texts themselves."""
 
-    def __init__(self, splits: dict[str, SplitWriter], encoder: Encoder, labels: list[str]):
+    def __init__(self, splits: dict[str, SplitWriter], encoder: CachedEncoder, labels: list[str]):
         self.splits, self.encoder = splits, encoder
         self.class_ids = {label: i for i, label in enumerate(labels)}
         self.groups: dict[str, dict[str, int]] = {name: {} for name in splits}
@@ -634,7 +631,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     )
     add(
         "--seed",
-        type=number(0),
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="The seed that decides which rows become train, valid and test, if the source does "
@@ -660,10 +657,10 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
 
 
 def run(
-    name: str, read: Callable[[argparse.Namespace], Task], arguments: argparse.Namespace
+    name: str, read: Callable[[argparse.Namespace], TaskSource], arguments: argparse.Namespace
 ) -> None:
     """Encode the task `name`, read by `read`, into a store."""
-    check_output(arguments.output, arguments.overwrite, "store.json")
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     if arguments.input is not None and not arguments.input.exists():
         raise BadInput(f"{arguments.input} does not exist")
     tokenizer = tokenizers.load(arguments.tokenizer) if arguments.tokenizer else None
@@ -687,4 +684,4 @@ def run(
     task.bad.report()
     task.left_out.report()
     size = sum(path.stat().st_size for path in task.files)
-    summarise(arguments.output, written, started, size)
+    say_written(arguments.output, written, started, size)

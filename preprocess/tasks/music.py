@@ -18,12 +18,12 @@ import numpy as np
 from xformer.data import vocabularies
 from xformer.data.errors import BadInput, lacks
 
-from ..arguments import whole_number as number
+from ..arguments import whole_number
 from ..bad import BadRows
 from ..binarize import check_files
 from . import splits
-from .labelled import Row, Task
-from .tables import Table, ending
+from .labelled import Row, TaskSource
+from .tables import RowTable, ending
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or one directory per composer."
 MIDI = (".mid", ".midi")
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `music/maestro`."""
     parser.add_argument(
         "--segment",
-        type=number(1),
+        type=whole_number(1),
         default=128,
         metavar="N",
         help="The most notes in a row (default: %(default)s).",
     )
 
 
-def read(arguments: argparse.Namespace) -> Task:
+def read(arguments: argparse.Namespace) -> TaskSource:
     """The pieces of MAESTRO's directory or table, or of a directory with one per composer.
 
     Raises BadInput if --input is none of these. Its rows raise BadInput naming a file that is
@@ -79,8 +79,8 @@ def read(arguments: argparse.Namespace) -> Task:
         pieces = _maestro(table, arguments.split_column, bad, used)
     if not pieces:
         raise BadInput(f"{source} names no piece")
-    return Task(
-        rows=lambda: rows(pieces, arguments.segment, bad),
+    return TaskSource(
+        rows=lambda: segment_rows(pieces, arguments.segment, bad),
         files=[*([table] if table else []), *(p.path for p in pieces if p.path.is_file())],
         kind="class",
         metric="accuracy",
@@ -102,7 +102,7 @@ def _maestro(path: Path, split_column: str | None, bad: BadRows, used: set[str])
     columns in later versions). `used` gathers the columns that name splits.
     """
     check_files([path])
-    table = Table(path)
+    table = RowTable(path)
     for name in COLUMNS:
         if name not in table.columns:
             raise table.missing(name)
@@ -136,7 +136,7 @@ def _by_directory(directory: Path) -> list[Piece]:
     ]
 
 
-def rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
+def segment_rows(pieces: list[Piece], segment: int, bad: BadRows) -> Iterator[Row]:
     """A row for each segment of each piece. A piece that cannot be read goes to `bad`."""
     for piece in pieces:
         try:

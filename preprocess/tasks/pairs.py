@@ -26,10 +26,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, open_store
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, origin
-from ..arguments import check_output_directory as check_output
-from ..arguments import say_written as summarise
-from ..arguments import whole_number as number
+from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {
@@ -56,14 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rounds",
-        type=number(1),
+        type=whole_number(1),
         default=1,
         metavar="N",
         help="The pairs drawn for each row (default: %(default)s).",
     )
     add(
         "--seed",
-        type=number(0),
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="The seed that decides the pairs (default: %(default)s).",
@@ -73,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the pairs of every split of a store, and write them."""
-    check_output(arguments.output, arguments.overwrite, "store.json")
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     source, kind = open_store(arguments.store), arguments.kind
     needed = NEEDS[kind]
     for name in source.splits:
@@ -102,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
         record = {**origin(), "pairs": options, "store": read_from}
         store.finish("class", CLASSES[kind], "accuracy", record)
         written = store.splits
-    summarise(arguments.output, written, started)
+    say_written(arguments.output, written, started)
 
 
 class DrawnPairs(NamedTuple):

@@ -21,16 +21,15 @@ from xformer.data.writing import create_store
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
-from ..words import CachedEncoder as Encoder
-from . import choice, dna, glue, music, protein, sequences, squad, tags, tsv
-from . import labelled as tasks
+from ..words import CachedEncoder
+from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
 from .labelled import Row
 from .sequences import FASTA, SEQUENCE, Sequences
-from .tables import Form, Table, ending
+from .tables import Form, RowTable, ending
 
 INPUT = "input"  # the split, and the column of the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
-SEQUENCES = dna.TASKS | protein.TASKS
+SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
 BAD = BadRows(skip=False)  # the first row that cannot be read is an error
 Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
@@ -80,7 +79,7 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     classes, choices = record.labels, 1
     if record.kind == "choice":
         choices = len(rows[0].texts) - 1
-        rows, classes = list(tasks.each_ending(rows)), tasks.ending_numbers(choices)
+        rows, classes = list(labelled.each_ending(rows)), labelled.ending_numbers(choices)
     texts = ["tokens", "tokens_b"] if record.pair else ["tokens"]
     inputs = [INPUT, "input_b"] if record.pair else [INPUT]
     label = {"regress": "float32", "tag": "int16"}.get(record.kind, "int64")
@@ -91,8 +90,8 @@ def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: P
     ragged = [*texts, *inputs, *(name for name in ("id", "labels") if name in columns)]
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
-            writer = tasks.RowWriter({INPUT: split}, Encoder(tokenizer), classes)
-            for batch in tasks.batches(rows):
+            writer = labelled.RowWriter({INPUT: split}, CachedEncoder(tokenizer), classes)
+            for batch in labelled.row_batches(rows):
                 writer.append(batch)
         store.finish(KINDS[record.kind], record.labels, None, {}, choices)
 
@@ -135,8 +134,8 @@ def _alphabet(head: HeadRecord, tokenizer: Tokenizer) -> str:
 def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
     """Rows with one text or two, in the columns of training."""
     names: list[Sequence[str]] = []
-    if head.task in glue.TASKS:
-        task = glue.TASKS[head.task]
+    if head.task in glue.GLUE_TASKS:
+        task = glue.GLUE_TASKS[head.task]
         names = [columns for columns in (task.text, task.text_b) if columns]
     else:
         recorded = ("text", "text_b") if head.pair else ("text",)
@@ -172,8 +171,8 @@ def _table(
     """(line, texts, id) of the rows of a table. It has a column for each of `names`, or it is a
     delimited file without a header that has just these columns.
 
-    `form` is that of the training file, `lists` that of `Table`. If `report_no_header`, a note says
-    that the first line is read as a row. Raises BadInput if the columns are not there.
+    `form` is that of the training file, `lists` that of `RowTable`. If `report_no_header`, a note
+    says that the first line is read as a row. Raises BadInput if the columns are not there.
     """
     table, columns = _open(path, names, form)
     table.lists = lists
@@ -192,11 +191,11 @@ def _table(
         yield line, texts, (values[-1] or "") if id_column else None
 
 
-def _open(path: Path, names: Names, form: Form | None) -> tuple[Table, list[str] | None]:
+def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[str] | None]:
     """A table, and its column for each of `names`. The columns are None if the file has no header
     and holds just these columns, which a csv file may not do."""
     if ending(path) in (*JSON, PARQUET):
-        table = Table(path)
+        table = RowTable(path)
         columns = [table.find(options) for options in names]
         if None in columns:
             raise table.missing((names[columns.index(None)] or ["text"])[0])
@@ -208,12 +207,12 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[Table, list[str]
             header = [str(i) for i in range(1, len(header) + 1)]
         columns = [next((name for name in options if name in header), None) for options in names]
         if None not in columns:
-            return Table(path, candidate), [column for column in columns if column]
+            return RowTable(path, candidate), [column for column in columns if column]
     bare, first = replace(usual, header=False), _first_row(path, usual)
     if numbers := _numbered(names, len(first)):
-        return Table(path, bare), numbers
+        return RowTable(path, bare), numbers
     if len(first) == len(names) and ending(path) != ".csv":
-        return Table(path, bare), None
+        return RowTable(path, bare), None
     raise _wrong_header(path, first, names)
 
 
@@ -240,7 +239,7 @@ def _numbered(names: Names, width: int) -> list[str]:
 
 def _first_row(path: Path, form: Form) -> list[str]:
     """The first row of a delimited file, which may be its header."""
-    table = Table(path, replace(form, header=False))
+    table = RowTable(path, replace(form, header=False))
     return next(table.delimited(BadRows(skip=True)), (0, [""]))[1]
 
 
@@ -279,7 +278,7 @@ def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, 
         for row in dna.splice_rows(path, BAD):
             yield row.line, row.texts[0], row.id
     elif ending(path) in FASTA or first.startswith(">"):
-        for record in sequences.records(path, None, None, Sequences(letters), BAD, None):
+        for record in sequences.sequence_records(path, None, None, Sequences(letters), BAD, None):
             yield record.line, record.sequence, record.id
     else:
         options = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
@@ -297,7 +296,7 @@ def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
         yield from _pitches(path)
         return
     segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
-    for row in music.rows(pieces, segment, BAD):
+    for row in music.segment_rows(pieces, segment, BAD):
         yield row._replace(label=None, id=row.group)
 
 
@@ -317,7 +316,7 @@ def _pieces(path: Path) -> list[music.Piece] | None:
         ]
     if ending(table) not in music.TABLES:
         return None
-    opened = Table(table)
+    opened = RowTable(table)
     if not opened.find(["midi_filename"]):
         return None
     return [

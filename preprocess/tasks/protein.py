@@ -32,7 +32,7 @@ def _place(label: str) -> str:
     return re.sub(r"-[MSU]$", "", label)
 
 
-TASKS = {
+PROTEIN_TASKS = {
     "protein": Sequences(LETTERS),
     "protein/family": Sequences(LETTERS, "class", ("family", *LABEL), clean=_family, field=2),
     "protein/localization": Sequences(

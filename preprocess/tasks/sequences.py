@@ -20,13 +20,13 @@ from xformer.data import vocabularies
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-from ..arguments import whole_number as number
+from ..arguments import whole_number
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import read_fasta
 from . import splits
-from .labelled import Row, Task, check_metric, find_splits, input_files
-from .tables import ENDINGS, Table, ending, stem
+from .labelled import Row, TaskSource, check_metric, find_splits, input_files
+from .tables import ENDINGS, RowTable, ending, stem
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 # what the columns of the sequence and of the label may be called, the first choice first
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
     default = form.longest or "keep whole sequences"
     add(
         "--longest",
-        type=number(2),
+        type=whole_number(2),
         default=form.longest,
         metavar="N",
         help="The most letters in a sequence. A longer one loses its middle and keeps N/2 letters "
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         )
 
 
-def read(arguments: argparse.Namespace, form: Sequences) -> Task:
+def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
     """The sequences of --input, --train, --valid and --test. Raises BadInput naming the file, and
     the line if there is one."""
     classes = _classes(arguments)
@@ -107,7 +107,9 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
 
     def rows() -> Iterator[Row]:
         for split, path in split_files:
-            for record in records(path, classes.get(path), columns[path], form, bad, marks[path]):
+            for record in sequence_records(
+                path, classes.get(path), columns[path], form, bad, marks[path]
+            ):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
                 if wrong := sorted(set(sequence) - letters):
@@ -124,7 +126,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> Task:
 
     kind = form.kind or arguments.kind
     first = next(iter(columns.values()))
-    return Task(
+    return TaskSource(
         rows=rows,
         files=list(columns),
         kind=kind,
@@ -188,7 +190,7 @@ def _columns(
     not a table."""
     if ending(path) in (*FASTA, ".txt"):
         return None
-    table = Table(path)
+    table = RowTable(path)
     columns = []
     for option, chosen, names in (
         ("--sequence", arguments.sequence, SEQUENCE),
@@ -215,7 +217,7 @@ def _marks(
     """What names the splits of a file's rows. `split` is the split that the whole file was given
     as, "" if none. `used` gathers the columns or fields that are read."""
     if columns is not None:
-        return splits.find(Table(path), split_column, columns, split, used)
+        return splits.find(RowTable(path), split_column, columns, split, used)
     splits.refuse_columns(split_column, path)
     if split and (header := splits.of_header(_first_line(path).split()[1:])):
         splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
@@ -228,7 +230,7 @@ def _first_line(path: Path) -> str:
     return next(filter(None, lines), "")
 
 
-def records(
+def sequence_records(
     path: Path,
     label: str | None,
     columns: list[str] | None,
@@ -239,7 +241,7 @@ def records(
     """The records of a file of any format. `label` is the label of all records, if the file's name
     says it."""
     if isinstance(marks, splits.SplitColumns):
-        for split, line, (sequence, *labels) in marks.rows(Table(path), columns or [], bad):
+        for split, line, (sequence, *labels) in marks.rows(RowTable(path), columns or [], bad):
             yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
     elif ending(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         yield from _fasta(path, label, form, bad, marks)

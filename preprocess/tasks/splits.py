@@ -11,7 +11,7 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput
 
 from ..bad import BadRows
-from .tables import Table
+from .tables import RowTable
 
 SPLIT, MARK = ("split", "set"), "validation"
 NONE = "none"  # the value of --split-column that reads no column
@@ -74,7 +74,7 @@ class SplitColumns:
         return [name for name in (self.mark, *self.absent) if name]
 
     def rows(
-        self, table: Table, columns: Sequence[str], bad: BadRows
+        self, table: RowTable, columns: Sequence[str], bad: BadRows
     ) -> Iterator[tuple[str, int, list[str | None]]]:
         """Yield (split, line, values of `columns`) of the table's rows.
 
@@ -116,7 +116,7 @@ class SplitColumns:
 
 
 def find(
-    table: Table, given: str | None, others: Sequence[str], split: str, used: set[str]
+    table: RowTable, given: str | None, others: Sequence[str], split: str, used: set[str]
 ) -> SplitColumns:
     """The columns of a table that name the split of its rows.
 

@@ -30,10 +30,7 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, origin
-from ..arguments import check_output_directory as check_output
-from ..arguments import say_written as summarise
-from ..arguments import whole_number as number
+from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
 from ..bad import BadRows
 from ..binarize import check_files, sources
 
@@ -108,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-tokens",
-        type=number(8),
+        type=whole_number(8),
         default=384,
         metavar="N",
         help="The most tokens in a row, special tokens included. Train with batch.max_tokens=N "
@@ -116,14 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--stride",
-        type=number(1),
+        type=whole_number(1),
         default=128,
         metavar="N",
         help="Tokens from the start of one window to the start of the next (default: %(default)s).",
     )
     add(
         "--max-question",
-        type=number(1),
+        type=whole_number(1),
         default=64,
         metavar="N",
         help="The most tokens in a question; longer questions are cut (default: %(default)s).",
@@ -139,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Encode SQuAD into a store."""
-    check_output(arguments.output, arguments.overwrite, "store.json")
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     files = _files(arguments)
     tokenizer = tokenizers.load(arguments.tokenizer)
     extra = 2 + tokenizer.pair_separators
@@ -187,7 +184,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
             f"one; the tokens of {count.exact:,} answers give back the exact text"
         )
-    summarise(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
+    say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
 
 
 def _files(arguments: argparse.Namespace) -> dict[str, Path]:

@@ -52,7 +52,7 @@ def stem(path: Path) -> str:
     return Path(path.stem).stem if path.suffix in PACKED else path.stem
 
 
-class Table:
+class RowTable:
     """A file of rows. `columns` are the names in its header, its first JSON object or its schema.
 
     `lists` names columns of JSON or parquet that may hold lists; their values are given as JSON

@@ -23,11 +23,11 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.tags import NO_LABEL
 
-from ..arguments import whole_number as number
+from ..arguments import whole_number
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import TAG_METRICS, Row, Task, check_metric, input_files
+from .labelled import TAG_METRICS, Row, TaskSource, check_metric, input_files
 from .protein import LETTERS
 
 ABOUTS = {
@@ -67,14 +67,14 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--word",
-        type=number(1),
+        type=whole_number(1),
         default=1,
         metavar="N",
         help="The column of the words, counted from 1; in CoNLL-U it is 2 (default: %(default)s).",
     )
     add(
         "--label",
-        type=number(1),
+        type=whole_number(1),
         metavar="N",
         help="The column of the labels, counted from 1; in CoNLL-U it is 4 or 5 (default: the last "
         "column). A test file may lack it.",
@@ -87,7 +87,7 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_conll(arguments: argparse.Namespace) -> Task:
+def read_conll(arguments: argparse.Namespace) -> TaskSource:
     """Sentences with a label per word. Raises BadInput if a file lacks a column."""
     files = input_files(arguments, ENDINGS)
     splits.refuse_columns(arguments.split_column, next(iter(files.values()))[0])
@@ -104,7 +104,7 @@ def read_conll(arguments: argparse.Namespace) -> Task:
             for line, words, labels in sentences(path, columns[path], bad):
                 yield Row(split, (" ".join(words),), _joined(labels), path, line)
 
-    return Task(
+    return TaskSource(
         rows=rows,
         files=list(columns),
         kind="tag",
@@ -191,7 +191,7 @@ def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
     """FLIP's tasks have only the options of every task."""
 
 
-def read_flip(arguments: argparse.Namespace) -> Task:
+def read_flip(arguments: argparse.Namespace) -> TaskSource:
     """Proteins with a label per amino acid. Raises BadInput if a file is missing."""
     sequences, sampled, mask = _flip_files(arguments)
     files = [sequences, sampled, *([mask] if mask.exists() else [])]
@@ -225,7 +225,7 @@ def read_flip(arguments: argparse.Namespace) -> Task:
             ]
             yield Row(split, (" ".join(protein),), _joined(known), sampled, line, name)
 
-    return Task(
+    return TaskSource(
         rows=rows,
         files=files,
         kind="tag",

@@ -10,8 +10,8 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from . import splits
-from .labelled import CLASS_METRICS, SCORE_METRICS, Row, Task, check_metric, input_files
-from .tables import ENDINGS, Form, Table, ending
+from .labelled import CLASS_METRICS, SCORE_METRICS, Row, TaskSource, check_metric, input_files
+from .tables import ENDINGS, Form, RowTable, ending
 
 DELIMITERS = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 
@@ -100,17 +100,17 @@ def open_tables(
     used: set[str],
     unlabelled: Sequence[str] = ("test",),
     lists: Sequence[str] = (),
-) -> list[tuple[Table, bool, splits.SplitColumns]]:
+) -> list[tuple[RowTable, bool, splits.SplitColumns]]:
     """(table, whether it has labels, the columns that name the splits of its rows) of every file.
 
     All must have the columns `names`, and that of the label unless they are files of one of the
-    splits `unlabelled`. `used` gathers the columns that name splits; `lists` is that of `Table`.
+    splits `unlabelled`. `used` gathers the columns that name splits; `lists` is that of `RowTable`.
     Raises BadInput if a column is missing; it names those that there are.
     """
     tables, with_label = [], [*names, arguments.label]
     for split, paths in files.items():
         for path in paths:
-            table = Table(path, form_of(path, arguments), lists)
+            table = RowTable(path, form_of(path, arguments), lists)
             labelled = arguments.label in table.columns
             for name in names if not labelled and split in unlabelled else with_label:
                 if name not in table.columns:
@@ -120,7 +120,7 @@ def open_tables(
     return tables
 
 
-def read(arguments: argparse.Namespace) -> Task:
+def read(arguments: argparse.Namespace) -> TaskSource:
     """The rows of a file, or of a directory with one file per split.
 
     Raises BadInput if a column is missing; it names those that there are.
@@ -144,7 +144,7 @@ def read(arguments: argparse.Namespace) -> Task:
     labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
         raise BadInput(f"--labels {arguments.labels}: give each class once, with --kind class")
-    return Task(
+    return TaskSource(
         rows=rows,
         files=[path for paths in files.values() for path in paths],
         kind=arguments.kind,
