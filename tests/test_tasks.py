@@ -1108,7 +1108,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         "lacks dev_ids.tsv",
         None,
     ),
-    ({"a.fa": FASTA + ">j x\nAC1T\n"}, ["dna", "--input", "a.fa"], r"a\.fa:82: '1' is no l", 40),
+    ({"a.fa": FASTA + ">j x\nAC1T\n"}, ["dna", "--input", "a.fa"], r"a\.fa:82: '1' is not a l", 40),
     (
         {"a.fa": FASTA + ">j x\nACQT\n"},
         ["dna", "--input", "a.fa"],
