@@ -14,7 +14,7 @@ from xformer.start import run
 def main() -> None:
     # imported here: torch may be imported only after `run` has prepared this process
     from xformer.evaluate import main
-    from xformer.preprocess.predict import write_rows
+    from xformer.preprocess.tasks.predict import write_rows
 
     main(write_rows)
 

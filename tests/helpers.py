@@ -210,7 +210,7 @@ def serve() -> None:
     """Fork a process for each request line, or wait for one."""
     from xformer import evaluate, train
     from xformer.preprocess import cli
-    from xformer.preprocess.predict import write_rows
+    from xformer.preprocess.tasks.predict import write_rows
 
     for late in (
         "scipy.stats",

@@ -20,7 +20,8 @@ from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
-from xformer.preprocess import cli, dna, glue, protein, tags
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import dna, glue, protein, tags
 from xformer.recipe import Recipe
 from xformer.study import page
 from xformer.study.cost import Costs
@@ -545,11 +546,13 @@ def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> No
 
 
 def test_kinds_of_stores_are_those_that_the_commands_make() -> None:
-    forms = {name: form.kind for name, form in (dna.TASKS | protein.TASKS).items()}
-    kinds = forms | {name: "class" if task.labels else "score" for name, task in glue.TASKS.items()}
+    forms = {name: form.kind for name, form in (dna.DNA_TASKS | protein.PROTEIN_TASKS).items()}
+    kinds = forms | {
+        name: "class" if task.labels else "score" for name, task in glue.GLUE_TASKS.items()
+    }
     kinds |= dict.fromkeys(tags.ABOUTS, "tag") | {"tsv": None}
     kinds |= {"dna/splice": "class", "music/maestro": "class", "choice": "choice"}
-    assert set(kinds) == set(cli.TASKS)
+    assert set(kinds) == set(cli.TASK_READERS)
     for name, kind in kinds.items():
         command = ["preprocess.py", "task", name, "--input", "x"]
         assert made_kind(command) == (kind or "class")

@@ -18,11 +18,12 @@ import pytest
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.store import Ragged, Store, open_store
-from xformer.preprocess import cli, pydocs, synthetic, text
+from xformer.preprocess import cli
 from xformer.preprocess.bad import BadRows
-from xformer.preprocess.tables import Form, Table
-from xformer.preprocess.text import TextOptions, read_documents
-from xformer.preprocess.words import Encoder
+from xformer.preprocess.corpora import documents, pydocs, synthetic
+from xformer.preprocess.corpora.documents import TextOptions, read_documents
+from xformer.preprocess.tasks.tables import Form, RowTable
+from xformer.preprocess.words import CachedEncoder
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared/data"
@@ -211,11 +212,11 @@ def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkey
         options = TextOptions(by_line)
         wanted = expected(content, options, 10**9, tokenizer)
         for read, segment in ((7, 48), (64, 48), (1000, 100)):
-            monkeypatch.setattr(text, "READ", read)
-            monkeypatch.setattr(text, "SEGMENT", segment)
+            monkeypatch.setattr(documents, "READ", read)
+            monkeypatch.setattr(documents, "SEGMENT", segment)
             seen: list[int] = []
             segments = read_documents([tmp_path / "t.txt"], options, seen.append)
-            encoder, found, new = Encoder(tokenizer), [], True
+            encoder, found, new = CachedEncoder(tokenizer), [], True
             for piece, ends in segments:
                 assert len(piece) <= 5 * segment
                 values = encoder.encode([piece])[0].tolist()
@@ -707,7 +708,7 @@ REFUSED = [
     ([*NEST, "0"], "must be at least 1"),
     ([*NEST, "9", "--push", "1"], "between 0 and 1"),
     ([*NEST, "9", "--lengths", "9:3"], "LEAST <= MOST"),
-    ([*NEST, "9", "--distinct", "40000"], "only 29995"),
+    ([*NEST, "9", "--distinct", "40000"], "is too large: only 29995"),
     ([*NEST, "9", "--frequencies", "bpe"], "bpe is not a store"),
     ([*NEST, "9", "--frequencies", "store", "--vocab-size", "9"], "is less than the"),
     (["synthetic", "nested"], "did you mean nesting"),
@@ -785,7 +786,7 @@ def test_errors_reach_the_user_in_one_line_with_their_status(base):
 
 def test_help_says_what_everything_is(monkeypatch, capsys):
     commands = ["tokenizer", "text", "stats", "verify", "pydocs"]
-    names = [[name] for name in commands] + [["task", name] for name in cli.TASKS]
+    names = [[name] for name in commands] + [["task", name] for name in cli.TASK_READERS]
     names += [["synthetic", name] for name in synthetic.GENERATORS] + [[]]
     for name in names:
         with pytest.raises(SystemExit) as caught:
@@ -841,7 +842,7 @@ def test_statuses_of_errors():
 
 def test_reader_of_delimited_rows(tmp_path):
     (tmp_path / "t").write_text('a\t"b\n\n\x0bc\u2028d\te\n')
-    table = Table(tmp_path / "t", Form("\t", None, header=False))
+    table = RowTable(tmp_path / "t", Form("\t", None, header=False))
     assert list(table.rows(["1", "2"], BadRows(False))) == [
         (1, ["a", '"b']),
         (3, ["\x0bc\u2028d", "e"]),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xformer.data import published, tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.preprocess import words
-from xformer.preprocess.words import Encoder
+from xformer.preprocess.words import CachedEncoder
 
 TEXTS = [
     "It's the first of 17 tests, isn't it? Don't panic: we're done.",
@@ -153,7 +153,7 @@ def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
 # ------------------------------------------------------------------------------ the word table
 
 
-def same_as_direct(encoder: Encoder, texts: list[str]) -> None:
+def same_as_direct(encoder: CachedEncoder, texts: list[str]) -> None:
     values, lengths = encoder.encode(texts)
     direct = encoder.tokenizer.encode_batch(texts)
     assert lengths.tolist() == [len(ids) for ids in direct]
@@ -162,7 +162,7 @@ def same_as_direct(encoder: Encoder, texts: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_word_table_gives_the_same_ids(learned, kind):
-    encoder = Encoder(learned[kind])
+    encoder = CachedEncoder(learned[kind])
     assert (encoder.rules is None) == (kind in ("unigram", "symbols", "separated"))
     for _ in range(2):  # first with new words, then with known ones
         same_as_direct(encoder, TEXTS)
@@ -176,7 +176,7 @@ def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: P
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     tokenizer = published.import_tokenizer(tmp_path / "vocab.json")
-    ids, lengths = Encoder(tokenizer).encode(["ab ba", "a a\nb"])
+    ids, lengths = CachedEncoder(tokenizer).encode(["ab ba", "a a\nb"])
     direct = tokenizer.encode_batch(["ab ba", "a a\nb"])
     np.testing.assert_array_equal(ids, np.concatenate(direct))
     assert lengths.tolist() == [len(each) for each in direct]
@@ -185,7 +185,7 @@ def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: P
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
 def test_the_word_table_starts_again_when_full(learned, kind, monkeypatch):
     monkeypatch.setattr(words, "LIMIT", 20)
-    encoder = Encoder(learned[kind])
+    encoder = CachedEncoder(learned[kind])
     for text in TEXTS * 2:
         same_as_direct(encoder, [text])
     assert encoder.characters < 600
@@ -202,7 +202,7 @@ odd = st.text(
 
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
 def test_the_word_table_on_odd_unicode(learned, kind):
-    encoder = Encoder(learned[kind])
+    encoder = CachedEncoder(learned[kind])
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(st.lists(odd, max_size=4))
@@ -218,7 +218,7 @@ def test_a_tokenizer_with_other_rules_has_no_word_table(learned):
 
     tokenizer = vocabularies.byte_bpe({**learned["bpe"].ids}, [])
     tokenizer._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    encoder = Encoder(tokenizer)
+    encoder = CachedEncoder(tokenizer)
     assert encoder.rules is None
     same_as_direct(encoder, TEXTS)
 
@@ -345,7 +345,7 @@ class Pair(NamedTuple):
         many."""
         wanted = self.theirs(texts, add_special_tokens=False)["input_ids"]
         assert [ids.tolist() for ids in self.ours.encode_batch(texts)] == wanted
-        values, lengths = Encoder(self.ours).encode(texts)
+        values, lengths = CachedEncoder(self.ours).encode(texts)
         assert lengths.tolist() == list(map(len, wanted))
         assert values.tolist() == [i for ids in wanted for i in ids]
         return len(values)

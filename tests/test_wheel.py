@@ -123,7 +123,10 @@ def test_the_wheel_holds_the_package(wheel: Path, tmp_path: Path) -> None:
     assert {"xformer/py.typed", "xformer/ops/native.cpp"} < wanted
     wanted.add(f"xformer/ops/{native.LIBRARY.name}")  # compiled during the build
     assert contents(wheel) == wanted
-    assert {"xformer/preprocess/catalogue.toml", "xformer/recipes/finetune/classify.toml"} < wanted
+    assert {
+        "xformer/preprocess/fetch/catalogue.toml",
+        "xformer/recipes/finetune/classify.toml",
+    } < wanted
     for name in ("english", "brackets"):
         assert f"xformer/micro/{name}/model.safetensors" in wanted
     init = ZipFile(wheel).read("xformer/preprocess/__init__.py")

@@ -114,7 +114,7 @@ def _train() -> None:
 
 def _evaluate() -> None:
     from xformer.evaluate import main
-    from xformer.preprocess.predict import write_rows
+    from xformer.preprocess.tasks.predict import write_rows
 
     _explain(EVALUATE)
     main(write_rows)

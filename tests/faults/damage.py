@@ -31,7 +31,7 @@ def damaged(content: bytes, draw: random.Random, flips: int) -> Iterator[tuple[s
 def verify_store(path: Path) -> None:
     """What `preprocess.py verify` does."""
     with contextlib.redirect_stdout(io.StringIO()):
-        stats.verify(path)
+        stats.verify_store(path)
 
 
 def verify_checkpoint(path: Path) -> None:

@@ -35,8 +35,9 @@ from xformer.convert.hf import from_hf
 from xformer.convert.plus import from_plus
 from xformer.data import files, mapping, store, tokenizers
 from xformer.data.errors import BadInput, Failure
-from xformer.preprocess import cli, fetch, unpack
-from xformer.preprocess.predict import write_rows
+from xformer.preprocess import cli
+from xformer.preprocess.fetch import data_sets, unpack
+from xformer.preprocess.tasks.predict import write_rows
 from xformer.recipe import Recipe
 from xformer.study.spec import read_study
 from xformer.surgery import parse_operation
@@ -313,7 +314,9 @@ def _make_raw(ground: Path) -> None:
         ("a.tar.bz2", bz2.compress(tarred(a=plain))),
     ):
         (raw / name).write_bytes(packed)
-    (raw / "catalogue.toml").write_bytes((ROOT / "preprocess/catalogue.toml").read_bytes()[:3000])
+    (raw / "catalogue.toml").write_bytes(
+        (ROOT / "preprocess/fetch/catalogue.toml").read_bytes()[:3000]
+    )
     shutil.copytree(ROOT / "recipes", ground / "recipes")
 
 
@@ -575,7 +578,7 @@ READERS = [
         "catalogue",
         "raw",
         "catalogue.toml",
-        lambda path: fetch.load_catalogue(path / "catalogue.toml"),
+        lambda path: data_sets.load_catalogue(path / "catalogue.toml"),
     ),
     # tokenizers, from elsewhere and ours
     *(

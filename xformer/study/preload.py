@@ -18,7 +18,7 @@ WANTED = (
     "xformer.analysis.subcommand",
     "xformer.convert.hf",
     "xformer.preprocess.cli",
-    "xformer.preprocess.predict",
+    "xformer.preprocess.tasks.predict",
     # what these import late
     "scipy.stats",
     "sklearn.metrics",
