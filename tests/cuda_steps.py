@@ -1,0 +1,122 @@
+"""Training steps on a fake CUDA device, run by test_cuda.py in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from helpers import task
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+from benchmarks import fake_cuda
+from xformer.data.batch import Batch
+from xformer.model.config import ModelConfig
+from xformer.tasks.classify import Classify
+from xformer.tasks.task import Head, Loss, Model, Task
+
+ROWS, LENGTH, STEPS = 8, 16, 2
+SHAPE = {"vocab_size": 1000, "layers": 2, "hidden": 64, "heads": 4, "intermediate": 96}
+BF16, FP32 = "system.precision=bf16", "system.precision=fp32"
+
+
+class Waiting(Classify):
+    """A task whose loss makes the host wait in four ways."""
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        assert batch.labels is not None
+        if batch.labels[0] > 1:
+            raise AssertionError
+        batch.labels.cpu()
+        batch.labels + torch.ones(ROWS, dtype=torch.int64).to("cuda")
+        with suppress(DynamicOutputShapeException):  # its size depends on the content
+            batch.labels[batch.labels > 0]
+        return super().loss(model, batch)
+
+
+class Mixing(Classify):
+    """A task whose loss mixes devices."""
+
+    def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
+        assert batch.labels is not None
+        return super().loss(model, replace(batch, labels=batch.labels + torch.ones(ROWS)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task, a model, and the settings of a recipe."""
+
+    task: Task
+    settings: tuple[str, ...] = (FP32,)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def waits(self) -> dict[str, int]:
+        """How often the host waits for the device in STEPS steps, by operation."""
+        with fake_cuda.device():
+            with torch.device("cuda"):
+                model = Model(ModelConfig(**{**SHAPE, **self.model}), self.task).train()
+            batches = [self.batch()] * (2 if "batch.accumulate=2" in self.settings else 1)
+            return fake_cuda.train(model, batches, *self.settings, steps=STEPS).waits
+
+    def batch(self) -> Batch[Tensor]:
+        """A batch for the task."""
+        batch: Batch[Tensor] = fake_cuda.packed_batch(ROWS, LENGTH, 0.25)
+        shape = (ROWS, 2) if self.task.name == "span" else (ROWS,)
+        dtype = torch.float32 if self.task.name == "regress" else torch.int64
+        labels = torch.empty(shape, dtype=dtype, device="cuda")
+        return replace(batch, labels=labels, together=2 if self.task.name == "choice" else 1)
+
+
+MLM = task("mlm")
+TASKS = {
+    "mlm": MLM,
+    "pairs": task("mlm", pair_scale=2.0),
+    "classify": task("classify", 3),
+    "regress": task("regress", 1),
+    "span": task("span", 2),
+    "tag": task("tag", 3),
+    "choice": task("choice", 1),
+}
+CNN = {"architecture": "hilbert_cnn"}
+OPTIMIZERS = ("adam", "adamw", "adagrad", "adamax", "radam", "novograd")
+CLASSES = ("a", "b")
+CASES = {
+    **{f"{name}, fp32": Case(task) for name, task in TASKS.items()},
+    **{f"{name}, bf16": Case(task, (BF16,)) for name, task in TASKS.items()},
+    **{name: Case(MLM, (f"optim.name={name}", "optim.weight_decay=0.1")) for name in OPTIMIZERS},
+    "accumulated gradients": Case(MLM, ("batch.accumulate=2",)),
+    "spikes": Case(MLM, ("train.spike=6",)),
+    "label smoothing": Case(Classify(Head("classify", CLASSES, smoothing=0.1))),
+    "class weights": Case(Classify(Head("classify", CLASSES, class_weights=(1.0, 2.0)))),
+    "heads of 160": Case(MLM, (BF16,), {"heads": 2, "hidden": 320}),
+    "heads of 30": Case(MLM, (BF16,), {"heads": 2, "hidden": 60}),
+    "pre-norm": Case(MLM, (BF16,), {"norm": "pre"}),
+    "shared layers": Case(MLM, (BF16,), {"shared_layers": True, "embedding": 32}),
+    "Hilbert-CNN": Case(TASKS["classify"], (FP32,), CNN),
+    "no dropout": Case(MLM, (FP32,), {"dropout": 0.0, "attention_dropout": 0.0}),
+    "heads of 30, no dropout": Case(
+        MLM, (FP32,), {"heads": 2, "hidden": 60, "dropout": 0.0, "attention_dropout": 0.0}
+    ),
+}
+WRONG = {
+    "a step that waits": Case(Waiting(Head("classify", CLASSES))),
+    "a step that mixes devices": Case(Mixing(Head("classify", CLASSES))),
+}
+
+
+def main() -> None:
+    """Print the waits of each case, or its traceback, as a line of JSON."""
+    for name, case in {**CASES, **WRONG}.items():
+        try:
+            told: Any = case.waits()
+        except Exception:
+            told = traceback.format_exc()[-3000:]
+        print(json.dumps([name, told]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
