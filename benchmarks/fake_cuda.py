@@ -13,12 +13,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -70,8 +69,8 @@ def device() -> Iterator[None]:
 
     with (
         mock.patch.object(torch, "tensor", from_host),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
         mock.patch.object(optimizer, "_foreach_supported_types", [*lists, FakeTensor]),
         mock.patch.object(_foreach_utils, "_has_foreach_support", listed),
         mock.patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", listed),
@@ -136,9 +135,7 @@ class Recorder:
         if launches(operation, name) and on_cuda([*given, *made]):
             unique = {id(t): t for t in [*given, *made]}.values()
             cast = name in ("_to_copy", "copy_") and len({t.dtype for t in [*given, *made]}) > 1
-            self.operations.append(
-                Operation(name, sum(map(size, unique)), name in PRODUCTS, cast)
-            )
+            self.operations.append(Operation(name, sum(map(size, unique)), name in PRODUCTS, cast))
         return result
 
     @staticmethod
@@ -191,87 +188,3 @@ def on_cuda(tensors: list[Tensor]) -> bool:
 def size(tensor: Tensor) -> int:
     """Bytes of a tensor."""
     return prod(tensor.shape) * tensor.element_size()
-
-
-
-class Session:
-    """What the loop needs of a session: a recipe, where the run stands, and nothing that is due."""
-
-    def __init__(self, recipe: Any, ranks: Any, steps: int):
-        from xformer.run import State
-
-        self.job = SimpleNamespace(recipe=recipe, ranks=ranks)
-        self.state, self.steps, self.told = State(), steps, 0.0
-        self.copy = SimpleNamespace(before_change=lambda: None)
-
-    @property
-    def done(self) -> bool:
-        return self.state.step >= self.steps
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def rate(self, step: object) -> float:
-        return 1e-4
-
-    def advance(self, step: object, told: object) -> SimpleNamespace:
-        self.state.step += 1
-        return SimpleNamespace(anything=False, log=False, validation=False, checkpoint=False)
-
-    def log(self, rate: float, sums: object) -> None:
-        """Nothing is logged."""
-
-    def keep(self, due: object, best: bool) -> None:
-        """Nothing is kept."""
-
-    def stop_if_told(self, due: object) -> None:
-        """Nobody tells."""
-
-
-def train(model: Any, batches: list[Any], *settings: str, steps: int = 1) -> Recorder:
-    """What steps of the training loop itself give the device to do, without a store and a run
-    directory. `batches` are the micro-batches of a step. `settings` are those of a recipe, such as
-    "optim.name=adam"."""
-    import torch
-
-    from xformer import optim
-    from xformer.config import load
-    from xformer.guard import Guard
-    from xformer.parallel.processes import Ranks
-    from xformer.parallel.replicas import Replicas
-    from xformer.recipe import Recipe
-    from xformer.train import loop
-
-    recipe = load(Recipe, ["pretrain/smoke", "data=none", "run=none", *settings])
-    ranks = Ranks(0, 1, torch.device("cuda", 0))
-    session = Session(recipe, ranks, steps)
-    optimizer = optim.build(model, recipe.optim)
-    replicas = Replicas(model, ranks, lambda: batches[0], recipe.system.precision)
-    guard = Guard(recipe.train.spike, session.state, ranks.device)
-    every: Any = ((None, batches) for _ in range(steps))
-    with Recorder() as seen:
-        loop(every, replicas, optimizer, session, guard, 0)  # type: ignore[arg-type]
-    return seen
-
-
-def packed_batch(rows: int, length: int, masked: float, vocab_size: int = 30522) -> Any:
-    """A batch of full rows on the fake device, with labels of classes."""
-    import torch
-
-    from xformer.data.batch import Batch
-
-    tokens, places = rows * length, int(rows * length * masked)
-
-    def column(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(count, dtype=dtype, device="cuda")
-
-    return Batch(
-        tokens=column(tokens),
-        positions=column(tokens),
-        segments=column(tokens),
-        cu_seqlens=column(rows + 1, torch.int32),
-        longest=length,
-        labels=column(rows),
-        places=column(places),
-        targets=column(places),
-    )

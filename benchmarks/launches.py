@@ -18,13 +18,14 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import fake_cuda
 
-# name: layers, width, heads, inner width, rows, length, share of tokens predicted, precision
+# layers, hidden size, heads, inner size of the MLP
 MODELS = {
     "BERT-base MLM": (12, 768, 12, 3072),
     "BERT-large MLM": (24, 1024, 16, 4096),
     "MiniLM MLM": (6, 384, 12, 1536),
 }
 SHAPES = ((64, 128), (16, 512))
+VOCABULARY, MASKED = 30_522, 0.15
 
 
 def main() -> None:
@@ -53,13 +54,14 @@ def step(
     """What a pre-training step of a shape gives a GPU to do."""
     import torch
 
+    from benchmarks import bare
     from xformer.model.config import ModelConfig
     from xformer.tasks.mlm import MLM
     from xformer.tasks.task import Head, Model
 
     with fake_cuda.device():
         config = ModelConfig(
-            vocab_size=30522,
+            vocab_size=VOCABULARY,
             layers=layers,
             hidden=hidden,
             heads=heads,
@@ -67,8 +69,11 @@ def step(
         )
         with torch.device("cuda"):
             model = Model(config, MLM(Head("mlm"))).train()
-        batch = fake_cuda.packed_batch(rows, length, 0.15)
-        return fake_cuda.train(model, [batch], "system.precision=bf16")
+        batch = bare.full_rows(rows, length, MASKED, VOCABULARY)
+        trainer = bare.Trainer(model, "system.precision=bf16")
+        with fake_cuda.Recorder() as seen:
+            trainer.train([[batch]])
+    return seen
 
 
 if __name__ == "__main__":

@@ -13,14 +13,21 @@ from helpers import task
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from benchmarks import fake_cuda
+from benchmarks import bare, fake_cuda
 from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
 from xformer.tasks.task import Head, Loss, Model, Task
 
 ROWS, LENGTH, STEPS = 8, 16, 2
-SHAPE = {"vocab_size": 1000, "layers": 2, "hidden": 64, "heads": 4, "intermediate": 96}
+VOCABULARY = 1000
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "intermediate": 96,
+}
 BF16, FP32 = "system.precision=bf16", "system.precision=fp32"
 
 
@@ -52,19 +59,22 @@ class Case:
 
     task: Task
     settings: tuple[str, ...] = (FP32,)
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=lambda: SHAPE)
 
     def waits(self) -> dict[str, int]:
         """How often the host waits for the device in STEPS steps, by operation."""
         with fake_cuda.device():
             with torch.device("cuda"):
-                model = Model(ModelConfig(**{**SHAPE, **self.model}), self.task).train()
+                model = Model(ModelConfig(**self.model), self.task).train()
             batches = [self.batch()] * (2 if "batch.accumulate=2" in self.settings else 1)
-            return fake_cuda.train(model, batches, *self.settings, steps=STEPS).waits
+            trainer = bare.Trainer(model, *self.settings)
+            with fake_cuda.Recorder() as seen:
+                trainer.train([batches] * STEPS)
+        return seen.waits
 
     def batch(self) -> Batch[Tensor]:
         """A batch for the task."""
-        batch: Batch[Tensor] = fake_cuda.packed_batch(ROWS, LENGTH, 0.25)
+        batch = bare.full_rows(ROWS, LENGTH, 0.25, VOCABULARY)
         shape = (ROWS, 2) if self.task.name == "span" else (ROWS,)
         dtype = torch.float32 if self.task.name == "regress" else torch.int64
         labels = torch.empty(shape, dtype=dtype, device="cuda")
@@ -81,7 +91,13 @@ TASKS = {
     "tag": task("tag", 3),
     "choice": task("choice", 1),
 }
-CNN = {"architecture": "hilbert_cnn"}
+CNN = {
+    "architecture": "hilbert_cnn",
+    "vocab_size": VOCABULARY,
+    "kmer": 2,
+    "letters": (5, 6, 7, 8),
+    "max_positions": 62,
+}
 OPTIMIZERS = ("adam", "adamw", "adagrad", "adamax", "radam", "novograd")
 CLASSES = ("a", "b")
 CASES = {
@@ -92,14 +108,14 @@ CASES = {
     "spikes": Case(MLM, ("train.spike=6",)),
     "label smoothing": Case(Classify(Head("classify", CLASSES, smoothing=0.1))),
     "class weights": Case(Classify(Head("classify", CLASSES, class_weights=(1.0, 2.0)))),
-    "heads of 160": Case(MLM, (BF16,), {"heads": 2, "hidden": 320}),
-    "heads of 30": Case(MLM, (BF16,), {"heads": 2, "hidden": 60}),
-    "pre-norm": Case(MLM, (BF16,), {"norm": "pre"}),
-    "shared layers": Case(MLM, (BF16,), {"shared_layers": True, "embedding": 32}),
+    "heads of 160": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 320}),
+    "heads of 30": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 60}),
+    "pre-norm": Case(MLM, (BF16,), SHAPE | {"norm": "pre"}),
+    "shared layers": Case(MLM, (BF16,), SHAPE | {"shared_layers": True, "embedding": 32}),
     "Hilbert-CNN": Case(TASKS["classify"], (FP32,), CNN),
-    "no dropout": Case(MLM, (FP32,), {"dropout": 0.0, "attention_dropout": 0.0}),
+    "no dropout": Case(MLM, (FP32,), SHAPE | {"dropout": 0.0, "attention_dropout": 0.0}),
     "heads of 30, no dropout": Case(
-        MLM, (FP32,), {"heads": 2, "hidden": 60, "dropout": 0.0, "attention_dropout": 0.0}
+        MLM, (FP32,), SHAPE | {"heads": 2, "hidden": 60, "dropout": 0.0, "attention_dropout": 0.0}
     ),
 }
 WRONG = {
