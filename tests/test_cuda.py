@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_steps import CASES, STEPS
 
 from benchmarks import fake_cuda
+from benchmarks.steps import CASES, STEPS
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
 # These optimizers ask the host whether to drop a step. Adam and AdamW ask the device.
@@ -23,7 +23,7 @@ ASK_THE_HOST = ("adagrad", "adamax", "radam", "novograd")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
 def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     """In every case but those that are wrong on purpose, and show that the check can fail."""
-    process = fake_cuda.start("cuda_steps", tmp_path)
+    process = fake_cuda.start("benchmarks.steps", tmp_path)
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     waits: dict[str, Any] = dict(map(json.loads, out.splitlines()))

@@ -1,4 +1,10 @@
-"""Training steps on a fake CUDA device, run by test_cuda.py in a process of its own."""
+"""A training step of every task, optimizer and shape, for a check on CUDA.
+
+    benchmarks.fake_cuda.start("benchmarks.steps", FOLDER)
+
+prints as lines of JSON at which operations the host would wait for a fake device. On a real one
+benchmarks/first_hour.py lets PyTorch refuse to wait.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from helpers import task
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from benchmarks import bare, fake_cuda
 from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
+from xformer.tasks.known import task_of
 from xformer.tasks.task import Head, Loss, Model, Task
 
 ROWS, LENGTH, STEPS = 8, 16, 2
@@ -61,36 +67,49 @@ class Case:
     settings: tuple[str, ...] = (FP32,)
     model: dict[str, Any] = field(default_factory=lambda: SHAPE)
 
+    def trainer(self, device: str = "cuda") -> bare.Trainer:
+        """What takes the steps, with random weights."""
+        with torch.device(device):
+            model = Model(ModelConfig(**self.model), self.task).train()
+            for weight in model.parameters():
+                nn.init.normal_(weight, 0.0, 0.02)
+        return bare.Trainer(model, *self.settings)
+
+    def batches(self, device: str = "cuda") -> list[Batch[Tensor]]:
+        """The micro-batches of a step."""
+        batch = bare.full_rows(ROWS, LENGTH, 0.25, VOCABULARY, device)
+        if self.task.name == "span":
+            batch = replace(batch, labels=torch.ones(ROWS, 2, dtype=torch.int64, device=device))
+        if self.task.name == "regress":
+            batch = replace(batch, labels=torch.ones(ROWS, device=device))
+        if self.task.name == "tag":
+            assert batch.targets is not None
+            batch = replace(batch, targets=batch.targets % self.task.outputs)
+        if self.task.name == "choice":
+            batch = replace(batch, labels=torch.zeros_like(batch.cu_seqlens[1:]).long(), together=2)
+        return [batch] * (2 if "batch.accumulate=2" in self.settings else 1)
+
     def waits(self) -> dict[str, int]:
-        """How often the host waits for the device in STEPS steps, by operation."""
+        """How often the host waits for a fake device in STEPS steps, by operation."""
         with fake_cuda.device():
-            with torch.device("cuda"):
-                model = Model(ModelConfig(**self.model), self.task).train()
-            batches = [self.batch()] * (2 if "batch.accumulate=2" in self.settings else 1)
-            trainer = bare.Trainer(model, *self.settings)
+            trainer, batches = self.trainer(), self.batches()
             with fake_cuda.Recorder() as seen:
                 trainer.train([batches] * STEPS)
         return seen.waits
 
-    def batch(self) -> Batch[Tensor]:
-        """A batch for the task."""
-        batch = bare.full_rows(ROWS, LENGTH, 0.25, VOCABULARY)
-        shape = (ROWS, 2) if self.task.name == "span" else (ROWS,)
-        dtype = torch.float32 if self.task.name == "regress" else torch.int64
-        labels = torch.empty(shape, dtype=dtype, device="cuda")
-        return replace(batch, labels=labels, together=2 if self.task.name == "choice" else 1)
 
-
-MLM = task("mlm")
-TASKS = {
-    "mlm": MLM,
-    "pairs": task("mlm", pair_scale=2.0),
-    "classify": task("classify", 3),
-    "regress": task("regress", 1),
-    "span": task("span", 2),
-    "tag": task("tag", 3),
-    "choice": task("choice", 1),
+CLASSES = ("a", "b", "c")
+HEADS = {
+    "mlm": Head("mlm"),
+    "pairs": Head("mlm", pair_scale=2.0),
+    "classify": Head("classify", CLASSES),
+    "regress": Head("regress"),
+    "span": Head("span"),
+    "tag": Head("tag", CLASSES),
+    "choice": Head("choice"),
 }
+TASKS = {name: task for name, head in HEADS.items() if (task := task_of(head)) is not None}
+MLM = TASKS["mlm"]
 CNN = {
     "architecture": "hilbert_cnn",
     "vocab_size": VOCABULARY,
@@ -99,7 +118,6 @@ CNN = {
     "max_positions": 62,
 }
 OPTIMIZERS = ("adam", "adamw", "adagrad", "adamax", "radam", "novograd")
-CLASSES = ("a", "b")
 CASES = {
     **{f"{name}, fp32": Case(task) for name, task in TASKS.items()},
     **{f"{name}, bf16": Case(task, (BF16,)) for name, task in TASKS.items()},
@@ -107,7 +125,7 @@ CASES = {
     "accumulated gradients": Case(MLM, ("batch.accumulate=2",)),
     "spikes": Case(MLM, ("train.spike=6",)),
     "label smoothing": Case(Classify(Head("classify", CLASSES, smoothing=0.1))),
-    "class weights": Case(Classify(Head("classify", CLASSES, class_weights=(1.0, 2.0)))),
+    "class weights": Case(Classify(Head("classify", CLASSES, class_weights=(1.0, 2.0, 0.5)))),
     "heads of 160": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 320}),
     "heads of 30": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 60}),
     "pre-norm": Case(MLM, (BF16,), SHAPE | {"norm": "pre"}),
