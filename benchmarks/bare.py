@@ -34,6 +34,7 @@ class Session:
         self.job = SimpleNamespace(recipe=recipe, ranks=ranks)
         self.state, self.steps, self.told = State(), steps, 0.0
         self.copy = SimpleNamespace(before_change=lambda: None)
+        self.monitor = None  # hears of numerical trouble alone, which is an error here
 
     @property
     def done(self) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import command
 
-from benchmarks import fake_cuda
+from benchmarks import fake_cuda, first_hour
 from benchmarks.steps import CASES, STEPS
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
@@ -35,3 +36,30 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     expected = {case: {READ: STEPS} if case in ASK_THE_HOST else {} for case in CASES}
     expected["Hilbert-CNN"] = {"a blocking copy": 1}  # its curve, before the first step
     assert waits == expected
+
+
+def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
+    arguments = ["--rehearse", "--only", "waits", "ranks", "--fail", "ranks"]
+    ended = command("-m", "benchmarks.first_hour", *arguments, "--output", tmp_path)
+    assert ended.status == 1
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert told["waits"]["rows"][0]["value"] == f"{len(CASES)} cases"
+    assert "this part was told to fail" in told["ranks"]["error"]
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    assert "| ranks | **failed** | AssertionError: this part was told to fail |" in lines
+
+
+def test_the_first_hour_measures_beside_transformers() -> None:
+    pytest.importorskip("transformers")
+    ours, theirs = first_hour.speed_of("MiniLM")(True)
+    assert ours.value.endswith("tokens/s")
+    assert theirs.what == f"{ours.what}: transformers, SDPA, compiled"
+    assert theirs.note.startswith("ours is ")
+
+
+def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(first_hour.tasks(True)) == 2 * 7
+    right = first_hour.gradient
+    monkeypatch.setattr(first_hour, "gradient", lambda *given: right(*given) * (given[3].itemsize))
+    with pytest.raises(AssertionError, match=r"mlm, fp32, torch\.bfloat16: the gradient is off by"):
+        first_hour.tasks(True)
