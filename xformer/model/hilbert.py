@@ -79,12 +79,23 @@ def image(batch: Batch[Tensor], letters: tuple[int, ...], k: int, size: tuple[in
     words = torch.zeros_like(codes)  # (T,)
     for i in range(k):
         words = words * len(letters) + windows[:, i]
-    sizes = batch.cu_seqlens.diff()  # (N,)
-    rows = torch.repeat_interleave(torch.arange(len(sizes), device=codes.device), sizes)  # (T,)
-    cells = hilbert_curve(size[1]).to(codes.device)[batch.positions[whole] - 1]
-    out = torch.zeros(len(sizes), len(letters) ** k, *size, device=codes.device)
-    out[rows[whole], words[whole], cells[:, 0], cells[:, 1]] = 1.0
-    return out
+    sizes, (Y, X), C = batch.cu_seqlens.diff(), size, len(letters) ** k
+    number = torch.arange(len(sizes), device=codes.device)
+    # The host knows how many tokens there are. Without output_size it would wait for the device.
+    rows = torch.repeat_interleave(number, sizes, output_size=len(codes))  # (T,)
+    curve = _curve_on(X, codes.device)
+    y, x = curve[(batch.positions - 1).clamp(0, len(curve) - 1)].unbind(1)  # (T,) each
+    places = ((rows * C + words) * Y + y) * X + x
+    # A word that has no cell goes to one more place at the end, which is cut off.
+    out = torch.zeros(len(sizes) * C * Y * X + 1, device=codes.device)
+    out[torch.where(whole, places, len(out) - 1)] = 1.0
+    return out[:-1].view(len(sizes), C, Y, X)
+
+
+@cache
+def _curve_on(side: int, device: torch.device) -> Tensor:
+    """`hilbert_curve` on a device, copied there once."""
+    return hilbert_curve(side).to(device)
 
 
 class BatchNorm(nn.Module):

@@ -182,10 +182,12 @@ def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
     """
     D = qkv.size(3)
     q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
+    # not by the argument `scale`: PyTorch 2.13 cannot trace the backward pass of a call with it
+    if q.size(3) != D:
+        q = q * math.sqrt(q.size(3) / D)
     ends, longest = layout.cu_seqlens, layout.longest
     out = torch.ops.aten._efficient_attention_forward(
-        *(q, k, v, None, ends, ends, longest, longest, 0.0, 0, True),
-        scale=1 / math.sqrt(D),
+        q, k, v, None, ends, ends, longest, longest, 0.0, 0, True
     )[0]
     return out.squeeze(0).narrow(2, 0, D)
 
