@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks import bare, machine
 from benchmarks.steps import CASES
 from xformer import cost
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.model.config import ModelConfig
 from xformer.ops import native
 from xformer.tasks.classify import Classify
@@ -100,7 +100,7 @@ def gradient(model: Model, batch: Batch[Tensor], device: str, dtype: torch.dtype
     """The whole gradient and the loss as one vector in fp64 on the CPU."""
     model = model.to(device)
     model.zero_grad()
-    there = {
+    there: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in vars(batch).items()
     }
@@ -259,7 +259,7 @@ def full_rows(name: str, config: ModelConfig, rows: int, length: int, steps: int
         lambda: trainer.train([[batch]] * steps), lambda: peer.train([given] * steps)
     )
     tokens = rows * length * steps
-    work = Work.even(rows, length, MASKED)
+    work = Workload.even(rows, length, MASKED)
     flops = cost.training_flops(config, model.task, work) / work.tokens
     peak = cost.peak_flops(torch.cuda.get_device_name(0), "bf16") if CUDA else None
     share = f"{tokens / ours.seconds * flops / peak:.1%} of the peak, " if peak else ""
