@@ -889,8 +889,8 @@ def test_patterns_that_are_refused(
     for given, expected in (
         ('["embedding.word"]', ["'embedding.word'", "did you mean embeddings.word?"]),
         ('["mlmhead"]', ["'mlmhead'", "did you mean mlm_head?"]),
-        ('["layers.2"]', ["'layers.2' is the name of no weight", "did you mean layers."]),
-        ('["zzz"]', ["'zzz' is the name of no weight; there are embeddings, layers, mlm_head"]),
+        ('["layers.2"]', ["'layers.2' matches no weight", "did you mean layers."]),
+        ('["zzz"]', ["'zzz' matches no weight; there are embeddings, layers, mlm_head"]),
         ("mlm_head", ["train.only='mlm_head'", "list"]),
     ):
         line = started(learned, data, tmp_path / "run", f"train.only={given}")

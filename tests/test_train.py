@@ -53,12 +53,12 @@ CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib"}
 AT_STEP = """
 import os, signal
 from xformer.monitor import Monitor
-from xformer.writer import Writer
-quiet_advance, quiet_start, tasks = Monitor.advance, Writer.start, []
+from xformer.writer import BackgroundWriter
+quiet_advance, quiet_start, tasks = Monitor.advance, BackgroundWriter.start, []
 def start(self, *work):
     quiet_start(self, *work)
     tasks.append(self.task)
-Writer.start = start
+BackgroundWriter.start = start
 def advance(self, done):
     quiet_advance(self, done)
     if done == {step} and os.environ.get("RANK", "0") in "{ranks}":
@@ -200,13 +200,13 @@ from xformer.scoring import Scores
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import Head, Predictions
 accuracies = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.5, 10: 0.6, 12: 0.5}
-original = train.validate
+original = train.run_validation
 def validate(session, model):
     scores = {"loss": 1.0, "accuracy": accuracies[session.state.step], "perplexity": 1.0}
     kept = Predictions(MLM(Head("mlm")), "valid", {})
     train.score = lambda *_: Scores(scores, np.zeros((0, 5)), kept)
     return original(session, model)
-train.validate = validate
+train.run_validation = validate
 """
     patient = [
         "train.metric=accuracy",

@@ -26,7 +26,7 @@ from xformer.data.store import open_store
 from xformer.parallel.processes import ALONE
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
-from xformer.run import open_run
+from xformer.run import Run
 from xformer.study.plan import content_key, identity
 from xformer.trajectory import Course, Log, Mark, Trajectory, parse, steps_of
 
@@ -352,7 +352,7 @@ def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert not run.exists()
     done = good(forks.run(*line, before=FULL.format(steps=["step_2", "step_3"])))
     assert kept(run) == [0, 9]
-    assert "no trajectory checkpoint of step 2, older ones are kept" in done.err
+    assert "the trajectory checkpoint of step 2 is not written, older ones are kept" in done.err
     assert f"{run / 'trajectory'} lacks step 2, 3: the disk refused it" in done.err
     # what overwrite= deletes counts as room, and a refusal deletes nothing
     held = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -426,7 +426,7 @@ def test_keep_at_belongs_to_no_key(data: Toys, tmp_path: Path) -> None:
         again = config.validate(Recipe, recipe.model_dump(mode="json"))
         assert again == recipe
         content = {"identity": recipe.model_dump(mode="json"), "config": {}}
-        opened = open_run(tmp_path / "run", content, False)
+        opened = Run.open(tmp_path / "run", content, False)
         write_json(tmp_path / "run/config.json", content)
         assert opened.path == tmp_path / "run"
         del opened  # and its lock

@@ -55,12 +55,12 @@ BAD_WEIGHT = """
 import torch
 from xformer import train
 loss_of, done = train.loss_of, []
-def spoil(job, model, batch, step, i):
+def spoil(setup, model, batch, step, i):
     if step == 5 and not done:
         done.append(step)
         with torch.no_grad():
             model.copy.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
-    return loss_of(job, model, batch, step, i)
+    return loss_of(setup, model, batch, step, i)
 train.loss_of = spoil
 """
 # Python that makes every loss after the fifth step infinite
@@ -69,8 +69,8 @@ from xformer import train
 from xformer.tasks.task import Loss
 from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 loss_of = train.loss_of
-def spoil(job, model, batch, step, i):
-    loss = loss_of(job, model, batch, step, i)
+def spoil(setup, model, batch, step, i):
+    loss = loss_of(setup, model, batch, step, i)
     return loss if step < 5 else Loss(loss.total / 0, loss.count, loss.correct)
 train.loss_of = spoil
 """
@@ -293,8 +293,8 @@ from xformer import train
 from xformer.tasks.task import Loss
 from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 loss_of = train.loss_of
-def spiky(job, model, batch, step, i):
-    loss = loss_of(job, model, batch, step, i)
+def spiky(setup, model, batch, step, i):
+    loss = loss_of(setup, model, batch, step, i)
     return Loss(loss.total * 1000, loss.count, loss.correct) if step == 109 else loss
 train.loss_of = spiky
 """

@@ -152,7 +152,7 @@ def short_writes(bench: Bench, name: str) -> Row:
 
 # Python that sends this process SIGTERM in the middle of something
 TOLD = {
-    "validation": "from xformer import train as m; name = '_score'",
+    "validation": "from xformer import train as m; name = 'score_split'",
     "a checkpoint": "from xformer import checkpoint as m; name = 'save_tensors'",
     "the end of a checkpoint": "from xformer import checkpoint as m; name = 'write_json'",
     "start-up": "from xformer import train as m; name = 'prepare'",

@@ -438,7 +438,7 @@ def resume(path: Path) -> None:
         run.State(**files.read_json(found / "state.json"))
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
-        run.open_run(path, identity, False)._lock.close()  # type: ignore[union-attr]
+        run.Run.open(path, identity, False)._lock.close()  # type: ignore[union-attr]
     with contextlib.suppress(FileNotFoundError):
         monitor.cut_log(path, 1)
     with silent(), monitor.Monitor(path, True, 1, 0, 2, "step"):
