@@ -1,4 +1,4 @@
-"""What a run promises beyond its steps: which checkpoints there are, its origin, its repeat."""
+"""What a run promises beyond its steps: which checkpoints it keeps, its record, its repetition."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         )
         assert said == [first, "the first is written now"]
         writer.start("second", lambda: work("second", 0))
-        assert not writer.task.done()  # this thread is free meanwhile
+        assert not writer.task.done()  # this thread does not wait
         gone_on.set()
         writer.start("third", lambda: work("first", 10**6))  # fails, and waits for a minute
     assert tries["second"] == 1
@@ -237,8 +237,8 @@ checkpoint.save, Monitor.advance = late, watched
 def test_a_run_may_change_its_processes_and_micro_batches(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Without dropout: 1, 2, 1 processes of 1, 1, 4 micro-batches are as 1 of 1, to rounding; and
-    2 processes are 2 micro-batches bit for bit, as they add the same two halves."""
+    """Without dropout, 1, 2, 1 processes with 1, 1, 4 micro-batches equal one with 1, to rounding.
+    2 processes equal 2 micro-batches bit for bit, because they add the same two halves."""
     plain = [*STEPS, *NO_DROPOUT, "train.log_every=1"]
     names = ("one", "elastic", "ranks", "batches")
     lines = {name: training(SMOKE, data.text, tmp_path / name, *plain) for name in names}
@@ -271,7 +271,7 @@ def test_a_run_may_change_its_processes_and_micro_batches(
 
 
 def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """torchrun keeps one store over its restarts, with the addresses of ranks that are gone."""
+    """A restart by torchrun, whose store still has the addresses of dead ranks, does not hang."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     start = f"import os, time\nos.environ.update({given})\n"
@@ -344,7 +344,7 @@ def test_two_runs_on_cuda_are_bit_identical_where_that_is_asked_for(
 ) -> None:
     runs = tmp_path / "one", tmp_path / "two"
     asked = ["system.deterministic=true", f"system.precision={precision}"]
-    for run in runs:  # processes of their own: CUDA bears no fork
+    for run in runs:  # new processes, because CUDA does not survive a fork
         good(command(*training(SMOKE, data.text, run, *STEPS, *asked)))
     same(*runs)
 
@@ -613,7 +613,7 @@ train = {{ steps = 2 }}
 
 
 def test_a_watch_that_is_closed_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread in a call of the store while Python ends would abort the process."""
+    """Python would abort if a thread were in a call of the store while it ends."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(watch.Watch, "_meet", lambda self, device: store)
     monkeypatch.setattr(watch, "BEAT", 0.001)  # it is hardly ever out of a call

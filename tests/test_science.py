@@ -426,7 +426,7 @@ def test_an_infinite_label_is_named(
     np.save(path, labels)
     (store / "sums.json").unlink(missing_ok=True)
     done = forks.run("evaluate.py", learned["scores"], f"data={store}")
-    refused(done, "the split 'test': 2 labels are not finite, those of the rows 3, 5")
+    refused(done, "the split 'test': 2 labels are not finite, in the rows 3, 5")
 
 
 def test_correlations_refuse_what_is_not_finite() -> None:

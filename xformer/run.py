@@ -191,7 +191,7 @@ class Run:
         (self.path / "result.json").unlink(missing_ok=True)
         shutil.rmtree(self.path / FOLDER, ignore_errors=True)
         (self.path / "checkpoints").mkdir(exist_ok=True)
-        for leftover in self.path.glob(".*.json.*"):
+        for leftover in self.path.glob(".*.json*.*"):
             leftover.unlink()
         for folder in ("checkpoints", "trajectory"):
             for leftover in (self.path / folder).glob(".*"):

@@ -1,5 +1,5 @@
-"""Processes that die: at every operation on files, when the power goes, at any moment, by SIGTERM
-in the middle of something."""
+"""Processes that die: at every operation on files, by a power cut, at a random moment, or by
+SIGTERM in a critical phase."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from faults.works import Bench, Row, clear_line, ending
 
 
 def sampled(number: int, most: int) -> list[int]:
-    """All of `number` places, or `most` of them spread evenly."""
+    """The numbers of all `number` places, or of `most` of them, spread evenly."""
     if number <= most:
         return list(range(number))
     return sorted({round(i * (number - 1) / (most - 1)) for i in range(most)})
 
 
 def together(row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
-    """Do the trials, `jobs` at a time, and count."""
+    """Do the trials, `jobs` at a time, and count their outcomes."""
     with ThreadPoolExecutor(jobs) as pool:
         for bad in pool.map(lambda trial: trial(), trials):
             row.count(bad)
@@ -60,7 +60,7 @@ def killed_at_operations(
 
 
 def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int = 0) -> Row:
-    """SIGKILL at any moment, again and again until the work is done."""
+    """SIGKILL at random moments until the work is done."""
     reference, work = bench.reference(name), bench.works[name]
     row = Row(f"{name}: SIGKILL at a random moment")
     draw = random.Random(seed)
@@ -70,7 +70,7 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
         whole = time.monotonic() - began
 
     def chain(share: int, chance: random.Random) -> list[str]:
-        """Kill `share` times; the work is begun anew whenever it is done."""
+        """Kill the work `share` times. When it is done it starts again from the beginning."""
         found: list[str] = []
         while len(found) < share:
             with bench.place(work) as place, bench.forks() as forks:
@@ -99,7 +99,7 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
 
 
 def kill(fork: Fork) -> bool:
-    """SIGKILL to every rank; whether any was still there."""
+    """Send SIGKILL to every rank. Returns whether any was still alive."""
     hit = False
     for pid in fork.pids:
         with suppress(ProcessLookupError):
@@ -109,7 +109,7 @@ def kill(fork: Fork) -> bool:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is done, though nobody has asked for its status yet."""
+    """Whether a process has ended but its status was not read yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -117,7 +117,7 @@ def ended(pid: int) -> bool:
 
 
 def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int) -> Row:
-    """The disk is full from some operation on, fails once at one, or is read-only."""
+    """The disk is full from an operation on, fails once, or is read-only."""
     operations, reference = bench.operations(name), bench.reference(name)
     work = bench.works[name]
     how = {
@@ -141,7 +141,7 @@ def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int
 
 
 def short_writes(bench: Bench, name: str) -> Row:
-    """Every write of the whole work writes half of what it is given."""
+    """Every write writes only half of its data."""
     row, work = Row(f"{name}: every write is short"), bench.works[name]
     reference = bench.reference(name)
     with bench.place(work) as place:
@@ -150,7 +150,7 @@ def short_writes(bench: Bench, name: str) -> Row:
     return row
 
 
-# Python that sends this process SIGTERM in the middle of something
+# Python that sends this process SIGTERM in a critical phase
 TOLD = {
     "validation": "from xformer import train as m; name = 'score_split'",
     "a checkpoint": "from xformer import checkpoint as m; name = 'save_tensors'",
@@ -172,7 +172,7 @@ setattr(m, name, hooked)
 
 
 def told_to_stop(bench: Bench, name: str, when: Iterable[str] = TOLD) -> list[Row]:
-    """SIGTERM in the middle of something; the same command goes on."""
+    """SIGTERM in a critical phase; the same command continues."""
     rows, work, reference = [], bench.works[name], bench.reference(name)
     for what in when:
         where = TOLD[what]

@@ -1,4 +1,4 @@
-"""Hostile files for every reader (tests/faults/readers.py), for as long as is asked.
+"""Hostile files for every reader (tests/faults/readers.py), for a given time.
 
     PYTHONPATH=tests python -m faults.fuzz --seconds 3600 --findings fuzz
     PYTHONPATH=tests python -m faults.fuzz --seconds 60 --only parquet,midi --findings fuzz
@@ -104,7 +104,7 @@ class Hang(BaseException):
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
-    """A seed after a few small damages."""
+    """A seed with a few small changes."""
     data = bytearray(draw.choice(seeds))
     for _ in range(draw.choice((1, 1, 2, 3, 8, 30))):
         place, kind = draw.randrange(len(data) + 1), draw.randrange(8)
@@ -139,7 +139,7 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
 
 
 class Trial:
-    """One reader and a directory in which it is given one hostile file after another."""
+    """One reader, and a directory in which it reads one hostile file after another."""
 
     def __init__(self, name: str, ground: Path, place: Path):
         from faults.readers import READERS
@@ -156,7 +156,7 @@ class Trial:
             shutil.copytree(ground / self.reader.base, self.source)
 
     def __call__(self, data: bytes) -> str:
-        """Read it; what was wrong with that, or nothing. Raises Hang."""
+        """Read the file. Returns what was wrong with the reaction, or "". Raises Hang."""
         from faults.readers import CLEAN
 
         path = self.place / "work"
@@ -187,7 +187,7 @@ class Trial:
 
 
 def _linked(reader: Any) -> Callable[[str, str], Any]:
-    """Files that nobody changes are linked, not copied."""
+    """Link a file instead of copying it, because it is never changed."""
     written = ("store.json", "manifest.json", "tokenizer_meta.json", "log.jsonl")
 
     def copy(source: str, target: str) -> Any:
@@ -203,14 +203,14 @@ def _hang(number: int, frame: FrameType | None) -> None:
 
 
 def kind_of(fault: str) -> str:
-    """What makes two findings one: the error and the last line of ours that it went through."""
+    """The key of a finding: the error, and the last line of this project in its traceback."""
     ours = re.findall(r'File ".*/((?:xformer|preprocess)/[^"]+)", line (\d+)', fault)
     last = fault.strip().rpartition("\n")[2].partition(":")[0]
     return f"{last} at {':'.join(ours[-1])}" if ours else last[:80]
 
 
 def memory() -> int:
-    """Bytes that this process held at most."""
+    """The peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

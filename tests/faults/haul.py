@@ -1,4 +1,5 @@
-"""A long run of a tiny model: what it holds of the machine at its beginning and at its end."""
+"""A long run of a tiny model: the memory, files and threads that it uses at its beginning and
+end."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def armed(place: Path, fault: str, number: int = 0, once: bool = False) -> str:
 
 
 class Armed:
-    """Wraps what this process does with files below `place` from now on."""
+    """Intercepts all operations on files below `place` in this process from now on."""
 
     def __init__(self, place: str, fault: str, number: int, once: bool):
         self.place, self.fault, self.number, self.once = place, fault, number, once
@@ -153,7 +153,7 @@ class Armed:
 
 
 class _Raw(io.FileIO):
-    """A file whose writes are told before they are done."""
+    """A file that reports its writes before they are done."""
 
     owner: Armed
 
@@ -169,5 +169,5 @@ class _Raw(io.FileIO):
 
 
 def _real_write(text: str) -> None:
-    """To standard output, past all buffers."""
+    """Write to standard output without buffering."""
     os.write(1, text.encode())

@@ -1,5 +1,5 @@
-"""What a stranger may hand to the project: for each kind of file some that are right, and the call
-that a command makes to read it.
+"""All readers of files: for each kind some valid files, and the call with which a command reads
+them.
 
 A reader is given a directory in which one file may be anything. It may accept it or refuse it in
 one clear line; everything else is a fault.
