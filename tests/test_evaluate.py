@@ -80,11 +80,11 @@ def test_predictions_have_a_line_a_row(
 
     good(evaluate(forks, learned["scores"], f"data={data.scores}", f"predictions={out}"))
     assert out.read_text().startswith("score\trow\tgold\n")
-    found = [float(row[0]) for row in table(out.read_text())]
+    actual = [float(row[0]) for row in table(out.read_text())]
     truth = [float(row[1]) for row in raw(data, "scores")]
     assert [np.float32(row[2]) for row in table(out.read_text())] == list(np.float32(truth))
     scores = read_json(learned["scores"] / "result.json")["metrics"]["test"]
-    assert spearmanr(found, truth)[0] == pytest.approx(scores["spearman"], abs=1e-3)
+    assert spearmanr(actual, truth)[0] == pytest.approx(scores["spearman"], abs=1e-3)
 
 
 def test_fillings(forks: Forks, data: Toys, learned: Runs) -> None:
@@ -389,7 +389,7 @@ def test_votes_are_those_of_a_plain_loop() -> None:
     draw = np.random.default_rng(0)
     scores = draw.dirichlet(np.full(4, 0.3), 300)
     groups = draw.integers(0, 90, 300) * 7 - 20  # some of two or four rows: ties
-    found = classify.vote(np.log(scores), groups).argmax(1)
+    actual = classify.vote(np.log(scores), groups).argmax(1)
     ties = 0
     expected = []
     for group in sorted(set(groups.tolist())):
@@ -398,7 +398,7 @@ def test_votes_are_those_of_a_plain_loop() -> None:
         ties += count.count(max(count)) > 1
         mean = [sum(row[k] for row in rows) / len(rows) for k in range(4)]
         expected.append(max(range(4), key=lambda k: (count[k], mean[k])))
-    assert found.tolist() == expected
+    assert actual.tolist() == expected
     assert ties > 10
     sure = np.log(np.array([[1 - 1e-12, 1e-12], [0.51, 0.49], [0.51, 0.49], [1e-12, 1 - 1e-12]]))
     assert classify.vote(sure, np.array([0, 1, 1, 1])).argmax(1).tolist() == [0, 0]
@@ -415,14 +415,14 @@ def test_groups_of_scores() -> None:
 def test_classes_that_training_has_not_are_wrong() -> None:
     """A label of -2 is never right: it costs accuracy, precision and Matthews' coefficient."""
     labels, answers = np.array([0, 1, 1, -2, -2]), np.array([0, 1, 0, 1, 0])
-    found = classify.classification(answers, labels, 2)
-    assert found["accuracy"] == pytest.approx(2 / 5)
-    assert found["f1"] == pytest.approx(
+    actual = classify.classification(answers, labels, 2)
+    assert actual["accuracy"] == pytest.approx(2 / 5)
+    assert actual["f1"] == pytest.approx(
         2 * 1 / (2 + 2)
     )  # two predicted as class 1, two labelled so
     # 5 rows, 2 right, 3 and 2 answers, 1, 2 and 2 labels: Gorodkin 2004, equation 8
     covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
-    assert found["mcc"] == pytest.approx(covariance / spread**0.5)
+    assert actual["mcc"] == pytest.approx(covariance / spread**0.5)
     three = classify.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
     assert three["f1"] == pytest.approx((1 + 0 + 1) / 3)
 

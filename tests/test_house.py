@@ -311,13 +311,13 @@ def text_files() -> Iterator[tuple[str, str]]:
 
 
 def test_no_file_names_a_place_on_one_machine() -> None:
-    found = [
+    places = [
         f"{name}:{number}: {line.strip()}"
         for name, text in text_files()
         for number, line in enumerate(text.splitlines(), 1)
         if HOME.search(line)
     ]
-    assert found == []
+    assert places == []
     assert HOME.search("cd /" + "home/me")
 
 

@@ -487,9 +487,9 @@ def test_damaged_lines_of_the_log_are_kept_aside(forks: Forks, data: Toys, tmp_p
     whole = path.read_bytes().splitlines(keepends=True)
     asides = []
     for number, bad in enumerate((b"\xff\x00{", b'{"event": "train"}', b"[]"), 1):
-        found = path.read_bytes().splitlines(keepends=True)
-        found[1], found[2] = bad + b"\n", b"{" + found[2]
-        path.write_bytes(b"".join([*found, b"no event\n", b'{"torn']))
+        actual = path.read_bytes().splitlines(keepends=True)
+        actual[1], actual[2] = bad + b"\n", b"{" + actual[2]
+        path.write_bytes(b"".join([*actual, b"no event\n", b'{"torn']))
         asides.append(path.read_bytes())
         again = AT_STEP.format(step=10, signal="SIGKILL", ranks="0")
         done = forks.run(*lines[1], before=again)

@@ -81,14 +81,14 @@ def log(run: Path) -> list[dict[str, Any]]:
 
 def content(run: Path) -> dict[str, Any]:
     """Everything in a run that must not depend on whether it was stopped."""
-    found: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
-    found["predictions"] = {p.name: p.read_bytes() for p in (run / "predictions").iterdir()}
+    actual: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
+    actual["predictions"] = {p.name: p.read_bytes() for p in (run / "predictions").iterdir()}
     for path in (run / "checkpoints").glob("step_*"):
-        found[path.name] = [
+        actual[path.name] = [
             (path / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")
         ]
-        found[path.name] += [timeless(read_json(path / f"{n}.json")) for n in ("state", "config")]
-    return found
+        actual[path.name] += [timeless(read_json(path / f"{n}.json")) for n in ("state", "config")]
+    return actual
 
 
 def timeless_log(run: Path) -> list[dict[str, Any]]:
@@ -114,8 +114,8 @@ def drawn_once(run: Path) -> None:
                 point = (record["step"], float(np.float32(value)))
                 expected.setdefault(f"{record['event']}/{name}", []).append(point)
     shown = board(run)
-    found = {t: [(e.step, e.value) for e in shown.Scalars(t)] for t in shown.Tags()["scalars"]}
-    assert found == expected
+    actual = {t: [(e.step, e.value) for e in shown.Scalars(t)] for t in shown.Tags()["scalars"]}
+    assert actual == expected
 
 
 def same(run: Path, reference: Path) -> None:
@@ -333,9 +333,9 @@ def everything(
         feed = prepare(recipe, Ranks(rank, ranks, torch.device("cpu"))).feed()
         step = feed.take(feed.take(0).end)
         for batch in step.batches:
-            found = by_row(batch)
-            assert not set(found) & set(rows)
-            rows |= found
+            actual = by_row(batch)
+            assert not set(actual) & set(rows)
+            rows |= actual
         sizes.append(sum(len(batch.tokens) for batch in step.batches))
         ends.append((step.end, step.work))
     return rows, sizes, ends
@@ -354,8 +354,8 @@ def test_a_step_is_the_same_wherever_a_run_goes_on(
         assert (step.end, step.work, len(packed)) == (fresh.end, fresh.work, 1)
         assert step.work.tokens == len(fresh.batches[0].tokens)
         for name in ("tokens", "positions", "segments", "cu_seqlens", "places", "targets"):
-            found = getattr(packed[0], name)
-            assert np.array_equal(found.numpy(), getattr(fresh.batches[0], name)), name
+            actual = getattr(packed[0], name)
+            assert np.array_equal(actual.numpy(), getattr(fresh.batches[0], name)), name
         assert packed[0].longest == fresh.batches[0].longest
         position, steps = step.end, steps + 1
         if steps == 200:
@@ -365,7 +365,7 @@ def test_a_step_is_the_same_wherever_a_run_goes_on(
 
 
 def by_row(batch: Batch[np.ndarray]) -> dict[int, tuple[list[int], ...]]:
-    found: dict[int, tuple[list[int], ...]] = {}
+    actual: dict[int, tuple[list[int], ...]] = {}
     assert batch.rows is not None
     for i, row in enumerate(batch.rows):
         begin, end = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
@@ -374,8 +374,8 @@ def by_row(batch: Batch[np.ndarray]) -> dict[int, tuple[list[int], ...]]:
             for place, target in zip(batch.places, batch.targets, strict=True):
                 masks[place] = int(target)
         label = [] if batch.labels is None else [int(batch.labels[i])]
-        found[int(row)] = (batch.tokens[begin:end].tolist(), masks[begin:end], label)
-    return found
+        actual[int(row)] = (batch.tokens[begin:end].tolist(), masks[begin:end], label)
+    return actual
 
 
 # ------------------------------------------------------------------- what may change, what not
@@ -423,8 +423,8 @@ def test_raised_steps_continue_and_other_settings_are_refused(
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
     """When every file below a directory was last written, and its size."""
-    found = {str(path): path.stat() for path in directory.rglob("*")}
-    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+    actual = {str(path): path.stat() for path in directory.rglob("*")}
+    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in actual.items()}
 
 
 # -------------------------------------------------------------------------------- bad input
@@ -482,7 +482,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["surgery=[{}]"], ["an operation is written like"]),
     (["surgery=clean"], ["surgery='clean'", "list"]),
     (["train.metric=f1"], ["train.metric='f1' is none of", "gives: loss, accuracy, perplexity"]),
-    (["data={no_valid}"], ["no split 'valid'", "train.select=last"]),
+    (["data={no_valid}"], ["needs a split 'valid'", "train.select=last"]),
 ]
 
 
@@ -726,7 +726,7 @@ def test_help_explains_every_key() -> None:
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",
         '        {op = "clean", seed = int, distribution = "normal" | "truncated"}',
-        "batch.*: How many rows make a step, over all ranks and micro-batches.",
+        "batch.*: The size of a step, summed over all ranks and micro-batches.",
     ):
         assert line in lines
 

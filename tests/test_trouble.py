@@ -222,9 +222,9 @@ def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path)
     for line in lines.values():
         good(forks.run(*line, before=bad))
     for run in runs.values():
-        (found,) = troubles(run)
-        assert found["rows"] == rows
-        assert (found["where"], found["step"]) == ("the output of encoder.layers.1.mlp", 6)
+        (actual,) = troubles(run)
+        assert actual["rows"] == rows
+        assert (actual["where"], actual["step"]) == ("the output of encoder.layers.1.mlp", 6)
         assert result(run)["dropped"] == 1
         assert all(np.isfinite(record.get("loss", 0)) for record in log(run))
         drawn_once(run)
@@ -278,9 +278,9 @@ def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
     for name, ranks in (("one", 1), ("two", 2)):
         line = training(SMOKE, data.text, tmp_path / name, *more)
         good(forks.run(*line, ranks=ranks, before=bad))
-    (found,) = troubles(tmp_path / "two")
-    assert (found["rank"], found["rows"], found["step"]) == (1, theirs, 6)
-    assert found["where"] == "the output of encoder.layers.1.mlp"
+    (actual,) = troubles(tmp_path / "two")
+    assert (actual["rank"], actual["rows"], actual["step"]) == (1, theirs, 6)
+    assert actual["where"] == "the output of encoder.layers.1.mlp"
     for name, weight in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "two")[name], weight, rtol=1e-4, atol=1e-5)
 
@@ -313,7 +313,7 @@ train.loss_of = spiky
     for line in lines:
         good(forks.run(*line, before=spike))
     same(runs[1], runs[0])
-    (found,) = troubles(runs[0])
-    assert found["step"] == 110
-    assert "is far above its mean" in found["what"]
-    assert len(found["rows"]) == 2
+    (actual,) = troubles(runs[0])
+    assert actual["step"] == 110
+    assert "is far above its mean" in actual["what"]
+    assert len(actual["rows"]) == 2

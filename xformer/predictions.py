@@ -98,7 +98,7 @@ def _checked(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prediction
             f"it holds the arrays {', '.join(arrays)}, which {kind.name} does not have"
         )
     if "row" not in arrays or len({len(array) for array in arrays.values()}) != 1:
-        raise ValueError("its arrays do not have the same length")
+        raise ValueError("its arrays are not of one length")
     questions = None if about["questions"] is None else Questions(**about["questions"])
     if (questions is not None) != kind.has_questions:
         raise ValueError("its questions do not belong to its task")

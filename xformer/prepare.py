@@ -272,8 +272,8 @@ def _metric(recipe: Recipe, task: Task, store: Store) -> str:
     known = task.metrics_on(split) if recipe.train.metric else task.metrics
     if metric not in known:
         raise BadInput(
-            f"train.metric={metric!r}: scoring the split {split.name!r} of {store.name} gives only "
-            f"{', '.join(known)}"
+            f"train.metric={metric!r} is none of those that scoring the split {split.name!r} of "
+            f"{store.name} gives: {', '.join(known)}"
         )
     return metric
 

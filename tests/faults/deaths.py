@@ -71,8 +71,8 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
 
     def chain(share: int, chance: random.Random) -> list[str]:
         """Kill the work `share` times. When it is done it starts again from the beginning."""
-        found: list[str] = []
-        while len(found) < share:
+        outcomes: list[str] = []
+        while len(outcomes) < share:
             with bench.place(work) as place, bench.forks() as forks:
                 for _ in range(8):
                     fork = forks.start(*work.line(place), ranks=work.ranks)
@@ -81,19 +81,19 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
                         fork.wait()
                         break
                     fork.wait()
-                    found.append("")
+                    outcomes.append("")
                 bad = work.finish(forks, place, reference)
-                if bad and found:
-                    found[-1] = bad
+                if bad and outcomes:
+                    outcomes[-1] = bad
                 elif bad:
-                    found.append(bad)
-        return found
+                    outcomes.append(bad)
+        return outcomes
 
     shares = [kills // jobs + (i < kills % jobs) for i in range(jobs)]
     with ThreadPoolExecutor(jobs) as pool:
         chances = [random.Random(draw.random()) for _ in shares]
-        for found in pool.map(chain, shares, chances):
-            for bad in found:
+        for outcomes in pool.map(chain, shares, chances):
+            for bad in outcomes:
                 row.count(bad)
     return row
 

@@ -130,11 +130,11 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
         else:  # another number in place of one
             numbers = list(re.finditer(rb"-?\d+", bytes(data)))
             if numbers:
-                found = draw.choice(numbers)
+                number = draw.choice(numbers)
                 new = draw.choice(
                     (b"0", b"-1", b"1", b"4294967296", b"9223372036854775808", b"1.5")
                 )
-                data[found.start() : found.end()] = new
+                data[number.start() : number.end()] = new
     return bytes(data)
 
 
@@ -250,18 +250,18 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
     parser = cli.make_parser()
     cli.make_parser = lambda: parser
     with tempfile.TemporaryDirectory(dir=_shared_memory()) as place:
-        found = Findings(findings / name, Trial(name, ground, Path(place) / "trial"))
+        tester = Findings(findings / name, Trial(name, ground, Path(place) / "trial"))
         began, before, noted = time.process_time(), counted(findings / name), 0.0
-        for data in found.trial.seeds:
-            found.test(data)
+        for data in tester.trial.seeds:
+            tester.test(data)
 
         def one(data: bytes) -> None:
             nonlocal noted
-            found.test(data)
+            tester.test(data)
             used = time.process_time() - began
             if used > noted + 1 or used > seconds:
                 noted = used
-                total = [before[0] + found.inputs, round(before[1] + used, 1)]
+                total = [before[0] + tester.inputs, round(before[1] + used, 1)]
                 (findings / name / "counted.json").write_text(json.dumps(total))
             if used > seconds:
                 shutil.rmtree(place, ignore_errors=True)
@@ -270,18 +270,18 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
         draw = random.Random(seed)
         if guided is None:
             while True:
-                one(mutated(draw, found.trial.seeds))
+                one(mutated(draw, tester.trial.seeds))
         gc.collect()
         corpus = findings / name / "corpus"
         corpus.mkdir(exist_ok=True)
-        for i, data in enumerate(found.trial.seeds):
+        for i, data in enumerate(tester.trial.seeds):
             (corpus / f"valid{i}").write_bytes(data)
-        largest = max(LARGEST, *(2 * len(data) for data in found.trial.seeds))
+        largest = max(LARGEST, *(2 * len(data) for data in tester.trial.seeds))
 
         def custom(data: bytes, most: int, number: int) -> bytes:
             chance = random.Random(number)
             if chance.randrange(3) == 0:
-                return mutated(chance, [data, *found.trial.seeds])[:most]
+                return mutated(chance, [data, *tester.trial.seeds])[:most]
             return bytes(guided.Mutate(data, most))
 
         options = [

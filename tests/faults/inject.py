@@ -57,8 +57,8 @@ class Armed:
         self.safe: dict[int, int] = {}  # inode -> bytes that the disk has for sure
         for directory, _, names in os.walk(place):
             for name in names:
-                found = os.stat(os.path.join(directory, name))
-                self.safe[found.st_ino] = found.st_size
+                status = os.stat(os.path.join(directory, name))
+                self.safe[status.st_ino] = status.st_size
         for name, call in _real.items():
             setattr(os, name, self._wrapped(name, call))
         io.open = builtins.open = self._opened
@@ -91,9 +91,9 @@ class Armed:
                 for name in names:
                     path = os.path.join(directory, name)
                     with suppress(FileNotFoundError):  # a thread was already in its operation
-                        found = os.stat(path)
-                        kept = self.safe.get(found.st_ino, 0)
-                        if found.st_size > kept:
+                        status = os.stat(path)
+                        kept = self.safe.get(status.st_ino, 0)
+                        if status.st_size > kept:
                             _real["truncate"](path, kept)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -120,8 +120,8 @@ class Armed:
                 self.point(f"{name} {inside}")
             done = call(path, *arguments, **options)
             if name == "fsync" and inside:
-                found = os.fstat(path) if isinstance(path, int) else os.stat(path)
-                self.safe[found.st_ino] = found.st_size
+                status = os.fstat(path) if isinstance(path, int) else os.stat(path)
+                self.safe[status.st_ino] = status.st_size
             return done
 
         return wrapper

@@ -105,13 +105,13 @@ def replaced_while_read(bench: Bench, seconds: float = 5) -> list[Row]:
 
 def _open(store: Path, known: set[str]) -> str:
     try:
-        found = open_store(store)
-        tokens = found.split("train").columns["tokens"]
+        opened = open_store(store)
+        tokens = opened.split("train").columns["tokens"]
         total = sum(len(tokens[i]) for i in range(len(tokens)))
-        bad = [name for name, _, good in found.verify() if not good]
+        bad = [name for name, _, good in opened.verify() if not good]
     except BadInput as error:
         return f"lost: {error}"
-    if bad or found.key not in known or total != found.split("train").tokens:
+    if bad or opened.key not in known or total != opened.split("train").tokens:
         return f"wrong: a mixture of two stores {bad}"
     return ""
 

@@ -391,12 +391,12 @@ TEXT = ("text", "--tokenizer", "{ground}/tok", "--input")
 
 def read_store(path: Path) -> None:
     """All that commands do with a store, short of training."""
-    found = store.open_store(path)
-    found.tokenizer()
-    list(found.verify())
+    opened = store.open_store(path)
+    opened.tokenizer()
+    list(opened.verify())
     command("stats", path)
     command("verify", path)
-    mapping.build("symbols:1", found, tokenizers.load(path))
+    mapping.build("symbols:1", opened, tokenizers.load(path))
 
 
 def evaluate_store(path: Path) -> None:
@@ -433,9 +433,9 @@ def predict_rows(path: Path) -> None:
 
 def resume(path: Path) -> None:
     """What a run that goes on reads of itself before it steps."""
-    found = run.Run(path).newest()
-    if found is not None:
-        run.State(**files.read_json(found / "state.json"))
+    newest = run.Run(path).newest()
+    if newest is not None:
+        run.State(**files.read_json(newest / "state.json"))
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
         run.Run.open(path, identity, False)._lock.close()  # type: ignore[union-attr]

@@ -94,8 +94,8 @@ def ending(done: Done, check: Callable[..., object], *given: object) -> str:
 
 def newest(place: Path) -> int:
     """The step of the newest checkpoint below a place; 0: there is none."""
-    found = (place / "run/checkpoints").glob("step_*/manifest.json")
-    return max((int(path.parent.name.removeprefix("step_")) for path in found), default=0)
+    manifests = (place / "run/checkpoints").glob("step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
 def check_run(place: Path, reference: Path) -> None:
@@ -109,10 +109,10 @@ def check_run(place: Path, reference: Path) -> None:
 def check_store(place: Path, reference: Path, name: str = "store") -> None:
     """Every byte is that of the reference, but for the output's name in the command line."""
     assert [p.name for p in place.iterdir()] == [name], [p.name for p in place.iterdir()]
-    found, wanted = (files(p / name, p) for p in (place, reference))
-    assert found.keys() == wanted.keys()
-    for name in found:
-        assert found[name] == wanted[name], f"{name} differs"
+    actual, wanted = (files(p / name, p) for p in (place, reference))
+    assert actual.keys() == wanted.keys()
+    for name in actual:
+        assert actual[name] == wanted[name], f"{name} differs"
 
 
 def files(directory: Path, place: Path) -> dict[str, bytes]:
