@@ -255,7 +255,7 @@ def test_the_settings_reach_the_head(data, tmp_path: Path) -> None:  # type: ign
     with pytest.raises(BadInput, match=r"loss\.class_weights has 1 weights; .* has the classes"):
         job(*given, "loss.class_weights=[1.5]")
     for wrong in ("auto", "[1, -3]", "3"):
-        with pytest.raises(BadInput, match=r"give balanced, or a list of numbers from 0 on"):
+        with pytest.raises(BadInput, match=r"give balanced, or a list with one number per class"):
             job(*given, f"loss.class_weights={wrong}")
     with pytest.raises(BadInput, match=r"loss\.label_smoothing: head=mlm has no such setting"):
         job(*given, "head=mlm", "loss.label_smoothing=0.1")

@@ -75,8 +75,8 @@ def initialised(config: ModelConfig, task: Task) -> Model:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_operations_are_those_that_torch_counts(shape: str) -> None:
     config = ModelConfig(**{**SMALL, **SHAPES[shape]})
-    found = counted(initialised(config, MLM))
-    assert found == cost.training_flops(config, MLM, work(masked=True))
+    actual = counted(initialised(config, MLM))
+    assert actual == cost.training_flops(config, MLM, work(masked=True))
     classes = counted(initialised(config, FOUR))
     assert classes == cost.training_flops(config, FOUR, work(False))
     scores = counted(initialised(config, task("regress")), torch.rand(len(LENGTHS)))
@@ -90,16 +90,16 @@ def test_operations_of_a_pair_head_beside_masked_tokens() -> None:
     config = ModelConfig(**SMALL)
     pairs = task("mlm", pair_scale=1.5)
     labels = torch.arange(len(LENGTHS)) % 2
-    found = counted(initialised(config, pairs), labels)
-    assert found == cost.training_flops(config, pairs, work(masked=True))
+    actual = counted(initialised(config, pairs), labels)
+    assert actual == cost.training_flops(config, pairs, work(masked=True))
 
 
 def test_operations_of_the_convolutional_network() -> None:
     config = ModelConfig(
         architecture="hilbert_cnn", vocab_size=97, kmer=2, letters=(5, 6, 7, 8), max_positions=17
     )
-    found = counted(initialised(config, FOUR))
-    assert found == cost.training_flops(config, FOUR, work(False))
+    actual = counted(initialised(config, FOUR))
+    assert actual == cost.training_flops(config, FOUR, work(False))
 
 
 def test_evaluation_is_a_third_of_training() -> None:

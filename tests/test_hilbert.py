@@ -419,7 +419,7 @@ Replicas.reduce = reduce
 
 
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
-    "head": ("splice", ["head=mlm"], ["head=mlm", "hilbert_cnn predicts classes and scores"]),
+    "head": ("splice", ["head=mlm"], ["head=mlm", "hilbert_cnn predicts only classes and scores"]),
     "shape": ("splice", ["model.layers=3"], ["model.layers", "architecture=hilbert_cnn"]),
     "range": ("splice", ["model.initializer_range=0.1"], ["model.initializer_range"]),
     "other": (

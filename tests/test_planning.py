@@ -293,7 +293,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([finetune("batch.max_tokens = 129")], ["batch.max_tokens=129: the model takes 128 at most"]),
     ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
     ([finetune("model.hidden = 32")], ["model.hidden=32 is not a multiple of model.heads=12"]),
-    ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below one row's batch.max_tokens"]),
+    ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below batch.max_tokens="]),
     # kinds of stores and heads
     (
         [("classify.toml", "regress.toml"), metric("spearman")],

@@ -264,7 +264,7 @@ def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Pat
 def test_profile_of_a_short_run_says_so(forks: Forks, data: Toys, tmp_path: Path) -> None:
     line = training(SMOKE, data.text, tmp_path / "run", "train.steps=12", "system.profile=true")
     done = good(forks.run(*line))
-    assert f"no profile: it takes {SKIP + STEPS} steps, this run made 12" in done.err
+    assert f"no profile: it needs {SKIP + STEPS} steps, and this run made 12" in done.err
     assert not (tmp_path / "run/profile").exists()
 
 

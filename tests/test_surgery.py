@@ -739,7 +739,7 @@ def test_outputs_that_are_refused(operate: Operate, saved: Path, tmp_path: Path)
     checkpoints.save(counted(), tmp_path / "deep/new")
     refused(operate(saved, saved, "clean"), "old exists", "--overwrite")
     refused(operate(saved, saved, "clean", "--overwrite"), "which is read: give another output")
-    refused(operate(saved, tmp_path / "other", "clean", "--overwrite"), "is no checkpoint")
+    refused(operate(saved, tmp_path / "other", "clean", "--overwrite"), "is not a checkpoint")
     refused(operate(tmp_path / "none", tmp_path / "new", "clean"), "none does not exist")
     assert same(checkpoints.load(saved), counted())
     good(operate(saved, tmp_path / "deep/new", "clean", "--overwrite"))
@@ -901,8 +901,8 @@ def test_patterns_that_are_refused(
     for given, expected in (
         ('["embedding.word"]', ["'embedding.word'", "did you mean embeddings.word?"]),
         ('["mlmhead"]', ["'mlmhead'", "did you mean mlm_head?"]),
-        ('["layers.2"]', ["'layers.2' is the name of no weight", "did you mean layers."]),
-        ('["zzz"]', ["'zzz' is the name of no weight; there are embeddings, layers, mlm_head"]),
+        ('["layers.2"]', ["'layers.2' matches no weight", "did you mean layers."]),
+        ('["zzz"]', ["'zzz' matches no weight; there are embeddings, layers, mlm_head"]),
         ("mlm_head", ["train.only='mlm_head'", "list"]),
     ):
         line = started(learned, data, tmp_path / "run", f"train.only={given}")

@@ -433,8 +433,10 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     assert f"test accuracy {result['test']['accuracy']:.4f}" in done.out
     assert cut.format("the checkpoint's batch.max_tokens=20") in done.err
     table = [line.split("\t") for line in said.read_text().splitlines()]
-    assert table[0] == ["labels", "row"]
-    lines = [labels.split() for labels, _ in table[1:]]
+    assert table[0] == ["labels", "row", "gold"]
+    lines = [labels.split() for labels, *_ in table[1:]]
+    gold = [labels.split() for *_, labels in table[1:]]
+    assert gold == [[pair[1] for pair in row] for row in rows]
     assert [len(line) for line in lines] == [len(row) for row in rows]
     pairs = [
         (label, pair[1])
@@ -456,7 +458,7 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     assert cut.format("the checkpoint's batch.max_tokens=20") in done.err
     read = list(csv.reader(io.StringIO(done.out), delimiter="\t"))
     assert read[0] == ["labels", "input"]
-    assert [labels for labels, _ in read[1:]] == [labels for labels, _ in table[1:]] + [
+    assert [labels for labels, _ in read[1:]] == [labels for labels, *_ in table[1:]] + [
         "",
         "B-PLACE",
     ]

@@ -1,5 +1,5 @@
-"""What a stranger may hand to the project: for each kind of file some that are right, and the call
-that a command makes to read it.
+"""All readers of files: for each kind some valid files, and the call with which a command reads
+them.
 
 A reader is given a directory in which one file may be anything. It may accept it or refuse it in
 one clear line; everything else is a fault.
@@ -394,12 +394,12 @@ TEXT = ("text", "--tokenizer", "{ground}/tok", "--input")
 
 def read_store(path: Path) -> None:
     """All that commands do with a store, short of training."""
-    found = store.open_store(path)
-    found.tokenizer()
-    list(found.verify())
+    opened = store.open_store(path)
+    opened.tokenizer()
+    list(opened.verify())
     command("stats", path)
     command("verify", path)
-    mapping.build_mapping("symbols:1", found, tokenizers.load_tokenizer(path))
+    mapping.build_mapping("symbols:1", opened, tokenizers.load_tokenizer(path))
 
 
 def evaluate_store(path: Path) -> None:
@@ -436,12 +436,12 @@ def predict_rows(path: Path) -> None:
 
 def resume(path: Path) -> None:
     """What a run that goes on reads of itself before it steps."""
-    found = run.Run(path).newest()
-    if found is not None:
-        run.State(**files.read_json(found / "state.json"))
+    newest = run.Run(path).newest()
+    if newest is not None:
+        run.State(**files.read_json(newest / "state.json"))
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
-        run.open_run(path, identity, False)._lock.close()  # type: ignore[union-attr]
+        run.Run.open(path, identity, False)._lock.close()  # type: ignore[union-attr]
     with contextlib.suppress(FileNotFoundError):
         monitor.cut_log(path, 1)
     with silent(), monitor.Monitor(path, True, 1, 0, 2, "step"):
