@@ -31,9 +31,9 @@ class Session:
     """What the loop needs of a session: a recipe, where the run stands, and nothing that is due."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks, steps: int):
-        self.job = SimpleNamespace(recipe=recipe, ranks=ranks)
+        self.setup = SimpleNamespace(recipe=recipe, ranks=ranks)
         self.state, self.steps, self.told = State(), steps, 0.0
-        self.copy = SimpleNamespace(before_change=lambda: None)
+        self.snapshot = SimpleNamespace(before_change=lambda: None)
         self.monitor = None  # hears of numerical trouble alone, which is an error here
 
     @property

@@ -34,7 +34,8 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     told = waits.pop("a step that mixes devices")
     assert "Expected all tensors to be on the same device" in told
     expected = {case: {READ: STEPS} if case in ASK_THE_HOST else {} for case in CASES}
-    expected["Hilbert-CNN"] = {"a blocking copy": 1}  # its curve, before the first step
+    for case in ("Hilbert-CNN", "class weights"):
+        expected[case] = {"a blocking copy": 1}  # the curve and the weights, in the first step
     assert waits == expected
 
 
