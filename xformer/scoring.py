@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xformer.checkpoint import Checkpoint
 from xformer.data import mapping
-from xformer.data.batch import Assembler, chunks
+from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
 from xformer.data.store import Store
-from xformer.parallel.feed import to_device
+from xformer.parallel.feed import made_ahead, to_device
 from xformer.parallel.processes import Ranks
-from xformer.tasks.task import Model, Predictions, Task, check_finite
+from xformer.tasks.task import Model, Predictions, Task, check_finite, tensor_on
 
 MASKING_SEED = 0  # all runs validate with the same masks, so that their losses are comparable
 
@@ -63,21 +64,25 @@ def outputs_of(
     """
     was_training, task, split = model.training, model.task, assembler.split
     assert task is not None
+
+    def batches(examples: np.ndarray) -> tuple[Batch[np.ndarray], Batch[Tensor]]:
+        """A batch in host memory and on the device."""
+        host = task.evaluation_batch(assembler, examples, MASKING_SEED)
+        return host, to_device(host, ranks.device)
+
     model.eval()
     outputs = torch.zeros(task.size(split), task.width, device=ranks.device)  # 0: other ranks' rows
     parts = list(chunks(assembler, assembler.examples))
     mine, begun, tokens = parts[ranks.rank :: ranks.world_size], time.monotonic(), 0
     total, unit = sum(map(len, mine)), "rows" if split.together == 1 else "questions"
     with Progress(f"scoring {split.name}", total, unit, active=ranks.rank == 0) as progress:
-        for part in mine:
-            host = task.evaluation_batch(assembler, part, MASKING_SEED)
+        for host, batch in made_ahead(batches, mine, ranks.device):
             with ranks.autocast(precision):
-                batch = to_device(host, ranks.device)
                 places, values = task.evaluate(model, batch, host, assembler)
-            outputs[torch.from_numpy(places).to(ranks.device)] = values.float()
+            outputs[tensor_on(places, ranks.device)] = values.float()
             tokens += len(host.tokens)
             speed = tokens / max(time.monotonic() - begun, 1e-9)
-            progress.advance(len(part), **{"tokens/s": speed})
+            progress.advance(len(host.rows) // split.together, **{"tokens/s": speed})
     model.train(was_training)
     every = ranks.sum(outputs).cpu().numpy()
     check_finite(np.where(task.broken(every, split), np.nan, 0.0), what)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice, pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +16,12 @@ from torch import Tensor
 from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
+from xformer.tasks.task import tensor_on
 
 TOKENS_AHEAD = 2**17  # tokens of the steps made at once, so that small steps cost no more per token
 STEPS_AHEAD = 512  # most steps made at once: each takes 3 KiB beside its tokens
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,30 @@ def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
     values["rows"] = None
     for name, value in values.items():
         if isinstance(value, np.ndarray):
-            tensor = torch.from_numpy(value)
-            if device.type == "cuda":
-                tensor = tensor.pin_memory().to(device, non_blocking=True)
-            values[name] = tensor
+            values[name] = tensor_on(value, device)
     return Batch(**values)
+
+
+def one_thread(device: torch.device) -> ThreadPoolExecutor:
+    """A thread that works on a device. Without set_device a new thread uses the first GPU, so that
+    every rank would take memory there."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
+
+
+def made_ahead(
+    make: Callable[[Item], Made], items: Iterable[Item], device: torch.device
+) -> Iterator[Made]:
+    """make(item) of each item in order. A thread makes the next one while the caller computes."""
+    with one_thread(device) as pool:
+        ahead: deque[Future[Made]] = deque()
+        for item in items:
+            ahead.append(pool.submit(make, item))
+            if len(ahead) > 1:
+                yield ahead.popleft().result()
+        if ahead:
+            yield ahead.popleft().result()
 
 
 class Feed:
@@ -76,7 +100,7 @@ class Feed:
 
         A thread makes the next step while the caller computes.
         """
-        with ThreadPoolExecutor(1) as pool:
+        with one_thread(self.ranks.device) as pool:
             ahead = pool.submit(self._on_device, position)
             while position < self.stream.end:
                 step, packed, copied = ahead.result()

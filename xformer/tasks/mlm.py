@@ -20,7 +20,7 @@ from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
 from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
-from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task, tensor_on
 
 
 class MLMHead(nn.Module):
@@ -129,10 +129,9 @@ class MLM(Task):
         within = ragged_arange(np.zeros_like(counts), counts)
         # padded, then summed along an axis: index_add on CUDA adds in no fixed order
         table = tokens.new_zeros(len(counts), max(1, int(counts.max())), 2)
-        places = [torch.from_numpy(index).to(tokens.device) for index in (row, within)]
-        table[places[0], places[1]] = tokens
+        table[tensor_on(row, x.device), tensor_on(within, x.device)] = tokens
         loss, right = table.sum(1).unbind(1)
-        return torch.stack([loss, torch.from_numpy(counts).to(loss), right], 1)
+        return torch.stack([loss, tensor_on(counts, x.device).to(loss.dtype), right], 1)
 
     def default_metric(self, of_store: str | None) -> str:
         return "loss"

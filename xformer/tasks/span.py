@@ -29,6 +29,7 @@ from xformer.tasks.task import (
     Questions,
     Table,
     Task,
+    tensor_on,
     texts,
 )
 
@@ -79,7 +80,7 @@ class Span(Task):
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
     ) -> tuple[np.ndarray, Tensor]:
         rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
-        b = torch.from_numpy(assembler.lengths(host.rows)[1]).to(rows.device)
+        b = tensor_on(assembler.lengths(host.rows)[1], rows.device)
         best = best_spans(rows, batch.cu_seqlens.diff() - 1 - b, b)
         losses = torch.zeros_like(best[:, :1])
         if batch.labels is not None:

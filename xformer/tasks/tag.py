@@ -26,6 +26,7 @@ from xformer.tasks.task import (
     Task,
     no_labels,
     of_rows,
+    tensor_on,
 )
 
 
@@ -75,13 +76,13 @@ class Tag(Task):
         labels = np.full(len(host.tokens), IGNORED)
         if host.places is not None:
             labels[host.places] = host.targets
-        targets = torch.from_numpy(labels).to(logits.device)
+        targets = tensor_on(labels, logits.device)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
         losses = losses.where(logits.isfinite().all(1), torch.nan)  # also for unlabelled tokens
         outputs = torch.stack([1.0 + logits.argmax(1), losses], 1)
         offsets = assembler.split.columns["tokens"].offsets
         places = ragged_arange(offsets[host.rows], lengths)
-        return places, outputs[torch.from_numpy(inside).to(logits.device)]
+        return places, outputs[tensor_on(inside, logits.device)]
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
         offsets = np.asarray(split.columns["tokens"].offsets)

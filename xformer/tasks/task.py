@@ -343,6 +343,14 @@ class Model(nn.Module):
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
 
 
+def tensor_on(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor on a device. On CUDA the host does not wait for the copy."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def features(config: ModelConfig) -> int:
     """C, the width of a head's input."""
     return FEATURES if config.architecture == "hilbert_cnn" else config.hidden
