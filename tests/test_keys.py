@@ -17,11 +17,9 @@ from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.recipe import Recipe
 from xformer.run import read_config
-from xformer.study.__main__ import prepare
-from xformer.study.cost import Costs
-from xformer.study.fit import check_plan
+from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import LATER, Plan, content_key, identity
-from xformer.study.shapes import Shapes
+from xformer.study.pool import prepare
 from xformer.study.spec import read_study
 
 # computed by the code of before `fraction` and lists of stores (revision adafa31). A key that
@@ -233,14 +231,16 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
     work = next(iter(both.works.values()))
     assert work.recipe is not None
     assert work.recipe["data"] == [str(data.classes), str(copy)]
-    check_plan(both, Shapes(both))
-    costs = [Costs(plan) for plan in (one, both)]
-    operations = [cost.operations[next(iter(cost.plan.works))] for cost in costs]
+    Forecast(both).check()
+    costs = [Costs(Forecast(plan)) for plan in (one, both)]
+    operations = [cost.operations[next(iter(cost.operations))] for cost in costs]
     assert operations[1] == pytest.approx(2 * operations[0])  # type: ignore[operator]
     unlike = plan(data.classes, data.text)
     with pytest.raises(BadInput, match=r"cannot be read as one: they differ in kind \(class; text"):
-        check_plan(unlike, Shapes(unlike))
+        Forecast(unlike).check()
     foreign = plan(data.classes, data.splice)
     with pytest.raises(BadInput, match="cannot be read as one: they differ in tokenizer"):
-        check_plan(foreign, Shapes(foreign))
-    assert not Costs(plan(data.classes, tmp_path / "none")).known(next(iter(both.works.values())))
+        Forecast(foreign).check()
+    assert not Costs(Forecast(plan(data.classes, tmp_path / "none"))).known(
+        next(iter(both.works.values()))
+    )

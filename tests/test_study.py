@@ -14,8 +14,8 @@ import sys
 import time
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,22 @@ import looking
 import numpy as np
 import pytest
 from helpers import ROOT, Forks, command, good, refused
+from markupsafe import escape
 from scipy import stats
 
 from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, write_json
-from xformer.study import page, pool
-from xformer.study.__main__ import listing, newest_numbers, prepare
+from xformer.study import pool
+from xformer.study.__main__ import listing
 from xformer.study.__main__ import main as study_main
-from xformer.study.cost import Costs
-from xformer.study.curves import averaged
-from xformer.study.ledger import Ledger
+from xformer.study.claims import holm, paired_test, verdicts
+from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Plan, Work, to_do
-from xformer.study.results import Results, describe, write_csv
+from xformer.study.pool import newest_numbers, prepare
+from xformer.study.report import build, render
+from xformer.study.results import Ledger, Results, sample_of, statistics_of, write_csv
 from xformer.study.spec import read_study
-from xformer.study.statistics import compare, holm, summarise
-from xformer.study.write import markdown
 
 STUDY = f"""
 title = "Letters"
@@ -135,6 +135,14 @@ def changed(file: Path, *pairs: tuple[str, str]) -> Path:
 
 def plan_of(file: Path, tmp_path: Path, scale: str = "mini", **needs: str) -> Plan:
     return Plan(read_study(file, scale), tmp_path / "studies", needs)
+
+
+def markdown_of(results: Results) -> str:
+    return render(build(results, {}, results.plan.root / "x"), "md")
+
+
+def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path) -> str:
+    return render(build(results, outcomes, directory), "html")
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -454,7 +462,7 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     ]
     prepared: list[str] = []
     local = pool.Local(2, 1)
-    outcomes = pool.execute(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
+    outcomes = pool.run_works(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {
         "there": "there",
@@ -479,7 +487,7 @@ def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
     code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"
     works = [work(tmp_path, f"w{i}", code) for i in range(6)]
-    pool.execute(works, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
+    pool.run_works(works, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
     counts = [int(w.proof.read_text()) for w in works]
     assert max(counts) == 2
 
@@ -493,7 +501,7 @@ def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pool.execute([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
+        pool.run_works([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
     assert slow.proof.exists()  # it was asked, and could save
 
 
@@ -534,16 +542,17 @@ class Slow:
         def __init__(self, work: Work):
             self.work, self.ended, self.asked = work, False, 0
 
-        def status(self) -> int | None:
+        @property
+        def exitcode(self) -> int | None:
             return (143 if self.asked else 0) if self.ended else None
 
-        def stop(self) -> None:
+        def terminate(self) -> None:
             self.asked += 1
 
-        def wait(self) -> None:
+        def join(self) -> None:
             assert self.asked
 
-    def start(self, work: Work, slot: int) -> Slow.Job:
+    def start(self, work: Work, slots: Sequence[int]) -> Slow.Job:
         self.started.append(work.name)
         self.running[work.name] = self.Job(work)
         return self.running[work.name]
@@ -574,7 +583,7 @@ def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
         if name := next(script, ""):
             executor.end(name)
 
-    pool.execute(works, executor, changed, lambda _: None, 0)
+    pool.run_works(works, executor, changed, lambda _: None, 0)
     assert executor.started == ["a", "b", "a1", "a2", "b1", "b2", "c", "c1"]
 
 
@@ -598,7 +607,7 @@ def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
                 (run.path / "checkpoints/step_1/manifest.json").touch()
                 orphan.close()
 
-    outcomes = pool.execute([run], executor, changed, lambda _: None, 0)
+    outcomes = pool.run_works([run], executor, changed, lambda _: None, 0)
     assert outcomes["run"].state == "there"
     assert executor.started == ["run"]
 
@@ -629,7 +638,7 @@ def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
         if name := next(script, ""):
             executor.end(name)
 
-    pool.execute(works, executor, changed, lambda _: None, 0)
+    pool.run_works(works, executor, changed, lambda _: None, 0)
     assert executor.started == ["a", "store", "b", "a1", "c", "b1", "c1"]
 
 
@@ -667,7 +676,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
             case 9:
                 executor.end("next")
 
-    outcomes = pool.execute(
+    outcomes = pool.run_works(
         works, executor, changed, lambda _: None, 0, pause=pause, tell=told.append
     )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
@@ -692,7 +701,7 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
         elif told:
             pause.unlink(missing_ok=True)
 
-    outcomes = pool.execute(
+    outcomes = pool.run_works(
         [long, plain],
         pool.Local(2, 1),
         changed,
@@ -733,7 +742,7 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
     (weights / "manifest.json").touch()
     assert list(to_do(works, wanted)) == ["b2"]
     executor = Slow()
-    outcomes = pool.execute(
+    outcomes = pool.run_works(
         works,
         executor,
         lambda _: executor.end("b2", made=False) if executor.running else None,
@@ -770,12 +779,12 @@ def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> N
     module = replace(work(tmp_path, "module", ""), command=("-m", "xformer.surgery"))
     os.environ["OF_ONE"] = "1"
     try:
-        jobs = [pool.Local(1, 1).start(one, 0) for one in (shows, door, module)]
+        jobs = [pool.Local(1, 1).start(one, [0]) for one in (shows, door, module)]
     finally:
         del os.environ["OF_ONE"]
     for job in jobs:
-        job.wait()
-    assert [job.status() for job in jobs] == [0, 1, 2]
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 1, 2]
     told = [True, 1, False, 1, "1", "1", [], [str(seen)], ""]
     assert json.loads(shows.proof.read_text()) == told
     assert (tmp_path / "door.log").read_text().splitlines() == [
@@ -839,18 +848,18 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
 
     def report() -> tuple[str, str, str]:
         again = plan_of(file, tmp_path, data=str(data))
-        results = Results(again.study, again)
+        results = Results(again)
         (plan.root / "x").mkdir()
         write_csv(plan.root / "x/x.csv", results, {})
         table = (plan.root / "x/x.csv").read_text()
-        return table, markdown(results, {}), page.html(results, {}, plan.root / "x")
+        return table, markdown_of(results), html_of(results, {}, plan.root / "x")
 
     before = report()
     shutil.rmtree(plan.root)
     again = plan_of(file, tmp_path, data=str(data))
     ledger = Ledger(kept, again)
     assert set(ledger.results) == again.wanted
-    text = listing(again, Costs(again, ledger.results), ledger.results)
+    text = listing(again, Costs(Forecast(again), ledger.results), ledger.results)
     assert "11 works, 0 to do, all is there" in text
     assert not plan.root.exists()  # a dry run writes nothing
     run, empty, *_ = again.runs("finetune")
@@ -1027,8 +1036,8 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"))
     more = plan_of(file, tmp_path, data=str(data))
     ledger = Ledger(kept, more)
-    assert not Costs(more).known(more.runs("finetune")[-1])
-    costs = Costs(more, ledger.results)
+    assert not Costs(Forecast(more)).known(more.runs("finetune")[-1])
+    costs = Costs(Forecast(more), ledger.results)
     new = [run for run in more.runs("finetune") if run.levels["seed"] == "2"]
     assert [costs.seconds(run) for run in new] == [3.0] * 4
     text = listing(more, costs, ledger.results, 2)
@@ -1086,15 +1095,15 @@ def test_a_study_that_is_killed_loses_nothing(
 def test_paired_differences_are_scipys() -> None:
     rng = np.random.default_rng(3)
     a, b = rng.normal(1, 1, 7), rng.normal(0, 1, 7)
-    found = compare(list(a), list(b), 0.25)
+    found = paired_test(list(a), list(b), 0.25)
     theirs = stats.ttest_1samp(a - b, 0.25)
     assert found.mean == pytest.approx((a - b).mean())
     assert found.p == pytest.approx(theirs.pvalue)
     low, high = stats.ttest_1samp(a - b, 0).confidence_interval(0.95)
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))  # type: ignore[operator]
-    assert compare([2.0], [1.0]).p is None
-    assert compare([2.0, 3.0], [1.0, 2.0]).p is None  # no spread: nothing to test with
-    assert compare([80.1, 80.3], [80.0, 80.2], -3.0).p is None
+    assert paired_test([2.0], [1.0]).p is None
+    assert paired_test([2.0, 3.0], [1.0, 2.0]).p is None  # no spread: nothing to test with
+    assert paired_test([80.1, 80.3], [80.0, 80.2], -3.0).p is None
 
 
 def test_holm_steps_down() -> None:
@@ -1106,18 +1115,18 @@ def test_holm_steps_down() -> None:
 
 def test_a_summary_shows_all_there_is() -> None:
     few = [0.5, 0.7, 0.9, 0.6]
-    found = summarise(few)
+    found = sample_of(few)
     assert (found.mean, found.median) == pytest.approx((0.675, 0.65))
     assert found.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
     assert found.interval == pytest.approx(stats.ttest_1samp(few, 0).confidence_interval(0.95))
     many = [0.5, 0.7, 0.9, 0.6, 0.4, 0.8, 0.65, 0.55]
-    interval = summarise(many).interval
+    interval = sample_of(many).interval
     assert interval is not None
     resampled = np.random.default_rng(1).choice(many, (20_000, 8)).mean(1)
     assert interval == pytest.approx(np.quantile(resampled, [0.025, 0.975]), abs=0.02)
-    assert summarise(many).interval == interval
-    assert summarise([0.5]).deviation is None
-    assert summarise([0.5, 0.5, 0.5]).interval is None
+    assert sample_of(many).interval == interval
+    assert sample_of([0.5]).deviation is None
+    assert sample_of([0.5, 0.5, 0.5]).interval is None
 
 
 # ----------------------------------------------------------------------------------- the report
@@ -1142,19 +1151,19 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
 
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, accuracy)
-    results = Results(plan.study, plan)
+    results = Results(plan)
     cells = results.cells(plan.study.tables[0])
     assert [[cell.column for cell in row] for row in cells] == [["low", "high"]] * 2
     low = cells[0][0]
-    assert low.summary is not None
-    assert low.summary.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
+    assert low.sample is not None
+    assert low.sample.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
     assert (low.published, low.difference) == pytest.approx((50.0, 10.6))
     assert [cell.published for cell in cells[1]] == [50.0, None]  # scratch beside "none"
-    verdict = results.verdicts()[0]
+    verdict = verdicts(results)[0]
     assert verdict.state == "holds"
     assert [part[0] for part in verdict.parts] == ["low", "high"]
     ps = [
-        compare(*pair).p
+        paired_test(*pair).p
         for pair in (
             ([60.0, 60.4, 60.8, 61.2], [50.0, 50.2, 50.4, 50.6]),
             ([60.0, 60.2, 60.4, 60.6], [50.0, 50.1, 50.2, 50.3]),
@@ -1162,7 +1171,7 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
     ]
     assert [part[2] for part in verdict.parts] == pytest.approx(holm([p for p in ps if p]))
 
-    text = markdown(results, {})
+    text = markdown_of(results)
     assert "| pretrained | 60.6 ± 0.5 (4)<br>50 (+10.6) | 60.3 ± 0.3 (4)<br>99 (-38.7) |" in text
     assert "| pre-training helps at every rate | **holds** | low +10.3 ± 0.4" in text
     write_csv(tmp_path / "x.csv", results, {})
@@ -1250,7 +1259,7 @@ def test_differences_deviations_means_summaries_and_curves(
             {"event": "train", "step": 10, "loss": loss},
         ]
         (run.path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    results = Results(plan.study, plan)
+    results = Results(plan)
     tables = {table.name: results.cells(table) for table in plan.study.tables}
     gains = [[cell.value for cell in row] for row in tables["gain"]]  # less 0.625 at seed 1
     assert gains == [[0.375, 0.125, 0.25], [-0.125, -0.125, -0.125]]
@@ -1259,15 +1268,15 @@ def test_differences_deviations_means_summaries_and_curves(
         [1.25, 0.75],
         [2.25, 0.375],
     ]
-    last = results.verdicts()[-1]
+    last = verdicts(results)[-1]
     assert last.state == "undecided"  # both seeds differ by the same: no spread to judge by
-    assert "+1.000" in markdown(results, {})
-    (pretrained, scratch) = results.described(plan.study.summaries[0])
+    assert "+1.000" in markdown_of(results)
+    (pretrained, scratch) = results.statistics(plan.study.summaries[0])
     assert [one.value for one in pretrained] == pytest.approx(
         [2, 0.25, np.std([0.375, 0.125], ddof=1), 0.125, 0.1875, 0.25, 0.3125, 0.375]
     )
     assert [one.published for one in scratch][:3] == [2.0, -0.125, None]
-    panels = averaged(results, plan.study.curves[0])
+    panels = results.panels(plan.study.curves[0])
     assert [(panel.name, panel.value) for panel in panels] == [
         ("low", "loss"),
         ("high", "loss"),
@@ -1278,7 +1287,7 @@ def test_differences_deviations_means_summaries_and_curves(
     assert (line.name, line.runs, line.x, line.mean) == ("scratch", 2, [5.0, 10.0], [3.0, 2.25])
     directory = plan.root / "letters-mini"
     directory.mkdir()
-    text = page.html(results, {}, directory)
+    text = html_of(results, {}, directory)
     assert text.count("<svg") >= 3 + 1 + 8  # of the mean tables, the curves, and each run's
     assert "published -0.125" in text
 
@@ -1302,7 +1311,7 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
                     else [row[cells.columns.index(level)] for row in cells.rows.values()]
                 )
             ]
-            for name, value in describe(found).items():
+            for name, value in statistics_of(found).items():
                 number = wanted.number(level, name)
                 assert value is not None
                 assert number is not None
@@ -1340,7 +1349,7 @@ def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) 
     assert {run.key for run in again} == low
     assert [run.levels for run in again] == [{"seed": s, "what": "same"} for s in ("0", "1")]
     finish(plan, lambda seed, start, rate: 0.5 + 0.1 * int(seed))
-    results = Results(plan.study, plan)
+    results = Results(plan)
     assert [cell.value for cell in results.cells(plan.study.tables[0])[0]] == [50.0, 60.0]
 
 
@@ -1410,7 +1419,7 @@ def test_a_claim_may_fail_or_stay_open(
         return 0.5 + (gain + wobble if start == "pretrained" else 0.0)
 
     finish(plan, accuracy)
-    assert Results(plan.study, plan).verdicts()[0].state == state
+    assert verdicts(Results(plan))[0].state == state
 
 
 def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:
@@ -1430,14 +1439,14 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
         plan,
         lambda seed, start, depth, **_: 0.3 + (gain[seed, depth] if start == "pretrained" else 0.0),
     )
-    results = Results(plan.study, plan)
-    difference = results.verdicts()[0].parts[0][1]
+    results = Results(plan)
+    difference = verdicts(results)[0].parts[0][1]
     assert difference.p == pytest.approx(stats.ttest_rel([50, 70], [30, 30]).pvalue)
     cell = results.cells(plan.study.tables[0])[0][0]
-    assert cell.summary is not None
-    assert cell.summary.scores == pytest.approx((50.0, 70.0))
+    assert cell.sample is not None
+    assert cell.sample.scores == pytest.approx((50.0, 70.0))
     assert len(cell.runs) == 6
-    assert "(seeds)" in markdown(results, {})
+    assert "(seeds)" in markdown_of(results)
 
 
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
@@ -1488,7 +1497,7 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         assert pool.in_use(shared.path)
-        outcomes = pool.execute([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
+        outcomes = pool.run_works([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
     assert outcomes["shared"].state == "there"
     assert not pool.in_use(shared.path)
 
@@ -1505,8 +1514,8 @@ def test_gpus_are_those_that_the_process_may_see(
         shows = work(
             tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
         )
-        job = local.start(shows, slot)
-        job.wait()
+        job = local.start(shows, [slot])
+        job.join()
         found.append(shows.proof.read_text())
     assert found == ["6", "7", "6", "7"]
 
@@ -1567,18 +1576,18 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
             for i in (1, 2, 0)
         ]
         (run.path / "log.jsonl").write_text("\n".join(lines))
-    results = Results(plan.study, plan)
+    results = Results(plan)
     cell = results.cells(plan.study.tables[0])[0][0]
     assert cell.value == pytest.approx(55.0)
     assert cell.best == pytest.approx(64.0)
-    text = markdown(results, {})
+    text = markdown_of(results)
     assert "(seeds), best validation of any run; then what" in text
     assert "| pretrained | 55.0 ± 7.1 (2), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
-    again = Results(study, Plan(study, plan.root, {"data": str(data)}))
+    again = Results(Plan(study, plan.root, {"data": str(data)}))
     assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
-    assert "(seeds), best run; then what" in markdown(again, {})
+    assert "(seeds), best run; then what" in markdown_of(again)
     (plan.runs("finetune")[0].path / "log.jsonl").write_text(
         '{"event": "validation", "step": 1, "accuracy": NaN}'
     )
@@ -1593,11 +1602,11 @@ def test_a_metric_may_be_the_mean_of_two_splits(file: Path, data: Path, tmp_path
     for run in plan.runs("finetune"):
         splits = {"valid": {"accuracy": 0.5}, "other": {"accuracy": 0.7}}
         write_json(run.proof, {"metrics": splits})
-    results = Results(plan.study, plan)
+    results = Results(plan)
     assert results.cells(plan.study.tables[0])[0][0].value == pytest.approx(60.0)
     write_json(plan.runs("finetune")[0].proof, {"metrics": {"valid": {"accuracy": 0.5}}})
     with pytest.raises(BadInput, match=r"has no other\.accuracy; it has valid\.accuracy"):
-        Results(plan.study, plan).cells(plan.study.tables[0])
+        Results(plan).cells(plan.study.tables[0])
 
 
 def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: Path) -> None:
@@ -1606,14 +1615,14 @@ def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: P
     finish(plan, lambda seed, **_: float("nan") if seed == "1" else 0.5)
     words = r"result\.json: test\.accuracy of finetune seed=1 start=pretrained rate=low is nan"
     with pytest.raises(BadInput, match=words):
-        Results(plan.study, plan)
+        Results(plan)
 
 
 def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
     changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "mcc"'))
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda **_: 0.5)
-    results = Results(plan.study, plan)
+    results = Results(plan)
     with pytest.raises(BadInput, match=r"no test\.mcc; it has test\.accuracy, test\.f1"):
         results.cells(plan.study.tables[0])
 
@@ -1630,7 +1639,7 @@ def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
     directory = plan.root / "letters-mini"
     directory.mkdir()
     path = directory / "report.html"
-    path.write_text(page.html(Results(plan.study, plan), outcomes, directory))
+    path.write_text(html_of(Results(plan), outcomes, directory))
     return plan, path
 
 
@@ -1649,10 +1658,10 @@ def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path
         lines = ['{"event": "train", "step": "<script>", "loss": 1}'] * 3
         lines = [*lines, "[" * 10_000] if i else lines
         (run.path / "log.jsonl").write_text("\n".join(lines))
-    path.write_text(page.html(Results(plan.study, plan), {}, path.parent))
+    path.write_text(html_of(Results(plan), {}, path.parent))
     text = path.read_text()
     assert f"<td>{escape(HOSTILE)}" in text  # a row's name, and a run's
-    assert re.search(rf"<summary>[^<]*{re.escape(escape(HOSTILE))}", text)
+    assert re.search(rf"<summary>[^<]*{re.escape(str(escape(HOSTILE)))}", text)
     assert text.count("<script>") == 1  # its own
     assert "&lt;script&gt;document.title" in text
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
@@ -1735,16 +1744,16 @@ where.pair = "own"
     finish(plan, lambda **levels: 0.5)
     work.path.mkdir()
     work.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}}))
-    results = Results(plan.study, plan)
-    assert "What was drawn" not in page.html(results, {}, tmp_path)
+    results = Results(plan)
+    assert "What was drawn" not in html_of(results, {}, tmp_path)
     svg = "<svg><script>alert(1)</script></svg>"
     for name in ("pwcca.svg", "pwcca-dark.svg"):
         (work.path / name).write_text(svg)
-    shown = page.html(results, {}, tmp_path)
+    shown = html_of(results, {}, tmp_path)
     assert "What was drawn" in shown
     assert "alert(1)" not in shown
     assert shown.count("data:image/svg+xml;base64,") == 2
-    assert "![What was drawn](look.svg)" in markdown(results, {})
+    assert "![What was drawn](look.svg)" in markdown_of(results)
 
 
 def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
@@ -1785,7 +1794,7 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert logs == {p: p.stat().st_mtime_ns for p in logs}
     assert len(list(root.glob("runs/*/log.jsonl"))) == len(logs) + 1
     plan = Plan(read_study(file, "mini"), root, {"data": str(data)})
-    costs = Costs(plan)
+    costs = Costs(Forecast(plan))
     assert all(costs.known(run) and costs.seconds(run) > 1 for run in plan.runs("finetune"))
 
     # on another machine all comes out of what was kept
@@ -1815,7 +1824,7 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
             (tmp_path / "begun").unlink()
 
     executor = pool.Slurm(tmp_path, {"timeout_min": 5}, cluster="local")
-    outcomes = pool.execute(works, executor, interrupt, lambda _: None, 0.05)
+    outcomes = pool.run_works(works, executor, interrupt, lambda _: None, 0.05)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {"good": "done", "bad": "failed", "after": "done", "long": "done"}
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
