@@ -359,6 +359,34 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
     assert all(run.missing == ("data",) for run in runs)
 
 
+def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> None:
+    """torchrun starts it, it has a key of its own, and it takes a slot for each process."""
+    alone = plan_of(file, tmp_path, data=str(data)).runs("pretrain")[0]
+    changed(
+        file,
+        ('settings.data = "{made.letters}"', 'processes = 2\nsettings.data = "{made.letters}"'),
+    )
+    both = plan_of(file, tmp_path, data=str(data)).runs("pretrain")[0]
+    assert (alone.processes, both.processes) == (1, 2)
+    assert alone.key != both.key
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    recipe = str(both.path.with_suffix(".toml"))
+    assert both.command == (*launcher, "-m", "xformer.train", recipe)
+
+    works = [work(tmp_path, name, "") for name in ("one", "two", "three")]
+    works[1] = replace(works[1], processes=2)
+    executor, script = Slow(), iter(["one", "two", "three"])
+    running = []
+
+    def ended(_: object) -> None:
+        running.append(sorted(executor.running))
+        if name := next(script, ""):
+            executor.end(name)
+
+    pool.run_works(works, executor, ended, lambda _: None, 0)
+    assert running[:3] == [["one"], ["two"], ["three"]]
+
+
 @pytest.mark.parametrize(
     ("start", "operations", "words"),
     [
