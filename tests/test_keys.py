@@ -19,7 +19,7 @@ from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import LATER, Plan, content_key, identity
-from xformer.study.pool import prepare
+from xformer.study.pool import set_up
 from xformer.study.spec import read_study
 
 # computed by the code of before `fraction` and lists of stores (revision adafa31). A key that
@@ -179,7 +179,7 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     write("fp32")
     plan = Plan(read_study(file, "mini"), root, {})
     for work in plan.works.values():
-        prepare(work)
+        set_up(work)
         good(forks.run(*work.command))
     good(forks.run(*line))
     report = (root / "one-mini/report.md").read_text()

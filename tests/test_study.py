@@ -35,8 +35,8 @@ from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Plan, Work, to_do
-from xformer.study.pool import newest_numbers, prepare
-from xformer.study.report import build, render
+from xformer.study.pool import newest_numbers, set_up
+from xformer.study.report import build_report, render
 from xformer.study.results import Ledger, Results, sample_of, statistics_of, write_csv
 from xformer.study.spec import read_study
 
@@ -138,11 +138,11 @@ def plan_of(file: Path, tmp_path: Path, scale: str = "mini", **needs: str) -> Pl
 
 
 def markdown_of(results: Results) -> str:
-    return render(build(results, {}, results.plan.root / "x"), "md")
+    return render(build_report(results, {}, results.plan.root / "x"), "md")
 
 
 def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path) -> str:
-    return render(build(results, outcomes, directory), "html")
+    return render(build_report(results, outcomes, directory), "html")
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -915,7 +915,7 @@ def test_a_run_without_weights_is_made_again(file: Path, data: Path, tmp_path: P
     ledger.unpack()
     run = plan.runs("finetune")[0]
     assert run.done
-    prepare(run)
+    set_up(run)
     assert not run.path.exists()  # as training wants it
     assert (
         sorted(p.name for p in run.path.parent.glob(f"*{run.key}*"))
@@ -1053,7 +1053,7 @@ file = "x.svg"
     assert look.done
     assert not look.whole
     assert look.key in to_do(plan.works.values(), [more.key])
-    prepare(look)
+    set_up(look)
     assert not list(look.path.iterdir())
 
 

@@ -311,7 +311,7 @@ def run_works(
     works: Sequence[Work],
     executor: Executor,
     changed: Callable[[dict[str, Outcome]], None],
-    prepare: Callable[[Work], None],
+    set_up: Callable[[Work], None],
     poll: float = POLL,
     *,
     wanted: Collection[str] | None = None,
@@ -322,12 +322,12 @@ def run_works(
     `_order`; the outcome of each, by key.
 
     `wanted` are the keys of those that are run for their own sake; without it, all. One that fails
-    does not stop the others, only those that wait for it. `prepare` is called before a work starts,
+    does not stop the others, only those that wait for it. `set_up` is called before a work starts,
     `changed` with all outcomes so far after each look, every `poll` seconds. While a file `pause`
     exists nothing runs, and `tell` is given a line. If `changed` raises, all running works are
     asked to stop.
     """
-    queue = _Queue(works, executor, prepare, wanted)
+    queue = _Queue(works, executor, set_up, wanted)
     stopped: list[Work] = []  # by the present pause
     told = False
     try:
@@ -375,10 +375,10 @@ class _Queue:
         self,
         works: Sequence[Work],
         executor: Executor,
-        prepare: Callable[[Work], None],
+        set_up: Callable[[Work], None],
         wanted: Collection[str] | None,
     ):
-        self.executor, self.prepare = executor, prepare
+        self.executor, self.set_up = executor, set_up
         todo = to_do(works, [work.key for work in works] if wanted is None else wanted)
         self.awaited = {key for work in todo.values() for key in work.waits}
         self._order = _order(works)
@@ -410,7 +410,7 @@ class _Queue:
                 return  # until others end; smaller works would keep this one waiting for ever
             slots, free = free[:number], free[number:]
             log_of(work).parent.mkdir(parents=True, exist_ok=True)
-            self.prepare(work)
+            self.set_up(work)
             self.begun[work.key] = _Begun(work, self.executor.start(work, slots), slots)
             self.waiting.remove(work)
 
@@ -497,7 +497,7 @@ def _last_words(work: Work, status: int) -> str:
 # --------------------------------------------------------------------------------- a whole study
 
 
-def prepare(work: Work) -> None:
+def set_up(work: Work) -> None:
     """Write the recipe that a run is started with, or make the directory of a command's result. A
     work that is done but must be made again, because it is not whole, begins in an empty
     directory."""
@@ -532,7 +532,7 @@ def run_plan(
                 list(plan.works.values()),
                 executor,
                 changed,
-                prepare,
+                set_up,
                 wanted=plan.wanted,
                 pause=plan.root / "PAUSE",
                 tell=partial(say, error=True),
@@ -562,7 +562,7 @@ class StudyProgress(Progress):
         self.plan, self.slots, self.keep = plan, slots, keep
         self.open = to_do(plan.works.values(), plan.wanted)
         self.said: set[str] = set()
-        self.looked = time.monotonic()
+        self.looked = self.estimated = self.ended = time.monotonic()
         self._estimate()
         super().__init__("study", len(plan.works), "works", lines=False, stay=True)
 

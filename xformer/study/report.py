@@ -91,7 +91,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Drawing:
     """An SVG: drawn for the report, or files that a run has drawn. Those are shown as images, so
     that nothing within them can act on the page."""
 
@@ -108,7 +108,7 @@ class Section:
 
     title: str
     about: str = ""
-    figure: Figure | None = None
+    figure: Drawing | None = None
     run: Work | None = None  # that the figure is of
     grid: Grid | None = None
     note: str = ""
@@ -152,7 +152,7 @@ class Report:
     runs: Sequence[RunEntry]
 
 
-def build(results: Results, outcomes: dict[str, Outcome], directory: Path) -> Report:
+def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> Report:
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
     notes = Notes(Forecast(plan))
@@ -180,7 +180,7 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """Write report.html, report.md, their figures and results.csv into a directory. Returns the
     Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
-    report = build(results, outcomes, directory)
+    report = build_report(results, outcomes, directory)
     for section in report.sections:
         if section.figure is not None and section.figure.svg and section.figure.file:
             (directory / section.figure.file).write_text(section.figure.svg, encoding="utf-8")
@@ -259,7 +259,7 @@ def _table(results: Results, table: ScoreTable, notes: Notes) -> Section:
     rows = [[Entry(row[0].row), *(_cell(cell, table.digits) for cell in row)] for row in cells]
     drawing = None
     if table.show == "mean" and any(cell.sample for row in cells for cell in row):
-        drawing = Figure(svg=table_figure(table, cells, heads))
+        drawing = Drawing(svg=table_figure(table, cells, heads))
     return Section(
         table.title,
         _legend(results, table),
@@ -356,7 +356,7 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
             texts = (panel.name, line.name, str(line.runs), panel.value)
             rows.append([Entry(text) for text in (*texts, f"{end} at step {line.x[-1]:g}")])
     caption = "Mean over runs; bands are one standard deviation."
-    drawing = Figure(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
+    drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
     grid = Grid(("panel", "line", "runs", "number", "last point"), rows)
     return Section(curves.title, "", drawing, grid=grid, deviations=_deviations(notes, curves))
 
@@ -366,7 +366,7 @@ def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Secti
         work, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
-        drawing = Figure(f"{picture.name}.svg", "", *images)
+        drawing = Drawing(f"{picture.name}.svg", "", *images)
         yield Section(picture.title, "", drawing, work, deviations=_deviations(notes, picture))
 
 

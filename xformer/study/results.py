@@ -450,6 +450,7 @@ def _csv_rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[s
         metrics = results.metrics.get(work.key, {})
         if metrics:
             common["seconds"] = read_run_json(work.proof).get("seconds", "")
+        scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:
             yield {**common, "split": split, "metric": metric, "value": value}
@@ -469,9 +470,12 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
 
 
 class Ledger:
-    """The directory of the finished works of a plan; without a directory it holds nothing.
+    """Finished works as small files, KEY.zip each, so no result depends on a directory of runs.
 
-    Raises BadInput naming the first file that is damaged or holds what it may not.
+    For a run a file holds scores, settings, log, predictions and the checksum of the weights, but
+    not the weights; for a command its result; for both the pictures that the study shows. Without a
+    directory the ledger is empty. Raises BadInput naming the first file that is damaged or holds
+    something that it may not hold.
     """
 
     def __init__(self, directory: Path | None, plan: Plan):
@@ -487,7 +491,8 @@ class Ledger:
                     self.results[work.key] = result
 
     def unpack(self) -> None:
-        """Make of each file whose work is not here that work's directory, whole or not at all."""
+        """Unpack each file whose work is not here into that work's directory, whole or not at
+        all."""
         for key in self.results:
             work = self.plan.works[key]
             path = self._file(work)
@@ -502,8 +507,8 @@ class Ledger:
                     (directory / UNPACKED).touch()
 
     def keep(self, work: Work, again: bool) -> str:
-        """Write the file of a finished work, unless there is one. Then the line, for a run that was
-        made `again`, whether its weights are those of the first time; else nothing."""
+        """Write the file of a finished work, unless there is one. Returns a line for a run that was
+        made `again`, which says whether it has the same weights as the first time; else nothing."""
         path = self._file(work)
         if path is None:
             return ""
@@ -545,8 +550,8 @@ class Ledger:
         return {**members, KEY: f"{work.key}\n".encode()}
 
     def _forget_places(self, members: dict[str, bytes]) -> None:
-        """Name the directories of this machine in config.json by what they are, OUTPUT and XFORMER,
-        and put its new checksum into the manifest."""
+        """Replace the directories of this machine in config.json by the names OUTPUT and XFORMER,
+        and put the new checksum of config.json into the manifest."""
         text = members[CONFIG].decode()
         for place, name in ((self.plan.root.absolute(), "OUTPUT"), (provenance.ROOT, "XFORMER")):
             text = text.replace(f"{json.dumps(str(place))[1:-1]}/", f"{name}/")
@@ -587,8 +592,8 @@ def _holds_anything(directory: Path) -> bool:
 
 
 def _checksum(work: Work) -> bytes:
-    """A line on the weights that a run selected. Of a run that came out of a ledger it is what the
-    ledger says; nothing where the weights are gone."""
+    """A line with the checksum of the weights that a run selected. For a run that comes from the
+    kept results it is the line that they have. Nothing if the weights are gone."""
     weights, known = checkpoints.resolve(work.path) / "model.safetensors", work.path / WEIGHTS
     if not weights.is_file():
         return known.read_bytes() if known.is_file() else b""
