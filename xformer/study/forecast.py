@@ -136,7 +136,7 @@ class Forecast:
         return None if shape is None else with_dropout(shape, recipe.model)
 
     def unchecked(self, works: Iterable[Work]) -> int:
-        """How many of the works are runs from a model that is not there, so that nobody knows yet
+        """How many of the works are runs from a model that is not there, so it is not known yet
         whether they can use it."""
         return sum(work.recipe is not None and self.start(work) is None for work in works)
 

@@ -74,8 +74,9 @@ class Work:
 def to_do(
     works: Iterable[Work], wanted: Iterable[str], kept: Collection[str] = ()
 ) -> dict[str, Work]:
-    """What must be made, by key in the order of the works: the `wanted` ones that are not done, and
-    all they wait for that is not whole. `kept` are the keys of works whose results are kept."""
+    """The works that must be made, by key in the order of `works`: the `wanted` ones that are not
+    done, and all they wait for that is not whole. `kept` has the keys of works whose results are
+    kept."""
     by_key = {work.key: work for work in works}
     needed: set[str] = set()
     left = [key for key in wanted if not by_key[key].done and key not in kept]

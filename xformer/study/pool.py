@@ -1,4 +1,4 @@
-"""Running the works of a plan: the queue, where works run, and what is told meanwhile."""
+"""Running the works of a plan: where they run, in which order, and what the user sees meanwhile."""
 
 from __future__ import annotations
 
@@ -143,9 +143,10 @@ def local(jobs: int, per_device: int) -> Local:
 def _start_server(environment: dict[str, str]) -> None:
     """Start the process that works are forked from, in an environment, unless it runs.
 
-    When this process is killed, that one lives as long as its works. It gets none of the terminal
-    and pipes that are open here, or whoever reads one of them would wait for the works. SIGTERM is
-    blocked in it: a signal to all processes of a study is not for this one.
+    When this process is killed, the server lives as long as its works. It does not inherit the
+    terminal and pipes that are open here; otherwise a reader of one of them would wait for the
+    works. SIGTERM is blocked in it, because a signal to all processes of a study is not meant for
+    the server.
     """
     forkserver.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
@@ -168,9 +169,9 @@ def _start_server(environment: dict[str, str]) -> None:
 
 
 def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) -> None:
-    """Be `python ARGUMENTS` in a process that was forked for it, with its output in a log.
+    """Turn the forked process into `python ARGUMENTS`, with its output in a log.
 
-    SIGTERM was blocked until here, so that none is lost before the command can hear it.
+    SIGTERM was blocked until here, so that none is lost before the command can handle it.
     """
     numbers = (os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND))
     for number, file in enumerate((*numbers, numbers[1])):
@@ -250,7 +251,7 @@ class ClusterCommand:
     popen: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
-        # the cluster tells all processes of a job; the command is to hear it from this one
+        # the cluster signals all processes of a job; the command must hear it from this one only
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         with self.log.open("ab") as log:
             null = subprocess.DEVNULL
@@ -288,7 +289,7 @@ class ClusterCommand:
 @dataclass
 class Outcome:
     """How a work ended: "done", "there" (it was done before), "not needed" (it is not there, and no
-    work that is to be done waits for it), "failed" or "not run"."""
+    work that must be done waits for it), "failed" or "not run"."""
 
     work: Work
     state: str
@@ -318,8 +319,8 @@ def run_works(
     pause: Path | None = None,
     tell: Callable[[str], None] = say,
 ) -> dict[str, Outcome]:
-    """Run what must be done of the works, each when all it waits for is there, in the order of
-    `_order`; the outcome of each, by key.
+    """Run the works that must be done, each when all it waits for is there, in the order of
+    `_order`. Returns the outcome of each, by key.
 
     `wanted` are the keys of those that are run for their own sake; without it, all. One that fails
     does not stop the others, only those that wait for it. `set_up` is called before a work starts,
@@ -369,7 +370,7 @@ def _in_words(stopped: list[Work]) -> str:
 
 
 class _Queue:
-    """The works of a study on their way: waiting, begun, ended."""
+    """The works of a study: which wait, which run, which have ended."""
 
     def __init__(
         self,
@@ -407,7 +408,7 @@ class _Queue:
                 continue
             number = min(work.processes, self.executor.slots)
             if len(free) < number:
-                return  # until others end; smaller works would keep this one waiting for ever
+                return  # wait for others to end; smaller works could keep this one waiting for ever
             slots, free = free[:number], free[number:]
             log_of(work).parent.mkdir(parents=True, exist_ok=True)
             self.set_up(work)
@@ -516,8 +517,9 @@ def set_up(work: Work) -> None:
 def run_plan(
     plan: Plan, executor: Executor, keep: Callable[[Work, bool], str]
 ) -> dict[str, Outcome]:
-    """Run what must be done of a plan, showing how far it is and when it will be done. `keep` is
-    called with each work that is done and whether it was made now; what it returns is told."""
+    """Run the works of a plan that must be done, and show how far it is and how long it will take.
+    `keep` is called with each work that is done and whether it was made now. It returns a line for
+    the user, or nothing."""
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
     try:
@@ -555,8 +557,8 @@ def newest_numbers(works: Iterable[Work]) -> dict[str, float]:
 
 
 class StudyProgress(Progress):
-    """What is said while a study runs: a line for each work that ends and one a minute in a log,
-    with the time left, and a bar on a terminal."""
+    """What the user sees while a study runs: in a log a line for each work that ends and one each
+    minute, with the time left; on a terminal a bar too."""
 
     def __init__(self, plan: Plan, slots: int, keep: Callable[[Work, bool], str]):
         self.plan, self.slots, self.keep = plan, slots, keep

@@ -1,4 +1,4 @@
-"""Finished runs: their scores, averaged and set into tables, and the small files that keep them."""
+"""Finished runs: their scores, averaged and tabulated, and the small files that keep them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Line:
-    """A number of the log: mean and standard deviation over some runs, by step."""
+    """Mean and standard deviation of a number of the log over some runs, by step."""
 
     name: str
     runs: int
@@ -184,7 +184,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """The lines of one level, of one number of the log."""
+    """The lines of one number of the log at one level of a factor."""
 
     name: str
     value: str
@@ -325,8 +325,8 @@ class Results:
     def statistics(self, summary: Summary) -> list[list[Statistic]]:
         """A summary's rows: the statistics of a table's cells at each level of a factor.
 
-        A cell counts once, by its mean over runs. The deviation is that of a sample, and quartiles
-        are interpolated, as pandas does. The papers do it so.
+        A cell counts once, by its mean over runs. As in the papers, the deviation is that of a
+        sample and quartiles are interpolated, which is what pandas does.
         """
         table = self.study.table(summary.table)
         width = len(self.study.columns(table))  # without the means

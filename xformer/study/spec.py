@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -128,12 +128,25 @@ class Published(Settings):
         return self
 
 
-class ScoreTable(Settings):
-    """Scores of one stage by two of its factors, averaged over every other factor."""
+class Shown(Settings):
+    """What a report shows of one stage's runs: a table, curves or a picture."""
 
+    kind: ClassVar[str]
     name: str
     title: str
     stage: str
+    # Only the runs at these levels.
+    where: Levels = Field({})
+
+    def factors(self) -> tuple[str, ...]:
+        """The factors that it is laid out by."""
+        return ()
+
+
+class ScoreTable(Shown):
+    """Scores of one stage by two of its factors, averaged over every other factor."""
+
+    kind = "table"
     rows: str
     # A factor; or "metric": then there is a column for each name in `metric`.
     columns: str
@@ -144,8 +157,6 @@ class ScoreTable(Settings):
     split: str = "test"
     # Show 100 times the score, as the papers do.
     percent: bool = True
-    # Only the runs at these levels.
-    where: Levels = Field({})
     # A stage whose scores are subtracted, each at the same levels of its factors.
     minus: str = ""
     # What a cell is: the mean over runs, or their standard deviation.
@@ -161,6 +172,9 @@ class ScoreTable(Settings):
     # run of a claim scores more, the claim stays undecided.
     chance: dict[str, float] = Field({})
     published: Published | None = None
+
+    def factors(self) -> tuple[str, ...]:
+        return (self.rows,) if self.columns == METRIC else (self.rows, self.columns)
 
     @property
     def digits(self) -> int:
@@ -194,35 +208,30 @@ class Summary(Settings):
     published: Published | None = None
 
 
-class Curves(Settings):
+class Curves(Shown):
     """Curves from the logs of one stage's runs: a panel for each level of one factor, a line for
     each level of another. A line is the mean over all other factors, in a band of one standard
     deviation."""
 
-    name: str
-    title: str
-    stage: str
+    kind = "curves"
     panels: str
     lines: str
     # A number of the log's training lines.
     value: str = "loss"
     # A number of the log's validation lines, drawn below, or one for each panel.
     validation: str | dict[str, str] = ""
-    # Only the runs at these levels.
-    where: Levels = Field({})
+
+    def factors(self) -> tuple[str, ...]:
+        return self.panels, self.lines
 
 
-class Picture(Settings):
+class Picture(Shown):
     """A figure that the first finished run of a stage drew, such as one of python -m
     xformer.analysis."""
 
-    name: str
-    title: str
-    stage: str
+    kind = "picture"
     # The SVG in `{out}`. If NAME-dark.svg lies beside it, dark screens show that one.
     file: str
-    # Only a run at these levels.
-    where: Levels = Field({})
 
 
 class Claim(Settings):
@@ -291,11 +300,8 @@ class Deviation(Settings):
 
     def concerns(self, shown: Shown) -> bool:
         """Whether a report shows it below a table or figure."""
-        kinds = {ScoreTable: self.tables, Curves: self.curves, Picture: self.pictures}
-        return shown.name in kinds[type(shown)] or not any(kinds.values())
-
-
-Shown = ScoreTable | Curves | Picture
+        named = {"table": self.tables, "curves": self.curves, "picture": self.pictures}
+        return shown.name in named[shown.kind] or not any(named.values())
 
 
 class Study(Settings):
@@ -460,15 +466,11 @@ def _check(study: Study) -> None:
     names = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
         _known(name, names[kind], f"{{{kind}.{name}}}")
-    for table in study.tables:
-        with within(f"table {table.name}"):
-            _check_table(study, table)
-    for curves in study.curves:
-        with within(f"curves {curves.name}"):
-            _check_factors(study, curves, (curves.panels, curves.lines))
-    for picture in study.pictures:
-        with within(f"picture {picture.name}"):
-            _check_factors(study, picture, ())
+    for shown in study.shows():
+        with within(f"{shown.kind} {shown.name}"):
+            _check_factors(study, shown)
+            if isinstance(shown, ScoreTable):
+                _check_table(study, shown)
     if study.registration is not None and study.claims:
         _known(SEED, study.registration.seeds, "registration")
     tables = {table.name: table for table in study.tables}
@@ -526,11 +528,9 @@ def _check_stage(study: Study, name: str) -> None:
 
 
 def _check_table(study: Study, table: ScoreTable) -> None:
-    by_metric = table.columns == METRIC
-    _check_factors(study, table, (table.rows,) if by_metric else (table.rows, table.columns))
     if table.rows == table.columns:
         raise BadInput(f"rows and columns are both {table.rows!r}")
-    if by_metric and not isinstance(table.metric, dict):
+    if table.columns == METRIC and isinstance(table.metric, str):
         raise BadInput(f'columns="{METRIC}" needs metric.NAME=METRIC')
     if isinstance(table.metric, dict):
         for column in study.columns(table):
@@ -547,11 +547,11 @@ def _check_table(study: Study, table: ScoreTable) -> None:
             _known(factor, study.factors(table.stage))
 
 
-def _check_factors(study: Study, shown: Shown, factors: Iterable[str]) -> None:
+def _check_factors(study: Study, shown: Shown) -> None:
     """Refuse a table or figure of a stage, a factor or a level that does not exist."""
     _known(shown.stage, study.stages)
     every = study.factors(shown.stage)
-    for factor in (*factors, *shown.where):
+    for factor in (*shown.factors(), *shown.where):
         _known(factor, every)
     for factor, level in shown.where.items():
         _known(level, every[factor])
