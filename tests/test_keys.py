@@ -83,7 +83,7 @@ def as_before(run: Path) -> None:
 
 
 def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
-    """As the code of before wrote it, here without what is of no account."""
+    """As earlier code wrote it, here without the parts that do not matter."""
     system = {"threads": 2, "shard": "none"}
     old = {"data": {"store": "stores/a", "fraction": 0.5}, "head": "mlm", "system": system}
     content: dict[str, Any] = {
@@ -117,7 +117,7 @@ Monitor.advance = advance
 
 
 def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Continued it equals one that never stopped; evaluated, verified, and refused as it was."""
+    """Continued, it equals a run that never stopped. It is evaluated and verified as before."""
     runs = [tmp_path / "whole", tmp_path / "parts"]
     settings = ["train.steps=6", "train.checkpoint_every=3", "train.log_every=1", "fraction=0.5"]
     lines = [training(SMOKE, data.text, run, *settings) for run in runs]
@@ -166,8 +166,8 @@ columns = "seed"
 
 
 def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Nothing runs again, the numbers are the same, and another precision is another run, which is
-    never taken for one that lies there."""
+    """Nothing runs again and the numbers are the same. Another precision is another run, which is
+    never mistaken for the existing one."""
     file, root = tmp_path / "one.toml", tmp_path / "studies"
     line: list[str | Path] = ["-m", "xformer.study", file, "scale=mini", f"output={root}", "jobs=1"]
 

@@ -116,8 +116,8 @@ def test_a_wrong_placeholder_is_refused_at_planning(
         "--dry-run",
         f"output={tmp_path / 's'}",
     ]
-    found = forks.run(*line)
-    refused(found, f"{file}: notes: ", words)
+    ended = forks.run(*line)
+    refused(ended, f"{file}: notes: ", words)
 
 
 DEVIATIONS = """
@@ -200,9 +200,9 @@ NUMBER = re.compile(rf"\d|\b({WORDS.replace(' ', '|')})\b", re.IGNORECASE)
 
 
 def typed(text: str) -> str:
-    """The first number that is typed by hand in a sentence; empty where there is none."""
-    found = NUMBER.search(NAMES.sub("", PLACEHOLDER.sub("", text)))
-    return found[0] if found else ""
+    """The first number that is typed by hand in a sentence; empty if there is none."""
+    match = NUMBER.search(NAMES.sub("", PLACEHOLDER.sub("", text)))
+    return match[0] if match else ""
 
 
 def test_typed_numbers_are_seen() -> None:
@@ -339,11 +339,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
         f"output={tmp_path / 's'}",
     ]
     for needs in ([], [f"needs.data={letters}"]):
-        found = forks.run(*line, *needs)
+        ended = forks.run(*line, *needs)
         if words:
-            refused(found, f"{file}: ", *words)
+            refused(ended, f"{file}: ", *words)
         else:
-            assert "works" in good(found).out
+            assert "works" in good(ended).out
     assert not (tmp_path / "s").exists()
 
 
@@ -364,8 +364,8 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     shown = good(forks.run(*line)).out
     assert "missing: model" in shown
     assert "runs are not checked yet: the model that they start from is missing" in shown
-    found = forks.run(*line, f"needs.model={tmp_path / 'model'}")
-    refused(found, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
+    ended = forks.run(*line, f"needs.model={tmp_path / 'model'}")
+    refused(ended, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
     changed(file, finetune("batch.max_tokens = 20"))
     refused(forks.run(*line, f"needs.model={tmp_path / 'model'}"), "another tokenizer")
     changed(file, finetune("mapping = 'symbols:0'"))
@@ -375,7 +375,7 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
 def test_a_transplant_reads_what_its_tokenizer_wrote(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """An encoder of letters with the words of another one reads that one's words."""
+    """An encoder of letters that gets the words of another encoder can read that one's store."""
     start = training(SMOKE, data.splice, tmp_path / "letters", "train.steps=1")
     good(forks.run(*start))
     line = training(
@@ -447,13 +447,13 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     root = tmp_path_factory.mktemp("models")
     models = {name: imported(root / name, of, **sizes) for name, (of, sizes) in FAMILIES.items()}
     models |= {name: micro(root / name) for name in MICRO}
-    found = {}
+    forecasts = {}
     for path, scale in SCALES:
         study = read_study(path, scale)
         mini = {"bert": models["minilm"]} if scale == "mini" else {}  # so the need is called there
         known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
-        found[path, scale] = Forecast(Plan(study, root / "studies", known))
-    return found
+        forecasts[path, scale] = Forecast(Plan(study, root / "studies", known))
+    return forecasts
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
@@ -461,8 +461,8 @@ def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> N
     study = plans[path, scale].plan.study
     for text in (*study.notes, *(one.ours for one in study.deviations)):
         assert not typed(text), f"{typed(text)} in {text!r}"
-    found = Notes(plans[path, scale])
-    said = [*found.notes, *(text for one in found.deviations for text in one.cells())]
+    filled = Notes(plans[path, scale])
+    said = [*filled.notes, *(text for one in filled.deviations for text in one.cells())]
     assert "?" not in "".join(said)  # every value is known where the models are
 
 

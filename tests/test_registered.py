@@ -92,7 +92,8 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
 
 
 def test_a_side_branch_changes_nothing(file: Path) -> None:
-    """A claim that a branch holds counts from there on, whatever another one did meanwhile."""
+    """A claim counts from the commit of the branch that holds it, whatever another branch did
+    meanwhile."""
     text = file.read_text()
     file.unlink()
     (file.parent / "other.toml").write_text("")
@@ -151,19 +152,19 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 ) -> None:
     scores = {"pretrained": [0.5, 0.52, 0.51, 0.53], "scratch": [0.4, 0.41, 0.43, 0.42]}
     text = file.read_text().replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]")
-    found: list[Verdict] = []
+    three: list[Verdict] = []
     for old, new in (
         ("x", "x"),
         ('"none"\n[scales', '"seeds 4 and 5"\n[scales'),
         ('columns = "rate"\n', 'columns = "rate"\nchance = { low = 0.6, high = 0.6 }\n'),
     ):
         file.write_text(text.replace(old, new))
-        root = tmp_path / str(len(found))
+        root = tmp_path / str(len(three))
         root.mkdir()
         plan = plan_of(file, root, data=str(tmp_path / "data"))
         finish(plan, lambda seed, start, rate: scores[start][int(seed)])
-        found.append(verdicts(Results(plan))[0])
-    once, twice, floor = found
+        three.append(verdicts(Results(plan))[0])
+    once, twice, floor = three
     assert [p for *_, p in twice.parts] == pytest.approx([2 * p for *_, p in once.parts if p])
     assert (once.state, floor.state) == ("holds", "undecided")
     assert not floor.learnt
@@ -172,13 +173,13 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 @pytest.mark.parametrize(("pairs", "effect"), [(3, 2.0), (5, 1.682), (10, 0.996), (34, 0.495)])
 def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
     """By simulation: the test of so many pairs finds the effect in four of five cases."""
-    found = detectable(pairs)
+    detected = detectable(pairs)
     rng = np.random.default_rng(pairs)
-    samples = rng.normal(found, 1.0, (4000, pairs))
+    samples = rng.normal(detected, 1.0, (4000, pairs))
     hits = np.mean([paired_test(list(s), [0.0] * pairs).p < 0.05 for s in samples])  # type: ignore[operator]
     assert hits == pytest.approx(0.8, abs=0.02)
     if pairs > 3:
-        assert found == pytest.approx(effect, abs=2e-3)
+        assert detected == pytest.approx(effect, abs=2e-3)
     assert detectable(1) == float("inf")
 
 

@@ -73,7 +73,8 @@ def test_help_shows_both_defaults(forks: Forks) -> None:
 
 
 def test_runs_from_before_continue(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """AdamW's runs always said 0.01. Adam's said so too: what they were made with must be typed."""
+    """AdamW's runs always said 0.01. Adam's runs said so too, so to continue one you must type
+    0.01."""
     for name, more in (("adamw", []), ("adam", ["optim.weight_decay=0.01"])):
         run = tmp_path / name
         line = training(SMOKE, data.text, run, "train.select=last", f"optim.name={name}")
@@ -129,7 +130,7 @@ def test_no_recipe_inherits_another_optimizers_settings() -> None:
 
 @pytest.mark.parametrize("scale", ["mini", "paper"])
 def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
-    """What once differed from the papers without a word."""
+    """Settings that once differed from the papers, which no report said."""
 
     def runs(name: str) -> list[tuple[Work, Recipe]]:
         return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
@@ -379,8 +380,8 @@ train.prepare = prepare
 def test_validation_that_is_not_finite_ends_a_run(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """It was never the best, without a word: here it is only the validation set that has the
-    unknown sign, so that training itself is finite."""
+    """Once such a validation was just never the best. Here only the validation set has the unknown
+    sign, so training itself is finite."""
     raw, store, run = tmp_path / "raw", tmp_path / "store", tmp_path / "run"
     raw.mkdir()
     lines = (data.raw / "classes/train.tsv").read_text().splitlines()
@@ -399,7 +400,7 @@ def test_validation_that_is_not_finite_ends_a_run(
 def test_an_infinite_label_is_named(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """preprocess.py refuses it; a store of another program's may hold it."""
+    """preprocess.py refuses it, but a store that another program wrote may hold it."""
     store = tmp_path / "store"
     good(
         forks.run(

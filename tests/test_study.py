@@ -558,7 +558,7 @@ else:
 
 
 class Slow:
-    """An executor whose works run until they are let go, or asked to stop."""
+    """An executor whose works run until the test ends them, or until they are asked to stop."""
 
     slots = 2
 
@@ -616,8 +616,8 @@ def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
 
 
 def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
-    """It took the run's lock after the queue had looked: the second start fails, and is not the
-    end of it."""
+    """It took the run's lock after the queue had looked, so the second start fails. The queue goes
+    on waiting."""
     run = replace(work(tmp_path, "run", ""), recipe={})
     run = replace(run, proof=tmp_path / "run/result.json")
     run.path.mkdir()
@@ -653,7 +653,8 @@ def test_a_copied_run_is_refused(file: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
-    """Also if the plan has them last; a store goes before the pre-trainings behind it."""
+    """This also holds if the plan has them last. A store goes before the pre-trainings that follow
+    it."""
     store = work(tmp_path, "store", "")
     runs = [work(tmp_path, "a", ""), work(tmp_path, "b", "", "store"), work(tmp_path, "c", "")]
     runs += [work(tmp_path, f"{name}1", "", name) for name in "abc"]
@@ -718,7 +719,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_pause_reaches_processes(tmp_path: Path) -> None:
-    """They hear SIGTERM as commands do, and are started again."""
+    """Processes get SIGTERM, as commands do, and are started again."""
     pause = tmp_path / "PAUSE"
     long, plain = work(tmp_path, "long", INTERRUPTED), work(tmp_path, "plain", PLAIN)
     told: list[str] = []
@@ -744,7 +745,8 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
 
 
 def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
-    """What nothing waits for is not made; what has a result alone is made again for what waits."""
+    """A work that nothing waits for is not made. One that has only its result is made again if
+    another work waits for it."""
 
     def run(name: str, *waits: str) -> Work:
         path = tmp_path / name
@@ -789,7 +791,8 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
 
 
 def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> None:
-    """With one thread and no CUDA; what a command sees of its process is as ever."""
+    """The process has one thread and no CUDA. A command sees the usual arguments and
+    environment."""
     code = (
         "import json, os, signal, sys; early = 'xformer.train' in sys.modules; import torch;"
         "P.write_text(json.dumps([early, len(os.listdir('/proc/self/task')), "
@@ -1010,7 +1013,8 @@ def test_a_kill_leaves_no_half_of_a_kept_run(
 
 
 def test_what_a_command_left_is_kept(file: Path, data: Path, tmp_path: Path) -> None:
-    """Its result and the pictures that the study shows; what waits for more has it made again."""
+    """Its result and the pictures that the study shows are kept. If another work needs more, the
+    command runs again."""
     file.write_text(
         STUDY.replace(
             "[[tables]]",
@@ -1058,7 +1062,7 @@ file = "x.svg"
 
 
 def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path: Path) -> None:
-    """From what the finished runs of a stage took, here or in a ledger."""
+    """It is estimated from the finished runs of a stage, here or in a ledger."""
     plan, kept = a_ledger(file, data, tmp_path)
     shutil.rmtree(plan.root)
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"))
@@ -1077,7 +1081,8 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
 def test_a_study_that_is_killed_loses_nothing(
     forks: Forks, file: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Alone, so that its run goes on without it, and with all its processes."""
+    """First the study alone is killed, so its run goes on without it; then all its processes
+    are."""
     changed(
         file,
         ("vary.seed = [0, 1]", "vary.seed = [0]"),
@@ -1123,12 +1128,14 @@ def test_a_study_that_is_killed_loses_nothing(
 def test_paired_differences_are_scipys() -> None:
     rng = np.random.default_rng(3)
     a, b = rng.normal(1, 1, 7), rng.normal(0, 1, 7)
-    found = paired_test(list(a), list(b), 0.25)
+    difference = paired_test(list(a), list(b), 0.25)
     theirs = stats.ttest_1samp(a - b, 0.25)
-    assert found.mean == pytest.approx((a - b).mean())
-    assert found.p == pytest.approx(theirs.pvalue)
+    assert difference.mean == pytest.approx((a - b).mean())
+    assert difference.p == pytest.approx(theirs.pvalue)
     low, high = stats.ttest_1samp(a - b, 0).confidence_interval(0.95)
-    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))  # type: ignore[operator]
+    assert (difference.mean - difference.half, difference.mean + difference.half) == pytest.approx(
+        (low, high)
+    )  # type: ignore[operator]
     assert paired_test([2.0], [1.0]).p is None
     assert paired_test([2.0, 3.0], [1.0, 2.0]).p is None  # no spread: nothing to test with
     assert paired_test([80.1, 80.3], [80.0, 80.2], -3.0).p is None
@@ -1143,10 +1150,10 @@ def test_holm_steps_down() -> None:
 
 def test_a_summary_shows_all_there_is() -> None:
     few = [0.5, 0.7, 0.9, 0.6]
-    found = sample_of(few)
-    assert (found.mean, found.median) == pytest.approx((0.675, 0.65))
-    assert found.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
-    assert found.interval == pytest.approx(stats.ttest_1samp(few, 0).confidence_interval(0.95))
+    sample = sample_of(few)
+    assert (sample.mean, sample.median) == pytest.approx((0.675, 0.65))
+    assert sample.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
+    assert sample.interval == pytest.approx(stats.ttest_1samp(few, 0).confidence_interval(0.95))
     many = [0.5, 0.7, 0.9, 0.6, 0.4, 0.8, 0.65, 0.55]
     interval = sample_of(many).interval
     assert interval is not None
@@ -1321,8 +1328,8 @@ def test_differences_deviations_means_summaries_and_curves(
 
 
 def test_huangs_summaries_are_of_huangs_differences() -> None:
-    """The statistics of the differences that figures 5 and 6 print are those of figures 7 to 10, to
-    their rounding; but for the count and a cell of figure 10 that is misprinted."""
+    """Figures 7 to 10 print the statistics of the differences in figures 5 and 6, up to rounding.
+    The count and one misprinted cell of figure 10 differ."""
     study = read_study(ROOT / "recipes/studies/huang2021-heads.toml", "paper")
     tables = {table.name: table.published for table in study.tables}
     for summary in study.summaries:
@@ -1331,7 +1338,7 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
         assert wanted is not None
         far = []
         for level in wanted.rows:
-            found = [
+            numbers = [
                 float(x)
                 for x in (
                     cells.rows[level]
@@ -1339,7 +1346,7 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
                     else [row[cells.columns.index(level)] for row in cells.rows.values()]
                 )
             ]
-            for name, value in statistics_of(found).items():
+            for name, value in statistics_of(numbers).items():
                 number = wanted.number(level, name)
                 assert value is not None
                 assert number is not None
@@ -1416,7 +1423,7 @@ def test_a_need_may_be_installed(
 
 
 def test_a_need_may_be_a_glob(file: Path, data: Path, tmp_path: Path) -> None:
-    """Its directory must be there; what lies in it belongs to the key."""
+    """Its directory must exist. The content of the directory belongs to the key."""
     changed(file, ("{need.data}/train.txt", "{need.data}/t*.txt"))
     assert "made.letters" in {w.name for w in plan_of(file, tmp_path).works.values() if w.missing}
     keys = []
@@ -1451,7 +1458,7 @@ def test_a_claim_may_fail_or_stay_open(
 
 
 def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:
-    """Three levels of another factor are no further pairs, in claims, cells and means."""
+    """Three levels of another factor do not add pairs, in claims, cells and means."""
     depths = "".join(f"\nvary.depth.{x} = {{ optim.warmup = {i} }}" for i, x in enumerate("abc"))
     changed(file, ("vary.seed = [0, 1]", f"vary.seed = [0, 1]{depths}"), ('each = "rate"', ""))
     plan = plan_of(file, tmp_path, data=str(data))
@@ -1478,7 +1485,8 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
-    """Also behind other text, with what is below a need; and all of them are waited for."""
+    """Places may follow other text, and may have a path below a need. The work waits for all of
+    them."""
     (data / "sub").mkdir()
     changed(
         file,
@@ -1510,7 +1518,8 @@ file = "p.svg"
 
 
 def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
-    """As of a second study, or of one that was killed and left its runs behind."""
+    """Such a process belongs to a second study, or to one that was killed and left its runs
+    behind."""
     work_ = work(tmp_path, "shared", "1/0")
     shared = replace(work_, path=tmp_path / "run", proof=tmp_path / "run/result.json")
     shared.path.mkdir()
@@ -1536,7 +1545,7 @@ def test_gpus_are_those_that_the_process_may_see(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    local, found = pool.local(0, 2), []
+    local, seen = pool.local(0, 2), []
     assert local.slots == 4
     for slot in range(4):
         shows = work(
@@ -1544,8 +1553,8 @@ def test_gpus_are_those_that_the_process_may_see(
         )
         job = local.start(shows, [slot])
         job.join()
-        found.append(shows.proof.read_text())
-    assert found == ["6", "7", "6", "7"]
+        seen.append(shows.proof.read_text())
+    assert seen == ["6", "7", "6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -1553,7 +1562,7 @@ def test_gpus_are_those_that_the_process_may_see(
     [
         ("version.json", "[]", "says no version"),
         ("version.json", "{}", "says no version"),
-        ("digests.json", "[]", ""),  # what it remembers can be found out again
+        ("digests.json", "[]", ""),  # a damaged file only costs time
         ("digests.json", "{", ""),
         ("result.json", "{}", "does not say how many seconds"),
         ("result.json", "[]", "does not say how many seconds"),
@@ -1591,7 +1600,7 @@ def test_damaged_files_of_a_study(
 
 
 def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path) -> None:
-    """Of the runs as they are scored, or of all their validations."""
+    """The best is that of the scored runs, or of all their validations."""
     best = 'columns = "rate"\nsplit = "valid"\nbest = "{}"'
     changed(file, ('columns = "rate"', best.format("epoch")))
     plan = plan_of(file, tmp_path, data=str(data))
@@ -1638,7 +1647,7 @@ def test_a_metric_may_be_the_mean_of_two_splits(file: Path, data: Path, tmp_path
 
 
 def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: Path) -> None:
-    """A table would show it, or die of it."""
+    """Otherwise a table would show it, or fail on it."""
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, **_: float("nan") if seed == "1" else 0.5)
     words = r"result\.json: test\.accuracy of finetune seed=1 start=pretrained rate=low is nan"
@@ -1727,20 +1736,21 @@ def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
     run = plan.runs("finetune")[0]
     click = "document.querySelectorAll('table')[1].querySelectorAll('th')[2].click();"
     wide = "document.body.append('width ' + (document.documentElement.scrollWidth <= innerWidth))"
-    found = in_chromium(path, click + wide, f"#run-{run.key}")
-    assert re.search(rf'<details id="run-{run.key}" open="">', found)  # a link opens its run
-    assert "width true" in found
-    rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", found)
+    dom = in_chromium(path, click + wide, f"#run-{run.key}")
+    assert re.search(rf'<details id="run-{run.key}" open="">', dom)  # a link opens its run
+    assert "width true" in dom
+    rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", dom)
     assert rows == ["pretrained", "scratch"]  # falling: pretrained has the higher score
-    found = in_chromium(path, click + click)
-    assert re.findall(r"<tr><td>(pretrained|scratch)</td>", found) == ["scratch", "pretrained"]
+    dom = in_chromium(path, click + click)
+    assert re.findall(r"<tr><td>(pretrained|scratch)</td>", dom) == ["scratch", "pretrained"]
 
 
 # --------------------------------------------------------------------------------- the command
 
 
 def test_what_a_command_draws_is_shown(file: Path, data: Path, tmp_path: Path) -> None:
-    """Settings become arguments of a command; its figure stands in the report, and acts not."""
+    """Settings become arguments of a command. Its figure stands in the report, but its scripts do
+    not run."""
     file.write_text(
         STUDY.replace(
             "[[tables]]",
@@ -1861,7 +1871,7 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
-    found = forks.run(
+    ended = forks.run(
         "-m",
         "xformer.study",
         file,
@@ -1870,7 +1880,7 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
         f"output={tmp_path / 's'}",
         f"needs.data={data}",
     )
-    refused(found, "executor=local" if shutil.which("sbatch") is None else "executor=")
+    refused(ended, "executor=local" if shutil.which("sbatch") is None else "executor=")
 
 
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
