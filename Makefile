@@ -1,16 +1,22 @@
-# make demo    the main job on an embedded default, 6 to 10 minutes on 2 cores
-# make test    the suite, 7 minutes on 2 cores
-# make test-slow   what it leaves out: the wheel, built and used outside of the checkout, minutes
-# make check   lint, format, types
-# make faults  processes killed, disks full, files damaged, ranks lost: about an hour on 2 cores
-# make bench DATA=DIR   the speed beside transformers, about 40 minutes on 2 cores
+# make demo            pre-train, fine-tune and report on text that comes with Python: 6 to 10 minutes on 2 cores
+# make test            run the suite: 7 minutes on 2 cores
+# make test-slow       build the wheel and use it outside of the checkout: some minutes
+# make check           check lint, format and types
+# make format          fix lint and format
+# make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
+# make bench DATA=DIR  measure the speed beside transformers: about 40 minutes on 2 cores
+# make clean           delete .venv and the build files
+# All but clean first make the environment .venv if it is missing. PYTHON=python3.12 chooses its Python.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow faults check format bench data-given clean
+.PHONY: help demo test test-slow faults check format bench data-given clean
 
-# one environment for everything; made anew when what it should hold changes
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+# one environment for everything; it is rebuilt when its requirements change
 .venv/ready: pyproject.toml setup.py constraints.txt xformer/ops/native.cpp
 	$(PYTHON) -c 'import sys; sys.exit("xformer needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv --clear .venv
@@ -44,7 +50,7 @@ bench: data-given .venv/ready
 	$(BIN)/python -m benchmarks.run --data '$(DATA)' --output docs
 
 data-given:
-	@test -n "$(DATA)" || { echo 'error: give the raw data, make bench DATA=DIR; docs/benchmarks.md says what it holds' >&2; exit 2; }
+	@test -n "$(DATA)" || { echo 'error: DATA is not set; type make bench DATA=DIR (docs/benchmarks.md says what DIR holds)' >&2; exit 2; }
 
 clean:
 	rm -rf .venv build *.egg-info

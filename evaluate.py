@@ -5,16 +5,17 @@
     python evaluate.py runs/english text='The [MASK] sat on the mat.' top=10
     python evaluate.py runs/cola input=sentences.csv out=predictions.tsv
 
-CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
+The first argument is the directory of a checkpoint, or of a finished run, which stands for the
+checkpoint that train.select chose.
 """
 
 from xformer.start import run
 
 
 def main() -> None:
-    # imported here: torch may be imported only after `run` has prepared this process
+    # imported here, because `run` must prepare this process before torch is imported
     from xformer.evaluate import main
-    from xformer.preprocess.predict import write_rows
+    from xformer.preprocess.tasks.predict import write_rows
 
     main(write_rows)
 

@@ -1,4 +1,4 @@
-"""Raw files -> stores that training reads.
+"""Turn raw files into stores for training.
 
     python preprocess.py fetch --list
     python preprocess.py tokenizer --kind wordpiece --input corpus.txt --vocab-size 30000 \\
@@ -15,14 +15,14 @@
     python preprocess.py stats stores/corpus
     python preprocess.py verify stores/corpus
 
-`python preprocess.py COMMAND --help` explains every option.
+`python preprocess.py COMMAND --help` explains every option of a command.
 """
 
 from xformer.start import run
 
 
 def main() -> None:
-    # imported here, so that Ctrl-C is answered in one line from the first moment on
+    # imported here, so that Ctrl-C during the import ends in one line too
     from xformer.preprocess.cli import main
 
     main()

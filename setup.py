@@ -1,6 +1,6 @@
-"""pyproject.toml declares everything but the packages and the C++ operations.
+"""Declares the packages and the C++ operations. pyproject.toml declares everything else.
 
-Two folders of the checkout are installed inside of the package xformer: preprocess/ as
+Two folders of the checkout are installed inside the package xformer: preprocess/ with its rooms as
 xformer.preprocess, and recipes/ as data. xformer/ops/native.cpp is compiled for the processor of
 this machine. Set $CXX to use a compiler other than c++. If it cannot be compiled, the installation
 goes on without it.
@@ -27,7 +27,7 @@ FLAGS = [
 
 
 class BuildNative(build_ext):
-    """Compiles native.cpp, and writes into the library what it was made from and for."""
+    """Compiles native.cpp, and records in the library its source, compiler and processor."""
 
     def build_extension(self, extension: Extension) -> None:
         """Raises CompileError if it fails; setuptools then installs without the library."""
@@ -41,7 +41,7 @@ class BuildNative(build_ext):
         out.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
         features = processor_features()
-        # GCC would choose vectors of half the width for some of these processors.
+        # For some of these processors, GCC would choose vectors of half the width.
         wide = ["-mprefer-vector-width=512"] if "avx512f" in features.split() else []
         version = run([*compiler, "--version"])
         source = hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()
@@ -57,13 +57,13 @@ class BuildNative(build_ext):
 
 
 def processor_features() -> str:
-    """The features of this processor, as Linux names them."""
+    """The features of this processor, by Linux's names."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((x.partition(":")[2].strip() for x in lines if x[:5] in ("flags", "Featu")), "")
 
 
 def run(command: list[str]) -> str:
-    """What a command prints. Raises CompileError if it fails."""
+    """The output of a command. Raises CompileError if it fails."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=300
@@ -77,7 +77,7 @@ def run(command: list[str]) -> str:
 
 setup(
     packages=[
-        *find_packages(include=["xformer", "xformer.*"]),  # also the name xformer.preprocess
+        *find_packages(include=["xformer", "xformer.*"]),  # includes the bridge xformer.preprocess
         *(f"xformer.preprocess.{name}" for name in find_packages("preprocess")),
         "xformer.recipes",
     ],

@@ -1,27 +1,27 @@
-r"""Pre-train or fine-tune: one loop, told what to do by a recipe.
+r"""Pre-train or fine-tune a model, as a recipe says.
 
     # one process
     python train.py recipes/pretrain/mini.toml data=stores/english run=runs/english
     # two processes on this machine
     torchrun --standalone --nproc-per-node 2 train.py recipes/pretrain/mini.toml \
         data=stores/english run=runs/english
-    # two machines; on the second --node-rank 1
+    # two machines; on the second with --node-rank 1
     torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 train.py ...
-    # fine-tune what came out, and its from-scratch twin
+    # fine-tune the result, and its from-scratch baseline (twin)
     python train.py recipes/finetune/classify.toml data=stores/cola init=runs/english run=runs/cola
     python train.py recipes/finetune/classify.toml data=stores/cola init=runs/english \
         surgery='[{op="clean"}]' run=runs/cola-scratch
 
-A recipe is a TOML file, or the name of one that comes with the package: `xformer recipes` lists
-those. The same command again continues a stopped run exactly where it was. A value is parsed as
-TOML, else taken as a bare string; data='["stores/a", "stores/b"]' joins the rows of two stores.
+A recipe is a TOML file, or the name of one that comes with the package; `xformer recipes` lists
+them. The same command again continues a stopped run exactly where it was. A value is parsed as
+TOML, and else taken as a string; data='["stores/a", "stores/b"]' joins the rows of two stores.
 """
 
 from xformer.start import run
 
 
 def main() -> None:
-    # imported here: torch may be imported only after `run` has prepared this process
+    # imported here, because `run` must prepare this process before torch is imported
     from xformer.train import main
 
     main()

@@ -1,1 +1,1 @@
-"""Side-by-side measurements; `docs/benchmarks.md` holds what they printed."""
+"""Measurements of speed and agreement; docs/benchmarks.md has their results."""

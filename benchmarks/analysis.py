@@ -1,22 +1,22 @@
-"""The analyses beside the obvious way to do each, in one run.
+"""Time each analysis next to the obvious way to do it, in one run.
 
     python -m benchmarks.analysis
     python -m benchmarks.analysis --only gradients --rounds 3
     python -m benchmarks.analysis --only million         # a million tokens x 768, constant memory
 
-Everything is made up here: random weights of MiniLM's shape (6 layers, 384 wide, 12 heads, 30,522
-pieces) and random rows. The obvious ways:
+Weights and rows are random. The models have MiniLM's shape (6 layers, 384 wide, 12 heads, 30,522
+pieces). The obvious ways:
 
-    gradients     a backward pass an example, all gradients in memory, and the cosine of each pair;
-                  or (product) all of them times all of them in one matrix product
+    gradients     one backward pass for each example, all gradients in memory, the cosine of each
+                  pair; or (product) one matrix product of all gradients with all gradients
     pwcca         both networks in memory, centred, full SVD of each, SVD of U^T V
-    jacobian      a backward pass an output number of the token, without a graph that is kept twice
-    attention     every pair of heads by itself; then the same Hungarian matching
-    perturbation  one example at a time, noise drawn anew for each pass
+    jacobian      one backward pass for each hidden unit of the token
+    attention     every pair of heads on its own; then the same Hungarian matching
+    perturbation  one example at a time, with the noise drawn again for each size
     capture       one example at a time, all states in memory, written at the end, same compression
 
-Rounds take turns; medians of seconds of processor time are shown, which other work on the machine
-hardly moves, with how far the two results are apart.
+The two ways take turns. The table shows medians of processor seconds, which other work on the
+machine hardly changes, and the difference of the two results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ import h5py
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment as linear_sum_assignment  # its import takes time
+from scipy.optimize import (
+    linear_sum_assignment as linear_sum_assignment,  # imported early, because it takes time
+)
 from torch import Tensor
 
 from benchmarks import machine
@@ -55,10 +57,10 @@ from xformer.tasks.known import task_of
 from xformer.tasks.task import Head, Model
 
 SHAPE = {"vocab_size": 30_522, "layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536}
-CONDITION = 5e3  # of the networks' representations
+CONDITION = 5e3  # condition number of the representations
 Case = tuple[Callable[[], Any], Callable[[], Any], Callable[[Any, Any], float]]
 ROOT = Path(__file__).parents[1]
-CHUNK = 4096  # rows that come at once
+CHUNK = 4096  # rows of a matrix that arrive together
 
 
 def model_of(head: Head | None) -> Model:
@@ -75,20 +77,23 @@ def model_of(head: Head | None) -> Model:
 
 
 def packed(lengths: list[int], masked: bool = False) -> Batch[Tensor]:
-    """Rows of random words; 15 % of them masked, or a label for each."""
-    draw = np.random.default_rng(1)
+    """Rows of random tokens, with 15 % of them masked or a label for each row."""
+    generator = np.random.default_rng(1)
     T = sum(lengths)
-    tokens = torch.from_numpy(draw.integers(1000, 30_000, T))
+    tokens = torch.from_numpy(generator.integers(1000, 30_000, T))
     positions = torch.cat([torch.arange(length) for length in lengths])
     ends = np.cumsum([0, *lengths], dtype=np.int32)
     places = targets = labels = None
     if masked:
         starts = zip(ends[:-1], lengths, strict=True)
-        found = [s + draw.choice(n, max(1, round(0.15 * n)), replace=False) for s, n in starts]
-        places = torch.from_numpy(np.concatenate([np.sort(one) for one in found]))
+        masks = [
+            start + generator.choice(n, max(1, round(0.15 * n)), replace=False)
+            for start, n in starts
+        ]
+        places = torch.from_numpy(np.concatenate([np.sort(mask) for mask in masks]))
         targets = tokens[places]
     else:
-        labels = torch.from_numpy(draw.integers(0, 2, len(lengths)))
+        labels = torch.from_numpy(generator.integers(0, 2, len(lengths)))
     return Batch(
         tokens,
         positions,
@@ -122,25 +127,27 @@ def alone(batch: Batch[Tensor], i: int) -> Batch[Tensor]:
 
 
 def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> Case:
-    """`count` examples of about `mean` tokens; the obvious way takes the cosine of each of the
-    `pairs`, or else one product of all gradients."""
+    """`count` examples of about `mean` tokens.
+
+    The obvious way takes the cosine of each pair, or without `pairs` one product of all gradients.
+    """
     model = model_of(Head(kind, ("no", "yes")))
     lengths = np.random.default_rng(2).integers(mean // 2, mean * 3 // 2 + 1, count)
     batch = packed(sorted(lengths.tolist()), kind == "mlm")
 
     def one_by_one() -> Tensor:
         parameters = [p.requires_grad_() for p in model.parameters()]
-        every = torch.empty(count, sum(p.numel() for p in parameters))
+        each = torch.empty(count, sum(p.numel() for p in parameters))
         for i in range(count):
             model.zero_grad()
             model.loss(alone(batch, i)).total.backward()
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            torch.cat([part.flatten() for part in parts], out=every[i])
+            torch.cat([part.flatten() for part in parts], out=each[i])
         model.zero_grad()
         if pairs:
-            both = combinations(every, 2)
+            both = combinations(each, 2)
             return torch.stack([F.cosine_similarity(a, b, dim=0) for a, b in both])
-        return torch.from_numpy(gradients.cosines((every @ every.T).double())[0])
+        return torch.from_numpy(gradients.cosines((each @ each.T).double())[0])
 
     def apart(ours: Tensor, theirs: Tensor) -> float:
         return float(np.abs(gradients.cosines(ours)[0] - theirs.double().numpy()).max())
@@ -149,7 +156,7 @@ def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> 
 
 
 def network(rows: int, width: int, seed: int, shared: Tensor) -> Tensor:
-    """Rows of a network of condition CONDITION that knows `shared` (rows, .) in part."""
+    """A network (rows, width) of condition CONDITION; `shared` is added to its first neurons."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=generator)
     x[:, : shared.size(1)] += shared
@@ -159,7 +166,7 @@ def network(rows: int, width: int, seed: int, shared: Tensor) -> Tensor:
 
 
 def pwcca_case(rows: int, width: int = 768) -> Case:
-    """Two networks of `rows` tokens, float32 as encoders give them."""
+    """Two networks of `rows` tokens, in float32 as from an encoder."""
     shared = torch.randn(rows, width // 4, generator=torch.Generator().manual_seed(9))
     x, y = network(rows, width, 1, shared), network(rows, width, 2, shared)
 
@@ -174,14 +181,14 @@ def pwcca_case(rows: int, width: int = 768) -> Case:
 
     def in_memory() -> float:
         a, b = (z.double() - z.double().mean(0) for z in (x, y))
-        (u, s, v), q = torch.linalg.svd(a, full_matrices=False), None
+        u, s, v = torch.linalg.svd(a, full_matrices=False)
         q = torch.linalg.svd(b, full_matrices=False)[0]
         p, rho, _ = torch.linalg.svd(u.T @ q)
         weights = (p.T @ (s[:, None] * v)).abs().sum(1)
         return float(weights @ rho / weights.sum())
 
     def apart(ours: Any, theirs: float) -> float:
-        print(f"  a grid of layers, in two passes, is {abs(layers() - theirs):.1e} from in memory")
+        print(f"  a grid of layers, in two passes, differs by {abs(layers() - theirs):.1e}")
         return abs(ours - theirs)
 
     return streamed, in_memory, apart
@@ -204,7 +211,7 @@ def jacobian_case(length: int = 64) -> Case:
         x = words.clone()[None].requires_grad_()
         y = function(x)[0, 0]
         return torch.stack(
-            [torch.autograd.grad(one, x, retain_graph=True)[0].flatten() for one in y]
+            [torch.autograd.grad(unit, x, retain_graph=True)[0].flatten() for unit in y]
         )
 
     def apart(ours: Tensor, theirs: Tensor) -> float:
@@ -219,15 +226,15 @@ def attention_case(examples: int = 16, length: int = 64) -> Case:
     maps = torch.randn(2, examples, 12, length, length, generator=generator).softmax(-1)
 
     def ours() -> list[float]:
-        costs = [attention.distances(a, b).double().numpy() for a, b in zip(*maps, strict=True)]
+        costs = [attention.map_distances(a, b).double().numpy() for a, b in zip(*maps, strict=True)]
         return [float(cost[attention.match(cost)].mean()) for cost in costs]
 
     def pair_by_pair() -> list[float]:
-        found = []
+        distances = []
         for a, b in zip(*maps, strict=True):
             cost = np.array([[float((p - q).abs().sum(-1).mean()) for q in b] for p in a])
-            found.append(float(cost[attention.match(cost)].mean()))
-        return found
+            distances.append(float(cost[attention.match(cost)].mean()))
+        return distances
 
     return ours, pair_by_pair, lambda a, b: max(abs(p - q) for p, q in zip(a, b, strict=True))
 
@@ -240,21 +247,21 @@ def perturbation_case(count: int = 16, length: int = 32) -> Case:
 
     @torch.no_grad()
     def ours() -> list[float]:
-        before, found = encoder(batch), []
+        before, distances = encoder(batch), []
         for size in sizes:
             moved = perturbation.perturbed(encoder, size, 0, 0)
-            found.append(float((moved(batch) - before).norm(dim=1).mean()))
-        return found
+            distances.append(float((moved(batch) - before).norm(dim=1).mean()))
+        return distances
 
     @torch.no_grad()
     def one_at_a_time() -> list[float]:
-        found = []
+        distances = []
         for size in sizes:
             moved = perturbation.perturbed(encoder, size, 0, 0)
             rows = [alone(batch, i) for i in range(count)]
             each = [moved(row) - encoder(row) for row in rows]
-            found.append(float(torch.cat(each).norm(dim=1).mean()))
-        return found
+            distances.append(float(torch.cat(each).norm(dim=1).mean()))
+        return distances
 
     return ours, one_at_a_time, lambda a, b: max(abs(p - q) for p, q in zip(a, b, strict=True))
 
@@ -296,13 +303,13 @@ def capture_case(examples: int = 256) -> Case:
 
     def in_memory() -> Path:
         chosen = open_examples(config, [str(ckpt)])
-        reader = chosen.readers[0]
-        states: list[list[Tensor]] = [[] for _ in range(reader.layers + 1)]
+        loaded = chosen.models[0]
+        states: list[list[Tensor]] = [[] for _ in range(loaded.layers + 1)]
         with torch.no_grad():
             for row in chosen.rows:
-                one = to_device(reader.assembler.batch(np.array([row])), reader.device)
-                found = inside(reader.model.encoder, one)
-                for layer, hidden in zip(states, found.hidden, strict=True):
+                batch = to_device(loaded.assembler.batch(np.array([row])), loaded.device)
+                computed = inside(loaded.model.encoder, batch)
+                for layer, hidden in zip(states, computed.hidden, strict=True):
                     layer.append(hidden)
         with h5py.File(plain, "w") as h5:
             for i, layer in enumerate(states):
@@ -313,7 +320,7 @@ def capture_case(examples: int = 256) -> Case:
                     compression="gzip",
                     compression_opts=1,
                     shuffle=True,
-                    chunks=(capture.ROWS, data.shape[1]),
+                    chunks=(capture.CHUNK_ROWS, data.shape[1]),
                 )
         return plain
 
@@ -359,9 +366,10 @@ CASES: dict[str, tuple[str, Callable[[], Case]]] = {
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """The processor seconds that a call took, and its result."""
     begun = time.process_time()
-    found = function()
-    return time.process_time() - begun, found
+    result = function()
+    return time.process_time() - begun, result
 
 
 def row(name: str, rounds: int) -> str:
@@ -369,23 +377,23 @@ def row(name: str, rounds: int) -> str:
     title, make = CASES[name]
     ours, theirs, apart = make()
     taken: tuple[list[float], list[float]] = ([], [])
-    found: list[Any] = [None, None]
+    results: list[Any] = [None, None]
     for _ in range(rounds):
         for i, function in enumerate((ours, theirs)):
-            seconds, found[i] = timed(function)
+            seconds, results[i] = timed(function)
             taken[i].append(seconds)
     a, b = (statistics.median(side) for side in taken)
-    return f"| {title} | {a:.2f} | {b:.2f} | {b / a:.2f}x | {apart(*found):.0e} |"
+    return f"| {title} | {a:.2f} | {b:.2f} | {b / a:.2f}x | {apart(*results):.0e} |"
 
 
 def million(rows: int, width: int = 768) -> str:
-    """Seconds and peak memory of a million tokens that are never in memory together."""
+    """Seconds and peak memory for a million tokens, with one chunk in memory at a time."""
 
     def chunks() -> Any:
         for number in range(0, rows, CHUNK):
-            draw = torch.Generator().manual_seed(number)
-            x = torch.randn(CHUNK, width, generator=draw)
-            y = torch.randn(CHUNK, width, generator=draw) + x
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(CHUNK, width, generator=generator)
+            y = torch.randn(CHUNK, width, generator=generator) + x
             yield x[: rows - number], y[: rows - number]
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -407,9 +415,11 @@ def main() -> None:
         nargs="*",
         default=list(CASES),
         choices=[*CASES, "million"],
-        help="Parts (default: all but million).",
+        help="The parts to run (default: all but million).",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="Rounds (default: 3).")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="How often each part is timed (default: 3)."
+    )
     parser.add_argument(
         "--tokens",
         type=int,
@@ -421,9 +431,10 @@ def main() -> None:
     start(SystemConfig(threads=arguments.threads))
     print(
         f"{machine.words()}. {machine.versions()}. Threads: {torch.get_num_threads()}; "
-        f"{machine.load():.0f} processes wanted a core before."
+        f"{machine.load():.0f} processes wanted a core before the start."
     )
-    print("| what | ours, processor s | the obvious way | | results apart |\n|---|---|---|---|---|")
+    print("| what | ours, processor s | the obvious way | | difference of results |")
+    print("|---|---|---|---|---|")
     for name in arguments.only:
         shown = million(arguments.tokens) if name == "million" else row(name, arguments.rounds)
         print(shown, flush=True)

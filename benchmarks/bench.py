@@ -1,4 +1,4 @@
-"""What all benchmarks share: how much is measured, rounds in turn, and a row of the table."""
+"""What all benchmarks share: sizes, alternating rounds, processes, and a row of the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from xformer.data.errors import Failure
 
 ROOT = Path(__file__).resolve().parents[1]
-Took = dict[str, float]  # what one contestant took in one round, by name
+Took = dict[str, float]  # the measurements of one contestant in one round, by name
 Contestants = Mapping[str, Callable[[], Took]]
 
 
@@ -26,17 +26,17 @@ class Size:
     """How much is measured, and on what model."""
 
     model: dict[str, int]  # the shape, as keys of model.*
-    rows: int = 32  # a batch of lines, or of a task's rows
-    full_rows: int = 16  # a batch of rows that are full
-    length: int = 128  # the longest row, and a full one
-    warmup: int = 2  # steps that are not counted
-    steps: int = 8  # those that are
-    whole_rows: int = 4  # a batch of the whole run
+    rows: int = 32  # rows of a batch of lines or of a task
+    full_rows: int = 16  # rows of a batch of full rows
+    length: int = 128  # tokens of the longest row, and of a full one
+    warmup: int = 2  # steps before the measured ones
+    steps: int = 8  # measured steps
+    whole_rows: int = 4  # rows of a batch of the whole run
     whole_steps: int = 500
-    batches: int = 400  # built from the store
-    batch_tokens: int = 50_000_000  # of the store that they are built from
+    batches: int = 400  # batches that are built from the store
+    batch_tokens: int = 50_000_000  # tokens of that store
     small: int = 5_000_000  # tokens of the small store whose start is timed: 10 MB
-    large: int = 5_000_000_000  # and of the large one: 10 GB
+    large: int = 5_000_000_000  # tokens of the large store: 10 GB
 
 
 MINILM = {"layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536, "max_positions": 512}
@@ -44,8 +44,8 @@ BERT_BASE = {"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "ma
 TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 512}
 
 FULL = Size(MINILM)
-SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # a first look
-# real runs of everything on data made up, in a minute: for tests and a first try
+SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # a first impression
+# runs everything on made-up data in a minute: for tests and a first try
 QUICK = Size(
     TINY,
     rows=8,
@@ -65,7 +65,7 @@ CUDA = Size(BERT_BASE, rows=256, full_rows=512, warmup=30, steps=120)
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmarking: the raw data, where to work, how much, and how."""
+    """The settings of a benchmark run: raw data, working directory, size, precision, threads."""
 
     data: Path
     folder: Path
@@ -73,12 +73,12 @@ class Bench:
     rounds: int = 3
     precision: Literal["fp32", "bf16"] = "fp32"
     threads: int = field(default_factory=lambda: cores())
-    ours: tuple[str, ...] = ()  # further key=value of our train.py
+    ours: tuple[str, ...] = ()  # further settings key=value of our train.py
     cuda: bool = False  # whether the processes may see CUDA devices
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -87,17 +87,17 @@ def cores() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what was measured in every round, ours and the others'.
+    """A line of the table: the measurements of every round, ours and the other contestant's.
 
-    What counts is ours over theirs (of seconds theirs over ours), round by round; without `theirs`
-    it is ours alone. `goal` says on which side of `target` it must lie; without a target the row is
-    for information.
+    The value of a round is ours divided by theirs (for seconds theirs divided by ours), or ours if
+    there is no other contestant. `goal` says on which side of `target` the median must lie. A row
+    without a target is for information.
     """
 
     what: str
     unit: str
     ours: list[float]
-    other: str = ""  # beside whom
+    other: str = ""  # the other contestant
     theirs: list[float] = field(default_factory=list)
     target: float | None = None
     goal: Literal["at least", "below"] = "at least"
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def values(self) -> list[float]:
-        """What counts, by round."""
+        """The value of every round."""
         if not self.theirs:
             return self.ours
         pairs = list(zip(self.ours, self.theirs, strict=True))
@@ -113,7 +113,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """How much of its target a row has reached; 1 and above: reached."""
+        """Which share of its target the row reaches; 1 or more means reached."""
         if self.target is None:
             raise ValueError(f"{self.what} has no target")
         middle = median(self.values)
@@ -125,17 +125,17 @@ class Row:
 
 
 def in_turn(rounds: int, contestants: Contestants) -> dict[str, list[Took]]:
-    """What every contestant took in every round; they run by turns, so that a machine that grows
-    faster or slower does so for all."""
-    found: dict[str, list[Took]] = {name: [] for name in contestants}
+    """The measurements of every contestant in every round. The contestants alternate, so that a
+    change in the machine's speed affects all of them."""
+    took: dict[str, list[Took]] = {name: [] for name in contestants}
     for number in range(rounds):
         for name, run in contestants.items():
             started = time.perf_counter()
-            found[name].append(run())
-            shown = "  ".join(f"{key} {value:,.4g}" for key, value in found[name][-1].items())
+            took[name].append(run())
+            shown = "  ".join(f"{key} {value:,.4g}" for key, value in took[name][-1].items())
             seconds = time.perf_counter() - started
             say(f"  round {number + 1} of {rounds}  {name:<28} {shown}  ({seconds:.0f} s in all)")
-    return found
+    return took
 
 
 def say(line: str) -> None:
@@ -151,8 +151,8 @@ def rates(took: list[Took], key: str = "rate") -> list[float]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has succeeded: its output, its seconds from start to end, when it started
-    (seconds since the epoch), and its peak of resident memory in GiB."""
+    """A command that has succeeded: its output, its duration in seconds, its start in seconds since
+    the epoch, and its peak resident memory in GiB."""
 
     out: str
     seconds: float
@@ -161,8 +161,8 @@ class Ended:
 
 
 def command(bench: Bench, arguments: list[str]) -> Ended:
-    """Run `python ARGUMENTS` from the project's root. If it fails, raises Failure with the end of
-    its output."""
+    """Run `python ARGUMENTS` in the project's root. Raises Failure with its last lines if it
+    fails."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(bench.threads),
@@ -191,13 +191,14 @@ def command(bench: Bench, arguments: list[str]) -> Ended:
 
 
 def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
-    """Run `python -m benchmarks.NAME JOB`, whose last line of output is what it took, as JSON."""
+    """Run `python -m benchmarks.NAME JOB`, whose last line of output holds its measurements as
+    JSON."""
     ended = command(bench, ["-m", f"benchmarks.{name}", json.dumps(job)])
-    found: Took = json.loads(ended.out.strip().splitlines()[-1])
-    return found, ended
+    took: Took = json.loads(ended.out.strip().splitlines()[-1])
+    return took, ended
 
 
 def fresh(folder: Path) -> Path:
-    """An empty directory's path, whatever was there."""
+    """Delete a directory if it exists, and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder

@@ -1,14 +1,15 @@
-"""The ceiling: the matrix products of a training step and its attention alone.
+"""The ceiling: a training step that consists of its matrix products and attention only.
 
 T tokens, M masked tokens, C hidden size, F inner size, V vocabulary, H heads, D size of a head.
 
     python -m benchmarks.ceiling '{"store": "trial-lines/store", "init": "mlm/ours", ...}'
 
-What is timed: for the very batches that train.py takes, every product of the layers and the head
-forward, the two products each has backward, and attention without dropout forward and backward, in
-the fastest of our form and two of torch's, in 16 bits also in that of 32.
-No embedding, bias, norm, activation, dropout, residual sum, loss, clipping or optimizer; outputs go
-to memory that is there already. Prints what it took as one JSON object.
+It times, for the same batches that train.py takes: every product of the layers and the head, the
+two backward products of each, and attention without dropout forward and backward. Attention is the
+fastest of our kernel and two versions of torch's; in bf16 fp32 attention is tried too. It leaves
+out embeddings, biases, norms, activations, dropout, residual sums, the loss, clipping and the
+optimizer. Outputs go to memory that is allocated already. Prints its measurements as one JSON
+object.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.bench import Took
 from xformer import checkpoint as checkpoints
@@ -35,16 +36,16 @@ from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 from xformer.ops.attention import attention, layout
-from xformer.ops.room import roomy
+from xformer.ops.padding import padded_count
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch as far as it matters here."""
+    """The shape of a batch."""
 
     tokens: int  # T
     masked: int  # M
-    runs: list[tuple[int, int]]  # (sequences, their length), for neighbours of equal length
+    runs: list[tuple[int, int]]  # (number of sequences, their length) of neighbours of equal length
 
 
 def shapes(
@@ -55,13 +56,13 @@ def shapes(
     count: int,
     dtype: torch.dtype,
 ) -> list[Shape]:
-    """The first batches of `rows` rows that train.py makes of a store, with as many tokens as its
-    products in this type have."""
+    """The shapes of the first batches of `rows` rows that train.py makes of a store. Tokens are
+    padded as they are for its products in this type."""
     cpu = torch.device("cpu")
     data, words = open_store(store), checkpoints.load(init).tokenizer
     assembler = Assembler(data.split("train"), words, length)
     samples = Samples(assembler.split.rows, seed=0)
-    found = []
+    batches = []
     for step in range(count):
         chosen, epochs = samples.at(np.arange(step * rows, (step + 1) * rows))
         batch = assembler.masked_batch(chosen, epochs, 0, 0.15)
@@ -69,14 +70,17 @@ def shapes(
         lengths = np.diff(batch.cu_seqlens).tolist()
         runs = [(len(list(same)), length) for length, same in groupby(lengths)]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            tokens, masked = roomy(len(batch.tokens), cpu), roomy(len(batch.places), cpu)
-        found.append(Shape(tokens, masked, runs))
-    return found
+            tokens, masked = (
+                padded_count(len(batch.tokens), cpu),
+                padded_count(len(batch.places), cpu),
+            )
+        batches.append(Shape(tokens, masked, runs))
+    return batches
 
 
 class Products:
-    """All matrix products of a step, on numbers without meaning; weights differ by layer, so that
-    they come from memory as in a real step."""
+    """All matrix products of a step, on random numbers. Each layer has its own weights, so that
+    they are read from memory as in a real step."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, every: list[Shape]):
         C, F, V = config.hidden, config.intermediate, config.vocab_size
@@ -95,7 +99,9 @@ class Products:
 
     def run(self, shape: Shape) -> None:
         """y = x W^T; then dx = dy W and dW = dy^T x."""
-        masked = 3 + len(self.head)  # behind its attention the last layer is needed there alone
+        masked = 3 + len(
+            self.head
+        )  # after its attention the last layer computes only the masked tokens
         rows = [shape.tokens] * (len(self.weights) - masked) + [shape.masked] * masked
         sizes = [*self.layers, *self.head]
         for n, (a, b), weight, gradient in zip(
@@ -108,7 +114,7 @@ class Products:
 
 
 def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> None:
-    """Attention of all layers, forward and backward: ours, torch's fused one, or written out."""
+    """Attention of all layers, forward and backward: ours, torch's fused kernel, or written out."""
     H, D = config.heads, config.hidden // config.heads
     lengths = [length for n, length in shape.runs for _ in range(n)]
     packed = layout(np.cumsum([0, *lengths]))
@@ -121,14 +127,14 @@ def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> 
         for n, length in shape.runs:
             q, k, v = (torch.ones(n, H, length, D, dtype=dtype, requires_grad=True) for _ in "qkv")
             if form == "fused":
-                out = F.scaled_dot_product_attention(q, k, v)
+                out = scaled_dot_product_attention(q, k, v)
             else:
                 out = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(D), -1) @ v
             torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
 def seconds(work: Callable[[Shape], None], every: list[Shape], warmup: int) -> float:
-    """What the batches after the warm-up take."""
+    """Seconds that the batches after the warm-up take."""
     for shape in every[:warmup]:
         work(shape)
     started = time.perf_counter()
@@ -147,7 +153,7 @@ def measure(
     threads: int,
     precision: str,
 ) -> Took:
-    """Real tokens a second if a step were its products and the fastest of three attentions."""
+    """Real tokens a second of a step that consists of its products and the fastest attention."""
     torch.set_num_threads(threads)
     config = checkpoints.load(init).config
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

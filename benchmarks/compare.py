@@ -1,4 +1,4 @@
-"""Two checkouts of this project side by side: are their trainings equal, and is one slower?
+"""Compare two checkouts of this project: are their trainings equal, and is one slower?
 
     git worktree add ../before COMMIT
     python -m benchmarks.compare ../before .                     # both parts
@@ -6,25 +6,25 @@
     python -m benchmarks.compare ../before . --only time --pairs 15
     python -m benchmarks.compare ../before . --recipes mlm pretrain
 
-The data is made up, and OLD's preprocess.py makes the stores that both sides train on. Each side
-runs in processes of its own, with its checkout as working directory and as PYTHONPATH, on the CPU.
-Its C++ is compiled first.
+The data is made up. OLD's preprocess.py makes the stores, and both sides train on them. Each side
+runs in its own processes on the CPU, with its checkout as working directory and as PYTHONPATH. Its
+C++ is compiled first.
 
-Exact: each of seven tiny recipes (every head, and the convolutional network) trains 20 steps in
-each checkout, without dropout and with it, on one thread. Compared are the weights of the selected
-checkpoint, every line of log.jsonl but for what the clock decides, and the metrics of all splits. A
-part is "equal" only if every byte or every digit is. Otherwise the largest difference is shown: of
-a weight relative to the largest number of its tensor, of a number in log or metrics relative to it.
+Exact: seven tiny recipes (every head, and the convolutional network) train 20 steps on one thread
+in each checkout, with and without dropout. The weights of the selected checkpoint, every line of
+log.jsonl except for times and speeds, and the metrics of all splits are compared. "equal" means
+that every byte or digit is equal. Otherwise the largest difference is shown: for weights relative
+to the largest number of the tensor, for log and metrics relative to the number itself.
 
-Time: three recipes (pre-training, fine-tuning, fine-tuning of a model of MiniLM's shape) train by
-turns in OLD and NEW, and each pair of turns changes the order. A turn's speed is the median of the
-real tokens a second that its log tells, after the first lines, so the start of the process does not
-count. Shown are the median of NEW / OLD over the pairs and an interval that holds the true median
-with 95 % confidence (from the order statistics, without an assumption about the distribution; it
-needs 6 pairs). NEW is called slower only if the whole interval lies below 0.97. Leave the machine
-alone meanwhile.
+Time: three recipes (pre-training, fine-tuning, fine-tuning with MiniLM's shape) train alternately
+in OLD and NEW, and every second pair starts with NEW. The speed of a run is the median of the real
+tokens a second in its log after the first lines, so the start of the process does not count. The
+output is the median of NEW / OLD over the pairs and an interval that holds the true median with 95
+% confidence (from the order statistics, without an assumption about the distribution; it needs 6
+pairs). NEW is called slower only if the whole interval lies below 0.97. Do not use the machine for
+other work at the same time.
 
-The exit status tells whether all was compared, not what came out.
+The exit status says whether the comparison was completed, not its result.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from xformer.config import flat
 from xformer.data.errors import BadInput, Failure
 from xformer.start import run
 
-SLOWER = 0.97  # NEW / OLD, below which the whole interval must lie
+SLOWER = 0.97  # NEW is slower if the whole interval of NEW / OLD lies below this
 CONFIDENCE = 0.95
-LINES = 12  # of a timed run's log; the first are left out (see waiting.speed)
+LINES = 12  # lines of a timed run's log; waiting.speed leaves out the first ones
 RATES = (0, 0.1)  # of dropout
-# runs a checkout's train.py several times in one process, which imports torch once
+# runs a checkout's train.py several times in one process, so that torch is imported once
 DRIVER = """
 import json, runpy, sys
 for line in json.loads(sys.argv[1]):
@@ -66,7 +66,7 @@ for line in json.loads(sys.argv[1]):
         if end.code:
             raise
 """
-# what the clock or the machine decides
+# keys of the log that depend on the clock or the machine
 CLOCK = ("time", "seconds", "real_tokens_per_second", "memory_gib", "mfu")
 SMOKE, CLASSIFY = "recipes/pretrain/smoke.toml", "recipes/finetune/classify.toml"
 TINY = {
@@ -104,8 +104,8 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe of the checkouts, the store it trains on, and settings over its own; `dropout` names
-    the keys that switch dropout on and off."""
+    """A recipe of the checkouts, the store it trains on, and settings that override its own.
+    `dropout` names the keys that switch dropout on and off."""
 
     file: str
     store: str
@@ -129,7 +129,7 @@ EXACT = {
 }
 TIMED = {
     "pretrain": Recipe(SMOKE, "text", SMALL | {"model.vocab_size": 8_000}),
-    # a word table as large as BERT's, in which few rows have a gradient
+    # BERT's size of the word table, where few rows have a gradient
     "finetune": Recipe(CLASSIFY, "classes", SMALL | {"model.vocab_size": 30_522}),
     "minilm": Recipe(CLASSIFY, "classes", MINILM | {"model.vocab_size": 30_522}),
 }
@@ -174,20 +174,20 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("old", type=Path, metavar="OLD", help="The checkout to compare with.")
-    parser.add_argument("new", type=Path, metavar="NEW", help="The checkout to judge.")
+    parser.add_argument("new", type=Path, metavar="NEW", help="The checkout to compare.")
     parser.add_argument(
-        "--only", choices=("exact", "time"), help="Do this part alone (default: both)."
+        "--only", choices=("exact", "time"), help="Do only this part (default: both)."
     )
     parser.add_argument(
         "--recipes",
         nargs="+",
         metavar="NAME",
         choices=[*EXACT, *TIMED],
-        help=f"Compare these alone: {', '.join(EXACT)} exactly, {' and '.join(TIMED)} in time "
+        help=f"Compare only these: {', '.join(EXACT)} exactly, {' and '.join(TIMED)} in time "
         "(default: all).",
     )
     parser.add_argument(
-        "--pairs", type=int, default=9, help="How many pairs of turns are timed (default: 9)."
+        "--pairs", type=int, default=9, help="How many pairs of runs are timed (default: 9)."
     )
     parser.add_argument(
         "--steps",
@@ -209,15 +209,15 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     for name, least in (("pairs", 1), ("steps", LINES), ("threads", 1)):
         if getattr(arguments, name) < least:
-            raise BadInput(f"--{name} {getattr(arguments, name)}: it must be {least} at least")
+            raise BadInput(f"--{name} {getattr(arguments, name)}: give at least {least}")
     return arguments
 
 
 def _version(checkout: Path) -> str:
-    """A checkout's path, with its commit if git knows it."""
+    """The path of a checkout, with its commit if git knows it."""
     line = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude", "*"]
-    found = subprocess.run(line, capture_output=True, text=True, check=False)
-    return f"{checkout} ({found.stdout.strip() or 'no commit'})"
+    described = subprocess.run(line, capture_output=True, text=True, check=False)
+    return f"{checkout} ({described.stdout.strip() or 'no commit'})"
 
 
 # ------------------------------------------------------------------------------------- processes
@@ -242,16 +242,16 @@ def start(checkout: Path, arguments: list[str], threads: int = 1) -> subprocess.
 
 
 def wait(process: subprocess.Popen[str], what: str) -> None:
-    """Wait for a process. Raises Failure with the end of what it said if it failed."""
+    """Wait for a process. Raises Failure with its last lines if it failed."""
     out, _ = process.communicate()
     if process.returncode:
         end = " | ".join(out.splitlines()[-5:])
         raise Failure(f"{what} failed with status {process.returncode}: {end}")
 
 
-def training(recipe: Recipe, store: Path, out: Path, settings: dict[str, Any]) -> list[str]:
+def training(recipe: Recipe, data: Path, out: Path, settings: dict[str, Any]) -> list[str]:
     """The arguments of a training run."""
-    values = {"data": store, "run": out, **SHORT, **recipe.settings, **settings}
+    values = {"data": data, "run": out, **SHORT, **recipe.settings, **settings}
     return ["train.py", recipe.file, *(f"{key}={value}" for key, value in values.items())]
 
 
@@ -259,7 +259,7 @@ def training(recipe: Recipe, store: Path, out: Path, settings: dict[str, Any]) -
 
 
 def make_raw(folder: Path) -> None:
-    """Write the raw files of all stores, the same in every call."""
+    """Write the raw files of all stores. Every call writes the same files."""
     draw = np.random.default_rng(0)
 
     def text(least: int, most: int) -> str:
@@ -292,8 +292,8 @@ def make_raw(folder: Path) -> None:
 
 
 def _squad(draw: np.random.Generator, paragraphs: int) -> dict[str, Any]:
-    """Questions that repeat a word of their context: which word follows?"""
-    found = []
+    """Questions of one word of their context; the answer is the next word."""
+    articles = []
     for i in range(paragraphs):
         words = [str(word) for word in draw.permutation(WORDS)[:40]]
         context, questions = " ".join(words), []
@@ -302,8 +302,8 @@ def _squad(draw: np.random.Generator, paragraphs: int) -> dict[str, Any]:
             answer = {"text": words[place + 1], "answer_start": begin}
             questions.append({"id": f"{i}-{place}", "question": words[place], "answers": [answer]})
         unique = list({question["id"]: question for question in questions}.values())
-        found.append({"context": context, "qas": unique})
-    return {"version": "1.1", "data": [{"title": "made up", "paragraphs": found}]}
+        articles.append({"context": context, "qas": unique})
+    return {"version": "1.1", "data": [{"title": "made up", "paragraphs": articles}]}
 
 
 def _letters(draw: np.random.Generator) -> str:
@@ -311,7 +311,7 @@ def _letters(draw: np.random.Generator) -> str:
 
 
 def store(sides: Sides, name: str) -> Path:
-    """A store that OLD's preprocess.py makes if it is not there."""
+    """The path of a store, which OLD's preprocess.py makes if it does not exist."""
     raw, out = sides.folder / "raw", sides.folder / name
     if out.exists():
         return out
@@ -370,8 +370,8 @@ def differences(old: Path, new: Path) -> list[str]:
 
 
 def _result(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "result.json").read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads((path / "result.json").read_text(encoding="utf-8"))
+    return result
 
 
 def _weights(path: Path) -> Path:
@@ -379,14 +379,14 @@ def _weights(path: Path) -> Path:
 
 
 def _log(path: Path) -> dict[str, Any]:
-    """What each line of the log tells, by its event, step and split, and the name of the number."""
-    found: dict[str, Any] = {}
+    """The values of all lines of the log, by event, step, split and name."""
+    numbers: dict[str, Any] = {}
     for line in map(json.loads, (path / "log.jsonl").read_text(encoding="utf-8").splitlines()):
         place = f"{line['event']} {line['step']} {line.get('split', '')}".strip()
         for key, value in flat(line).items():
             if key.partition(".")[0] not in CLOCK:
-                found[f"{place}: {key}"] = value
-    return found
+                numbers[f"{place}: {key}"] = value
+    return numbers
 
 
 def _of_weights(old: Path, new: Path) -> str:
@@ -395,31 +395,31 @@ def _of_weights(old: Path, new: Path) -> str:
     a, b = load_file(old), load_file(new)
     if problem := _other_names(a, b):
         return problem
-    found = {}
+    difference = {}
     for name, tensor in a.items():
         if tensor.shape != b[name].shape:
             return f"{name} has another shape"
         one, two = (x.astype(np.float64) for x in (tensor, b[name]))
         largest = float(np.abs(one).max(initial=0))
-        found[name] = _relative(float(np.abs(one - two).max(initial=0)), largest)
-    name = max(found, key=lambda key: found[key])
-    if not found[name]:
+        difference[name] = _relative(float(np.abs(one - two).max(initial=0)), largest)
+    name = max(difference, key=lambda key: difference[key])
+    if not difference[name]:
         return "equal numbers in other bytes"
-    return f"{found[name]:.1e} in {name}"
+    return f"{difference[name]:.1e} in {name}"
 
 
 def _of_numbers(old: dict[str, Any], new: dict[str, Any]) -> str:
     if problem := _other_names(old, new):
         return problem
-    found: dict[str, float] = {}
+    difference: dict[str, float] = {}
     for name, value in old.items():
         numbers = isinstance(value, int | float) and isinstance(new[name], int | float)
         if not numbers and value != new[name]:
             return f"{name} is another text"
         if numbers:
-            found[name] = _relative(abs(value - new[name]), abs(value))
-    name = max(found, key=lambda key: found[key], default="")
-    return "equal" if not name or found[name] == 0 else f"{found[name]:.1e} in {name}"
+            difference[name] = _relative(abs(value - new[name]), abs(value))
+    name = max(difference, key=lambda key: difference[key], default="")
+    return "equal" if not name or difference[name] == 0 else f"{difference[name]:.1e} in {name}"
 
 
 def _relative(difference: float, size: float) -> float:
@@ -440,7 +440,7 @@ def _other_names(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def compare_times(sides: Sides, names: list[str], pairs: int, steps: int, threads: int) -> None:
-    """Time the checkouts in alternating pairs. Print each pair, and a verdict for each recipe."""
+    """Time the checkouts in pairs of runs. Prints each pair, and a verdict for each recipe."""
     for name in names:
         recipe = TIMED[name]
         data = store(sides, recipe.store)

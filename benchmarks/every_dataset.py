@@ -1,9 +1,9 @@
-"""Every data set of a directory -> a store, and a table of what came out.
+"""Make a store from every data set in a directory, and write a table of the results.
 
     python benchmarks/every_dataset.py DATA --output docs/data.md
 
 DATA holds real data under the names below (GLUE's tasks, SQuAD, DNA, protein, music, text in five
-languages, Java); what it lacks is left out and named. The commands in the table are those that run.
+languages, Java). Missing data sets are left out and listed. The table shows the commands that ran.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ SKIP = r"^\[\d+\]"  # footnotes of the Wikipedia text
 
 
 class Entry(NamedTuple):
-    """A data set: the arguments of `preprocess.py`, in which DATA and the tokenizers TOK stand for
-    directories, and figures=True for one drawn by `stats`."""
+    """A data set, the arguments of `preprocess.py`, and whether `stats` draws a figure of it.
+
+    In the arguments, DATA, MADE and TOK stand for directories.
+    """
 
     name: str
     arguments: str
@@ -177,15 +179,15 @@ def main() -> None:
 
 _INTRODUCTION = [
     "Made by `python benchmarks/every_dataset.py DATA --output docs/data.md`. Rows of train /",
-    "valid / test, drawn 90/5/5 where the source has none; labels of the training split, or of all",
-    "where it was drawn (a test set with `-` has none); seconds of the whole command on two cores,",
-    "start-up included.",
+    "valid / test, drawn 90/5/5 if the source has no splits. Labels are those of the training",
+    "split, or of all rows if the splits were drawn; a test set with `-` has no labels. Seconds",
+    "are those of the whole command on two cores, including its start.",
 ]
 _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]
 
 
 def _make(data: Path, made: Path) -> None:
-    """What the publishers' files need before a command can read them."""
+    """Convert the publishers' files that no command can read directly."""
     (made / "tok").mkdir()
     (made / "amino").mkdir()
     for name in ("conservation", "secondary_structure"):
@@ -240,16 +242,16 @@ def _line(entry: Entry, store: Store, seconds: float) -> str:
 
 
 def _labels(store: Store, splits: dict[str, Split]) -> str:
-    """Labels counted, by group where there are groups: of the training split, or of all together
-    where the splits were drawn."""
+    """The number of rows, or of groups, with each label: in the training split, or in all splits
+    together if they were drawn."""
     if store.kind == "text":
         return ""
     split = splits.get("train") or next(iter(splits.values()))
     labels = np.asarray(split.columns["label"])
     if store.kind == "span":
         answers = split.columns["question.answers"]
-        found = sum(answers.text(i) != "[]" for i in range(len(answers)))
-        return f"{found:,} answerable, {len(answers) - found:,} not"
+        answerable = sum(answers.text(i) != "[]" for i in range(len(answers)))
+        return f"{answerable:,} answerable, {len(answers) - answerable:,} not"
     if store.kind == "score":
         return f"{np.nanmin(labels):.2f} to {np.nanmax(labels):.2f}"
     drawn = "seed" in store.meta["origin"]

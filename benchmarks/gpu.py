@@ -1,4 +1,4 @@
-"""What is measured on one CUDA device, in bf16: shares of its peak, and beside transformers."""
+"""The parts for one CUDA device, in bf16: shares of its peak, and speed beside transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import ours, prepare
 from benchmarks.bench import CUDA, Bench, Row, Took, in_turn, module, rates
 from benchmarks.parts import OURS, ours_on, theirs
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
 from xformer.tasks.mlm import MLM
@@ -20,11 +20,12 @@ from xformer.tasks.task import Head
 COMPILED = "`transformers`, SDPA, compiled, length-grouped"
 PAPER_STEPS, PAPER_ROWS = 200_000, 150  # Chiang & Lee 2020, section 3, in rows of 128
 MASKED = 0.15
-# what must be reached: shares of the peak by the length of the rows, factors, hours, a share
+# targets: share of the peak by length of rows, factors of speed and memory, hours, idle share
 PEAK_SHARE = {512: 0.50, 128: 0.45}
 SPEED, MEMORY, HOURS, IDLE = 2.5, 0.5, 2.0, 0.03
 WANTED = (
-    "the share of the device's peak that BERT-base's MLM reaches, model operations on real tokens "
+    "the share of the device's peak that BERT-base's MLM reaches, counting the model's operations "
+    "on real tokens, "
     + " and ".join(f"on full rows of {n} (target: {share:g})" for n, share in PEAK_SHARE.items()),
     f"the MLM step on lines of mixed length beside {COMPILED} (target: {SPEED:g}x), and its peak "
     f"memory over theirs (target: below {MEMORY:g})",
@@ -35,22 +36,23 @@ WANTED = (
 
 
 def peak(name: str) -> float:
-    """Operations a second of a device, bf16. Raises BadInput for one that is not in the table."""
-    found = cost.peak_flops(name, "bf16")
-    if found is None:
+    """The peak of a device in bf16 operations a second. Raises BadInput if it is not known."""
+    flops = cost.peak_flops(name, "bf16")
+    if flops is None:
         raise BadInput(f"the peak of a {name} is not known; add it to PEAKS in xformer/cost.py")
-    return found
+    return flops
 
 
 def training_flops(config: ModelConfig, length: int, masked: float) -> float:
-    """Operations a token of a training step on rows of this length, of which a share is masked."""
-    rows = 10_000  # many, so that the masked tokens come in whole numbers
-    work = Work.even(rows, length, masked)
+    """Operations a token of a training step on rows of this length with this share of masked
+    tokens."""
+    rows = 10_000  # so many that the number of masked tokens is whole
+    work = Workload.even(rows, length, masked)
     return cost.training_flops(config, MLM(Head("mlm")), work) / work.tokens
 
 
 def at(bench: Bench, length: int, rows: int = 0) -> Bench:
-    """The bench for rows of this length, in a place of its own."""
+    """The bench for rows of this length, in a folder of its own."""
     folder = bench.folder / f"rows{length}"
     folder.mkdir(exist_ok=True)
     size = replace(bench.size, length=length, full_rows=rows or bench.size.full_rows)
@@ -58,16 +60,16 @@ def at(bench: Bench, length: int, rows: int = 0) -> Bench:
 
 
 def steps(bench: Bench) -> Took:
-    """Our steps on full rows. The rate leaves the warm-up out."""
+    """The measurements of our steps on full rows. The rate excludes the warm-up."""
     store = prepare.full_rows(bench)
     return ours_on(bench, "mlm", store.path, prepare.model(bench)[0], bench.size.full_rows)
 
 
 def packed(bench: Bench) -> list[Row]:
-    """Shares of the peak on full rows."""
+    """The share of the peak that full rows reach."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     tokens = bench.size.full_rows * bench.size.length
-    found = []
+    table = []
     for length, target in PEAK_SHARE.items():
         some = at(bench, length, max(1, tokens // length))
         took = in_turn(bench.rounds, {OURS: partial(steps, some)})[OURS]
@@ -76,12 +78,12 @@ def packed(bench: Bench) -> list[Row]:
         share = [one["rate"] * flops / peak(device) for one in took]
         speed = sorted(one["rate"] for one in took)[len(took) // 2]
         what = f"share of the peak, MLM, full rows of {length}, bf16"
-        found.append(Row(what, "", share, target=target, note=f"{speed:,.0f} tokens/s"))
-    return found
+        table.append(Row(what, "", share, target=target, note=f"{speed:,.0f} tokens/s"))
+    return table
 
 
 def mixed(bench: Bench) -> list[Row]:
-    """Lines of mixed length beside transformers, compiled, with the peak memory of both."""
+    """Lines of mixed length beside compiled transformers, with the peak memory of both."""
     size = bench.size
     our_model, their_model = prepare.model(bench)
     store, table = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)
@@ -115,7 +117,7 @@ def mixed(bench: Bench) -> list[Row]:
 
 
 def paper(bench: Bench) -> list[Row]:
-    """Hours of Chiang & Lee 2020's pre-training."""
+    """Hours that the pre-training of Chiang & Lee 2020 would take."""
     took = in_turn(bench.rounds, {OURS: partial(steps, at(bench, 128, PAPER_ROWS))})[OURS]
     hours = [PAPER_STEPS * PAPER_ROWS * 128 / one["rate"] / 3600 for one in took]
     what = f"{PAPER_STEPS:,} steps of {PAPER_ROWS} x 128, bf16 (Chiang & Lee 2020: 60 on a V100)"
@@ -123,7 +125,7 @@ def paper(bench: Bench) -> list[Row]:
 
 
 def idle(bench: Bench) -> list[Row]:
-    """The share of time without a kernel, from the profiler."""
+    """The share of time in which no kernel runs, from the profiler."""
     some = at(bench, 128)
     store, init = prepare.full_rows(some), prepare.model(some)[0]
     job = {
@@ -147,7 +149,7 @@ PARTS = {"gpu-packed": packed, "gpu-mixed": mixed, "gpu-paper": paper, "gpu-idle
 
 
 def on_cuda(bench: Bench) -> Bench:
-    """The bench as these parts want it."""
+    """The bench with the size, precision and folder of these parts."""
     folder = bench.folder / "cuda"
     folder.mkdir(exist_ok=True)
     return replace(bench, folder=folder, size=CUDA, precision="bf16", cuda=True)

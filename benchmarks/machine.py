@@ -1,4 +1,4 @@
-"""The machine in words: what a reader needs to judge a number, and nothing that names it."""
+"""A description of the machine: what a reader needs to judge a number, and no host name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "nu
 
 
 def processor() -> tuple[str, set[str]]:
-    """(its name, its instruction sets), as Linux tells them."""
+    """(name, instruction sets) of the processor, as Linux reports them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -30,7 +30,7 @@ def processor() -> tuple[str, set[str]]:
 
 
 def has_bf16() -> bool:
-    """Whether the processor multiplies bf16 matrices in hardware."""
+    """Whether the processor has instructions for bf16 products."""
     return bool(processor()[1] & set(NATIVE_BF16))
 
 
@@ -51,7 +51,7 @@ def words() -> str:
 
 
 def gflops(dtype: torch.dtype, n: int = 768) -> float:
-    """The best of a few square matrix products on all cores."""
+    """GFLOP/s of the fastest of six square matrix products on all cores."""
     a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2))
     taken = []
     for _ in range(6):
@@ -62,15 +62,15 @@ def gflops(dtype: torch.dtype, n: int = 768) -> float:
 
 
 def versions() -> str:
-    found = [f"Python {platform.python_version()}"]
+    installed = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            installed.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(installed)
 
 
 def load() -> float:
-    """Processes that want a core, averaged over the last minute."""
+    """The number of processes that want a core, averaged over the last minute."""
     return os.getloadavg()[0]

@@ -1,8 +1,8 @@
-"""Our side: train.py as a user runs it, read from its log; and what has no command of its own.
+"""Our side: train.py as a user runs it, and the measurements that no command makes.
 
     python -m benchmarks.ours '{"do": "evaluate", "model": "classes2/ours", "store": "mrpc", ...}'
 
-Prints what it took as one JSON object.
+Prints its measurements as one JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.
 def arguments(
     bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int, settings: list[str]
 ) -> list[str]:
-    """The recipe and the keys of a run of `steps` with a line of the log every `every`."""
+    """The recipe and settings of a run of `steps` steps that logs every `every` steps."""
     return [
         RECIPES[task],
         f"data={store}",
@@ -60,37 +60,38 @@ def arguments(
 def train(
     bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int, settings: list[str]
 ) -> tuple[Took, Ended]:
-    """Run train.py for `steps` with a line of the log every `every` steps.
+    """Run train.py for `steps` steps with a line of the log every `every` steps.
 
-    `rate`: real tokens a second after the log's first line; `first`: seconds from the start of the
-    command to that line; `memory_gib`: the peak that the log tells, `resident_gib`: of the process.
+    Measures `rate` (real tokens a second after the log's first line), `first` (seconds from the
+    start of the command to that line), `memory_gib` (the peak in the log) and `resident_gib` (the
+    peak of the process).
     """
     run = fresh(bench.folder / "run")
-    given = arguments(bench, task, store, init, steps=steps, every=every, settings=settings)
-    ended = command(bench, ["train.py", *given])
+    line = arguments(bench, task, store, init, steps=steps, every=every, settings=settings)
+    ended = command(bench, ["train.py", *line])
     lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "train"]
-    found = {"rate": rate(events)} if len(events) > 1 else {}
-    found |= {"first": events[0]["time"] - ended.started, "seconds": ended.seconds}
-    found |= {"memory_gib": events[-1]["memory_gib"], "resident_gib": ended.memory}
+    took = {"rate": rate(events)} if len(events) > 1 else {}
+    took |= {"first": events[0]["time"] - ended.started, "seconds": ended.seconds}
+    took |= {"memory_gib": events[-1]["memory_gib"], "resident_gib": ended.memory}
     fresh(run)
-    return found, ended
+    return took, ended
 
 
 def rate(events: list[dict[str, float]]) -> float:
-    """Real tokens a second between the first line of the log and the last; every line has the rate
-    since the one before."""
+    """Real tokens a second between the first and the last line of the log. Each line has the rate
+    since the line before it."""
     taken = [(b["time"] - a["time"], b["real_tokens_per_second"]) for a, b in pairwise(events)]
     return sum(seconds * speed for seconds, speed in taken) / sum(seconds for seconds, _ in taken)
 
 
-# ------------------------------------------------------------------ in a process of their own
+# ------------------------------------------------------------------ each in a separate process
 
 
 def evaluate(
     model: str, store: str, split: str, length: int, passes: int, threads: int, precision: str
 ) -> Took:
-    """Real tokens a second of whole passes over a split, forward only, after one to warm up."""
+    """Real tokens a second of forward passes over a whole split, after one pass to warm up."""
     ranks = processes.start(SystemConfig(threads=threads))
     checkpoint, data = checkpoints.load(model), open_store(store)
     assert checkpoint.head is not None
@@ -110,10 +111,10 @@ def evaluate(
 
 
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
-    """Real tokens a second of the loop's own feed, masking included, in one process; the pages of
+    """Real tokens a second of the training loop's feed, with masking, in one process. The pages of
     the store are in memory."""
-    arguments = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
-    job = prepare(load(Recipe, arguments), processes.Ranks(0, 1, torch.device("cpu")))
+    keys = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
+    job = prepare(load(Recipe, keys), processes.Ranks(0, 1, torch.device("cpu")))
     feed, tokens, position = job.feed(), 0, 0
     job.store.verify_in_background(lambda damage: None).join()  # reads every page
     for number in range(count + count // 10 + 1):
@@ -128,7 +129,7 @@ def batches(store: str, init: str, batch: list[str], count: int) -> Took:
 
 
 def idle(arguments: list[str]) -> Took:
-    """The share of time in which no kernel runs, of a training run in steady state."""
+    """The share of time in which no kernel runs, for a training run in steady state."""
     from torch.profiler import ProfilerActivity, profile
 
     recipe = load(Recipe, arguments)
@@ -147,12 +148,15 @@ def idle(arguments: list[str]) -> Took:
 def idle_share(kernels: list[tuple[str, float, float]], marker: str = "FusedAdam") -> float:
     """The share of time without a kernel, from (name, begin, end) of each.
 
-    The optimizer's kernel marks the steps; the first third of them, when shapes are new, does not
-    count. Raises Failure where fewer than six are marked.
+    The optimizer's kernel marks the steps. The first third of them does not count, because their
+    shapes are new. Raises Failure if fewer than six steps are marked.
     """
     marks = sorted(end for name, _, end in kernels if marker in name)
     if len(marks) < 6:
-        raise Failure(f"the profile holds {len(marks)} kernels of the optimizer: too few")
+        raise Failure(
+            f"the profile has too few kernels of the optimizer: {len(marks)} of at least 6; "
+            "train longer"
+        )
     now, last = marks[len(marks) // 3], marks[-1]
     length, without = last - now, 0.0
     for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):

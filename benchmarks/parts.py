@@ -1,4 +1,4 @@
-"""What is measured, part by part: every function takes a Bench and gives rows of the table."""
+"""The parts of the benchmark: each function takes a Bench and returns rows of the table."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PADDED = "`transformers`, dynamic padding"
 FULL_ROWS = "`transformers`"
 CEILING = "the ceiling"
 OURS = "xformer"
-TRAINING = "eager"  # on the CPU within a tenth of SDPA: docs/benchmarks.md
+TRAINING = "eager"  # on the CPU within a tenth of SDPA (docs/benchmarks.md)
 
 
 def theirs(bench: Bench, **job: Any) -> Took:
-    """What a job of benchmarks/theirs.py takes."""
+    """The measurements of a job of benchmarks/theirs.py."""
     known = {"threads": bench.threads, "precision": bench.precision}
     output = fresh(bench.folder / "theirs-run")
     job = known | {name: str(v) if isinstance(v, Path) else v for name, v in job.items()}
-    found, ended = module(bench, "theirs", {"output": str(output), **job})
+    took, ended = module(bench, "theirs", {"output": str(output), **job})
     fresh(output)
-    return {**found, "seconds": ended.seconds}
+    return {**took, "seconds": ended.seconds}
 
 
 def ours_on(bench: Bench, task: str, store: Path, model: Path, rows: int) -> Took:
-    """What our training takes with `rows` rows a batch. The rate leaves the warm-up out."""
+    """The measurements of our training with `rows` rows a batch. The rate excludes the warm-up."""
     size = bench.size
     return ours.train(
         bench,
@@ -53,8 +53,8 @@ def training(
     name: str,
     rows: int,
 ) -> dict[str, Callable[[], Took]]:
-    """The contestants of a training step on a trial's rows: ours, theirs padded and grouped, and
-    for MLM the ceiling."""
+    """The contestants of a training step on the rows of a trial: ours, theirs with dynamic padding,
+    theirs length-grouped, and for MLM the ceiling."""
     size = bench.size
     our_model, their_model = prepare.model(bench)
     trial, table = prepare.trial(bench, store, name, rows)
@@ -80,25 +80,25 @@ def training(
         "threads": bench.threads,
         "precision": bench.precision,
     }
-    found: dict[str, Callable[[], Took]] = {
+    contestants: dict[str, Callable[[], Took]] = {
         OURS: partial(ours_on, bench, task, trial, our_model, rows),
         GROUPED: partial(peer, sampling="sequential"),
         PADDED: partial(peer, sampling="random"),
     }
     if task == "mlm":
-        found[CEILING] = lambda: module(bench, "ceiling", ceiling)[0]
-    return found
+        contestants[CEILING] = lambda: module(bench, "ceiling", ceiling)[0]
+    return contestants
 
 
 def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) -> list[Row]:
-    """A row of ours beside every other contestant, with its target."""
+    """One row for each other contestant beside ours, with its target."""
     rows = []
     for name, target in targets.items():
         padding = took[name][0].get("padding", 0.0)
         notes = [f"{padding:.0%} padding"] if padding else []
         if name != CEILING and CEILING in took:
             most = median(rates(took[CEILING])) / median(rates(took[name]))
-            notes.append(f"the ceiling over it: {most:.2f}x")
+            notes.append(f"the ceiling is {most:.2f}x as fast")
         rows.append(
             Row(
                 what,
@@ -117,7 +117,7 @@ def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) ->
 
 
 def mixed(bench: Bench) -> list[Row]:
-    """The MLM step on lines of English, beside transformers and the ceiling."""
+    """The MLM step on English lines, beside transformers and the ceiling."""
     took = in_turn(
         bench.rounds, training(bench, "mlm", prepare.lines(bench), "lines", bench.size.rows)
     )
@@ -126,7 +126,7 @@ def mixed(bench: Bench) -> list[Row]:
 
 
 def full(bench: Bench) -> list[Row]:
-    """The MLM step on rows that are full, beside transformers and the ceiling."""
+    """The MLM step on full rows, beside transformers and the ceiling."""
     contestants = training(bench, "mlm", prepare.full_rows(bench), "full", bench.size.full_rows)
     contestants[FULL_ROWS] = contestants.pop(GROUPED)
     del contestants[PADDED]
@@ -139,7 +139,7 @@ def full(bench: Bench) -> list[Row]:
 def tasks(bench: Bench) -> list[Row]:
     """Fine-tuning on MRPC and CoLA, beside transformers."""
     rows = []
-    # CoLA's sentences are a fifth as long: more steps for as good a mean
+    # CoLA's sentences are a fifth as long, so an equally good mean needs more steps
     for name, title, more in (("mrpc", "MRPC", 1), ("cola", "CoLA", 4)):
         some = replace(bench, size=replace(bench.size, steps=more * bench.size.steps))
         contestants = training(some, "classify", prepare.task(bench, name), name, bench.size.rows)
@@ -150,7 +150,7 @@ def tasks(bench: Bench) -> list[Row]:
 
 
 def evaluation(bench: Bench) -> list[Row]:
-    """Forward alone on MRPC's dev set, beside transformers."""
+    """The forward pass on MRPC's dev set, beside transformers."""
     store = prepare.task(bench, "mrpc")
     our_model, their_model = prepare.model(bench, tuple(store.labels))
     table = bench.folder / "mrpc-valid-table"
@@ -195,7 +195,7 @@ def whole(bench: Bench) -> list[Row]:
         prepare.table(prepare.assembler(bench, store), table)
 
     def mine() -> Took:
-        settings = [f"batch.rows={size.whole_rows}"]
+        batch = [f"batch.rows={size.whole_rows}"]
         return ours.train(
             bench,
             "mlm",
@@ -203,7 +203,7 @@ def whole(bench: Bench) -> list[Row]:
             our_model,
             steps=size.whole_steps,
             every=max(1, size.whole_steps // 10),
-            settings=settings,
+            settings=batch,
         )[0]
 
     peer = partial(
@@ -219,7 +219,7 @@ def whole(bench: Bench) -> list[Row]:
         sampling="group_by_length",
         attention=TRAINING,
     )
-    # minutes each: the shorter rounds of the other parts show how much they vary
+    # Each run takes minutes. The shorter rounds of the other parts show the variation.
     took = in_turn(max(1, bench.rounds // 3), {OURS: mine, GROUPED: peer})
     seconds = (rates(took[OURS], "seconds"), rates(took[GROUPED], "seconds"))
     what = (
@@ -230,7 +230,7 @@ def whole(bench: Bench) -> list[Row]:
 
 
 def batches(bench: Bench) -> list[Row]:
-    """How fast the store becomes masked batches, in one process."""
+    """How fast one process builds masked batches from a store."""
     store, size = prepare.made(bench, bench.size.batch_tokens), bench.size
     init = prepare.model(bench)[0]
     longest = f"batch.max_tokens={size.length}"
@@ -268,7 +268,7 @@ def batches(bench: Bench) -> list[Row]:
 
 
 def start(bench: Bench) -> list[Row]:
-    """From the command to the first step, on a small store and a large one."""
+    """The time from the command to the end of the first step, on a small store and a large one."""
     init, size = prepare.model(bench)[0], bench.size
     stores = {tokens: prepare.made(bench, tokens) for tokens in (size.large, size.small)}
     shown = {tokens: f"{_bytes(store) / 1e9:.3g} GB" for tokens, store in stores.items()}
@@ -312,7 +312,7 @@ def _bytes(store: Store) -> int:
 
 
 def forget(store: Store) -> None:
-    """Ask the system to drop a store's pages from memory, as after a restart of the machine."""
+    """Ask the system to drop a store's pages from memory, as if the machine had restarted."""
     for file in store.path.rglob("*.npy"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -320,7 +320,7 @@ def forget(store: Store) -> None:
 
 
 def bf16(bench: Bench) -> list[Row]:
-    """One short round in bf16 where the processor has no instructions for it: a footnote."""
+    """One short round in bf16 on a processor without instructions for it: a footnote."""
     few = replace(bench.size, warmup=1, steps=3)
     half = replace(bench, precision="bf16", rounds=1, size=few, folder=bench.folder / "bf16")
     half.folder.mkdir(exist_ok=True)
@@ -328,7 +328,7 @@ def bf16(bench: Bench) -> list[Row]:
 
 
 def settings(bench: Bench) -> list[Row]:
-    """The Trainer's own settings, one round each: the tables above use the best of them."""
+    """Other settings of the Trainer, one round each; the tables above use the best of them."""
     size, model = bench.size, prepare.model(bench)[1]
     steps = size.warmup + (size.steps + 1) // 2
     job: dict[str, Any] = {
@@ -340,19 +340,19 @@ def settings(bench: Bench) -> list[Row]:
     }
     lines = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)[1]
     rows = prepare.trial(bench, prepare.full_rows(bench), "full", size.full_rows)[1]
-    mixed: dict[str, Any] = {"table": lines, "rows": size.rows}
-    full: dict[str, Any] = {"table": rows, "rows": size.full_rows}
+    of_lines: dict[str, Any] = {"table": lines, "rows": size.rows}
+    of_full_rows: dict[str, Any] = {"table": rows, "rows": size.full_rows}
     wanted: dict[str, dict[str, Any]] = {
-        "lines, length-grouped, eager attention": {**mixed, "attention": "eager"},
-        "lines, length-grouped, SDPA": mixed,
+        "lines, length-grouped, eager attention": {**of_lines, "attention": "eager"},
+        "lines, length-grouped, SDPA": of_lines,
         "lines, length-grouped, eager attention, batches built by a process": {
-            **mixed,
+            **of_lines,
             "attention": "eager",
             "workers": 1,
         },
-        "full rows, eager attention": {**full, "attention": "eager"},
-        "full rows, SDPA": full,
-        "full rows, SDPA, compiled": {**full, "compile": True},
+        "full rows, eager attention": {**of_full_rows, "attention": "eager"},
+        "full rows, SDPA": of_full_rows,
+        "full rows, SDPA, compiled": {**of_full_rows, "compile": True},
     }
     contestants = {
         what: partial(theirs, bench, **{**job, **changes}) for what, changes in wanted.items()

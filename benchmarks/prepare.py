@@ -1,5 +1,6 @@
-"""The same weights and the same data for both sides: stores and checkpoints for us, Hugging Face
-directories and tables of `datasets` for them, all made of the raw data with our own commands."""
+"""Prepares the same weights and data for both sides: stores and checkpoints for ours, Hugging Face
+directories and tables of `datasets` for theirs. Our commands make all of them from the raw data.
+"""
 
 from __future__ import annotations
 
@@ -23,35 +24,35 @@ from xformer.model.config import ModelConfig
 TEXT = "english_wikipedia/train.txt"
 VOCABULARY = "vocabs/bert-base-uncased.vocab.txt"
 TASKS = {"mrpc": "glue/MRPC", "cola": "glue/CoLA"}
-FOOTNOTE = r"^\[\d+\]"  # Wikipedia's text has lines of these
-BLOCK = 2_000_000  # tokens written at once of a made store
+FOOTNOTE = r"^\[\d+\]"  # lines of this form in Wikipedia's text are footnotes
+BLOCK = 2_000_000  # tokens that are written at once
 SEED = 1
 
 
 def check(data: Path) -> None:
-    """Raise BadInput unless the raw data is there."""
+    """Raises BadInput if a file of the raw data is missing."""
     for name in (TEXT, VOCABULARY, *TASKS.values()):
         if not (data / name).exists():
             wanted = ", ".join((TEXT, VOCABULARY, *TASKS.values()))
-            raise BadInput(f"{data / name} does not exist; the data needs {wanted}")
+            raise BadInput(f"{data / name} does not exist; --data needs a directory with {wanted}")
 
 
 def tokenizer(bench: Bench) -> Tokenizer:
-    return published.read(bench.data / VOCABULARY)
+    return published.import_tokenizer(bench.data / VOCABULARY)
 
 
 def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """(our checkpoint, the same weights as a Hugging Face directory): with an MLM head, or one for
-    the classes `labels`. Dropout is 0.1 everywhere, as in BERT."""
+    """(our checkpoint, a Hugging Face directory with the same weights). The head is for the classes
+    `labels`, or for MLM without labels. Dropout is 0.1 everywhere, as in BERT."""
     folder = bench.folder / ("mlm" if not labels else f"classes{len(labels)}")
     ours, theirs = folder / "ours", folder / "theirs"
     if not folder.exists():
         folder.mkdir()
-        made = checkpoints.fresh(ModelConfig(**bench.size.model), tokenizer(bench), SEED)
+        checkpoint = checkpoints.fresh(ModelConfig(**bench.size.model), tokenizer(bench), SEED)
         head = Head("classify", labels) if labels else Head("mlm")
-        made, _, _ = made.with_head(head, SEED)
-        checkpoints.save(made, ours)
-        to_hf(made, theirs)
+        checkpoint, _, _ = checkpoint.with_head(head, SEED)
+        checkpoints.save(checkpoint, ours)
+        to_hf(checkpoint, theirs)
     return ours, theirs
 
 
@@ -59,7 +60,7 @@ def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:
 
 
 def lines(bench: Bench) -> Store:
-    """English Wikipedia, a sample a line."""
+    """English Wikipedia, one row for each line."""
     path = bench.folder / "lines"
     if not path.exists():
         words = _tokenizer_directory(bench)
@@ -83,7 +84,7 @@ def lines(bench: Bench) -> Store:
 
 
 def task(bench: Bench, name: str) -> Store:
-    """The task `name` of GLUE with all its splits."""
+    """A task of GLUE with all its splits."""
     path = bench.folder / name
     if not path.exists():
         words, source = _tokenizer_directory(bench), str(bench.data / TASKS[name])
@@ -105,7 +106,7 @@ def task(bench: Bench, name: str) -> Store:
 
 
 def full_rows(bench: Bench) -> Store:
-    """The same text end to end, cut into rows that are full."""
+    """The same text, joined and cut into full rows."""
     path = bench.folder / "full"
     if not path.exists():
         bare, text = bench.size.length - 2, lines(bench).split("train")
@@ -119,7 +120,8 @@ def full_rows(bench: Bench) -> Store:
 
 
 def made(bench: Bench, tokens: int) -> Store:
-    """A store of about so many random tokens in rows of all lengths up to the longest."""
+    """A store of about `tokens` random tokens, in rows from a quarter of the longest to the
+    longest."""
     path = bench.folder / f"made{tokens}"
     if not path.exists():
         draw = np.random.default_rng(SEED)
@@ -136,7 +138,9 @@ def _append_random(
 ) -> None:
     lengths = draw.integers(longest // 4, longest + 1, min(tokens, BLOCK) // longest)
     block = draw.integers(pieces, size=int(lengths.sum())).astype(np.uint32)
-    for _ in range(max(1, tokens // len(block))):  # the same again: only the size counts
+    for _ in range(
+        max(1, tokens // len(block))
+    ):  # one block again and again, because only the size matters
         split.append_ragged("tokens", block, lengths)
 
 
@@ -156,12 +160,12 @@ def assembler(bench: Bench, store: Store, split: str = "train") -> Assembler:
 
 
 def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]:
-    """(store, table) of the same rows of `store`: as many as warm-up and counted steps take.
+    """(store, table) with the same rows of `store`, as many as warm-up and measured steps need.
 
-    They are whole batches of those that the Trainer's length-grouped sampler makes of all rows,
-    evenly spread over the batches from the shortest to the longest; in the table they stand batch
-    by batch in random order, so that read in order it is what that sampler gives for the whole data
-    (which starts with its longest batch and goes down: a few steps of it would not be typical).
+    The Trainer's length-grouped sampler makes batches of all rows, and this takes whole batches of
+    them, evenly spread from the shortest to the longest. The table has them batch by batch in
+    random order, so that a sequential reader gets typical batches of that sampler. (The sampler
+    itself starts with its longest batch, so its first steps would not be typical.)
     """
     path = bench.folder / f"trial-{name}"
     if not path.exists():
@@ -174,13 +178,14 @@ def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]
         )
         subset(store, chosen, path / "store")
         rest = open_store(path / "store")
-        # the table keeps the order of the batches, and both hold the same rows
+        # both hold the same rows in the order of the batches
         table(assembler(bench, rest), path / "table")
     return path / "store", path / "table"
 
 
 def typical(sizes: np.ndarray, rows: int, warmup: int, steps: int) -> np.ndarray:
-    """Row numbers of warmup + steps length-grouped batches; the counted ones evenly spread."""
+    """Row numbers of warmup + steps length-grouped batches. Each of the two groups is evenly
+    spread."""
     import torch
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
@@ -189,13 +194,13 @@ def typical(sizes: np.ndarray, rows: int, warmup: int, steps: int) -> np.ndarray
     batches = np.asarray(order)[: len(order) // rows * rows].reshape(-1, rows)
     batches = batches[np.argsort(sizes[batches].sum(1), kind="stable")]
     draw = np.random.default_rng(SEED)
-    # the middles of equal parts
+    # the middle of each of n equal parts
     spread = [((np.arange(n) + 0.5) * len(batches) / n).astype(int) for n in (warmup, steps)]
     return np.concatenate([batches[draw.permutation(part)] for part in spread]).ravel()
 
 
 def subset(store: Store, rows: np.ndarray, path: Path) -> None:
-    """A store of these rows of the split `train` alone, in this order."""
+    """Write a store with only these rows of the split `train`, in this order."""
     split = store.split("train")
     texts = [name for name in ("tokens", "tokens_b") if name in split.columns]
     columns: dict[str, str] = dict.fromkeys(map(str, texts), "")
@@ -212,7 +217,7 @@ def subset(store: Store, rows: np.ndarray, path: Path) -> None:
 
 
 def table(rows: Assembler, path: Path) -> None:
-    """The rows as our batches hold them, as a table of `datasets` that the Trainer reads."""
+    """Write the rows of our batches as a table of `datasets` that the Trainer reads."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -225,7 +230,7 @@ def _examples(rows: Assembler) -> Iterator[dict[str, object]]:
     for row in range(rows.split.rows):
         batch = rows.batch(np.array([row]))
         example: dict[str, object] = {
-            "input_ids": batch.tokens.astype(np.int32),  # the types that their tokenizers' have
+            "input_ids": batch.tokens.astype(np.int32),  # the types that their tokenizers give
             "token_type_ids": batch.segments.astype(np.int8),
             "attention_mask": np.ones_like(batch.tokens, np.int8),
         }

@@ -1,13 +1,13 @@
-"""How fast raw text becomes a store, beside the tokenizer library alone and Hugging Face datasets.
+"""How fast raw text becomes a store, compared with the tokenizer library alone and with `datasets`.
 
     python benchmarks/preprocess.py                       # English of Python's own documentation
     python benchmarks/preprocess.py --data DIR            # DIR/english_wikipedia, DIR/vocabs
-    python benchmarks/preprocess.py --data DIR --memory   # two gigabytes with ever new words
+    python benchmarks/preprocess.py --data DIR --memory   # two gigabytes with new words throughout
 
-All that is compared runs alternately on the same cores, each time in a process of its own; the
-medians are reported. Ours is measured from the start of the command to its end. The library alone
-gets the documents in memory and a clock that starts after the imports; so does `datasets`, which
-tokenises with `map` in a process a core and saves its table to disk.
+The programs run alternately on the same cores, each time in a new process, and medians are
+reported. Our command is measured from its start to its end. The library alone gets the documents in
+memory, and its clock starts after the imports. Hugging Face's `datasets` does too; it
+tokenises with `map` in one process for each core and saves its table to disk.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 from xformer.data import vocabularies  # noqa: E402
 from xformer.data.store import open_store  # noqa: E402
-from xformer.preprocess import pydocs  # noqa: E402
-from xformer.preprocess.text import TextOptions, read_documents  # noqa: E402
-from xformer.preprocess.vocabulary import learn  # noqa: E402
+from xformer.preprocess.corpora import pydocs  # noqa: E402
+from xformer.preprocess.corpora.documents import TextOptions, read_documents  # noqa: E402
+from xformer.preprocess.vocabulary.tokenizer import learn  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
 VOCABULARY = 30_000
@@ -45,7 +45,7 @@ CHANGED = 0.05  # share of its words with another letter
 
 
 def prepare(data: Path | None, folder: Path) -> tuple[Path, Path]:
-    """(text file, tokenizer directory): real ones where `data` has them, else made here."""
+    """(text file, tokenizer directory): from `data` if they are there, otherwise made here."""
     source = data / "english_wikipedia/train.txt" if data else folder / "pydocs/english.txt"
     if data is None:
         pydocs.write(folder / "pydocs", overwrite=False)
@@ -69,8 +69,8 @@ def command(*arguments: object) -> list[str]:
 
 
 class Spent(NamedTuple):
-    """What something took: seconds, those of all processors, and peak bytes of memory (0: not
-    measured), of a process and its children added up."""
+    """What a process and its children took together: seconds, processor seconds, and peak memory
+    in bytes (0: not measured)."""
 
     seconds: float
     busy: float
@@ -78,7 +78,7 @@ class Spent(NamedTuple):
 
 
 def timed(line: list[str]) -> Spent:
-    """What a command takes from its start to its end."""
+    """Measure a command from its start to its end."""
     started = time.monotonic()
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     peak, ended = 0, threading.Event()
@@ -100,15 +100,15 @@ def timed(line: list[str]) -> Spent:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it started, theirs included."""
-    found = [pid]
-    for parent in found:
+    """A process and all its descendants."""
+    processes = [pid]
+    for parent in processes:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
-                found += map(int, children.read_text().split())
+                processes += map(int, children.read_text().split())
             except OSError:
                 continue
-    return found
+    return processes
 
 
 def resident(pid: int) -> int:
@@ -120,7 +120,7 @@ def resident(pid: int) -> int:
 
 
 def library(source: Path, tokenizer: Path) -> None:
-    """Print what the tokenizer library takes for all documents in memory."""
+    """Print the seconds that the tokenizer library takes for all documents in memory."""
     documents, model = _load(source, tokenizer)
     started, busy = time.monotonic(), _busy()
     model.encode_batch_fast(documents, add_special_tokens=False)
@@ -128,7 +128,7 @@ def library(source: Path, tokenizer: Path) -> None:
 
 
 def hugging_face(source: Path, tokenizer: Path) -> None:
-    """Print what `datasets` takes to tokenise all documents and save the table."""
+    """Print the seconds that `datasets` takes to tokenise all documents and save the table."""
     import datasets
 
     documents, model = _load(source, tokenizer)
@@ -136,8 +136,8 @@ def hugging_face(source: Path, tokenizer: Path) -> None:
     datasets.disable_caching()
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        found = model.encode_batch_fast(batch["text"], add_special_tokens=False)
-        return {"input_ids": [encoding.ids for encoding in found]}
+        encodings = model.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"input_ids": [encoding.ids for encoding in encodings]}
 
     with tempfile.TemporaryDirectory() as folder:
         table = datasets.Dataset.from_dict({"text": documents})
@@ -164,7 +164,7 @@ def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
 
 
 def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path) -> Spent:
-    """What a function above prints, run in a process of its own."""
+    """Run a function above in a process of its own, and read the seconds that it prints."""
     line = [sys.executable, __file__, "--only", function.__name__, str(source), str(tokenizer)]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
     seconds, busy = map(float, done.stdout.split()[-2:])
@@ -175,7 +175,7 @@ def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path)
 
 
 def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[str]:
-    """Lines of a table: MB/s of each way, and ours over it."""
+    """The lines of a table: seconds and MB/s of each program, relative to our command."""
     size = source.stat().st_size / 1e6
     store = folder / "store"
     ours = ["text", "--input", source, "--tokenizer", tokenizer, "--output", store, "--overwrite"]
@@ -200,9 +200,9 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
         "|---|---|---|---|---|---|",
     ]
     for name, what in names.items():
-        shown = ", ".join(f"{spent.seconds:.2f}" for spent in taken[name])
+        times = ", ".join(f"{spent.seconds:.2f}" for spent in taken[name])
         lines.append(
-            f"| {what} | {shown} | {size / middle[name]:.1f} | {middle[name] / middle['all']:.2f} "
+            f"| {what} | {times} | {size / middle[name]:.1f} | {middle[name] / middle['all']:.2f} "
             f"| {busy[name]:.2f} | {busy[name] / busy['all']:.2f} |"
         )
     peak = max(spent.peak for spent in [*taken["all"], *taken["one"]])
@@ -211,7 +211,7 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
 
 
 def bytes_a_token(path: Path, what: str) -> str:
-    """One line: what a token takes on disk."""
+    """One line: the bytes of a token on disk."""
     split = open_store(path).split("train")
     ids, offsets = (
         (path / f"train/{name}.npy").stat().st_size for name in ("tokens", "tokens.offsets")
@@ -224,7 +224,7 @@ def bytes_a_token(path: Path, what: str) -> str:
 
 
 def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
-    """The same text as JSON lines with an article each, where it has headings `= Title =`."""
+    """The same text as JSON lines with one article each, if it has headings `= Title =`."""
     articles = re.split(r"(?m)^(?== [^=]+ =$)", source.read_text(encoding="utf-8"))
     if len(articles) < 10:
         return []
@@ -248,7 +248,7 @@ def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
 
 
 def synthetic(folder: Path) -> list[str]:
-    """Lines of a table: tokens a second of every generator, the whole command."""
+    """The lines of a table: tokens a second of the whole command for each generator."""
     lines = ["", "| artificial corpus | million tokens a second |", "|---|---|"]
     for name in ("uniform", "zipf", "nesting", "flat"):
         arguments = ["synthetic", name, "--tokens", TOKENS, "--output", folder / name]
@@ -259,7 +259,7 @@ def synthetic(folder: Path) -> list[str]:
 
 
 def large_text(source: Path, path: Path, size: int) -> None:
-    """Write `source` over and over, each time with other letters in CHANGED of its words."""
+    """Write `source` repeatedly, each time with changed letters in a share CHANGED of its words."""
     text = np.frombuffer(source.read_bytes(), np.uint8)
     starts = np.flatnonzero((text[1:] > 96) & (text[1:] < 123) & (text[:-1] == 32)) + 1
     generator = np.random.default_rng(0)
@@ -297,12 +297,12 @@ def main() -> None:
         "--data",
         type=Path,
         help="A directory with english_wikipedia/train.txt "
-        "and perhaps vocabs/bert-base-uncased.vocab.txt.",
+        "and, if there is one, vocabs/bert-base-uncased.vocab.txt.",
     )
     parser.add_argument("--output", type=Path, help="Also write the report to this file.")
     parser.add_argument("--rounds", type=int, default=5, help="Default: %(default)s.")
     parser.add_argument(
-        "--memory", action="store_true", help="Measure a large input alone (minutes, 6 GB of disk)."
+        "--memory", action="store_true", help="Only measure a large input (minutes, 6 GB of disk)."
     )
     parser.add_argument("--scratch", type=Path, help="Where to work (default: temporary).")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)

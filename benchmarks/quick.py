@@ -1,4 +1,4 @@
-"""Made data in the layout of the real one, for `--quick`."""
+"""Made-up data in the layout of the raw data, for `--quick`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def make_data(folder: Path) -> Path:
-    """Write lines of words at random, a vocabulary of those words, and two tasks."""
+    """Write lines of random words, a vocabulary of these words, and two tasks."""
     draw = np.random.default_rng(0)
 
     def text(longest: int) -> str:

@@ -1,4 +1,4 @@
-"""What was measured as a table in Markdown and as a picture; all judgements are computed here."""
+"""The measurements as a Markdown table and as a figure, with the verdict on each target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from benchmarks.bench import Row
 from xformer.data.errors import BadInput
 
 BEGIN, END = "<!-- written by make bench -->", "<!-- until here -->"
-REACHED, MISSED, MARK = "#0072B2", "#E69F00", "#000000"  # told apart also without colours: hatched
+# a missed target is also hatched, so that it shows without colours
+REACHED, MISSED, MARK = "#0072B2", "#E69F00", "#000000"
 FIGURE = "figures/beside-transformers"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A part's rows, when and under which load they were measured, and whether in short form."""
+    """The rows of a part, the date and load of their measurement, and whether --short was given."""
 
     part: str
     date: str
@@ -28,14 +29,14 @@ class Measured:
 
 
 def number(value: float) -> str:
-    """Three digits at least."""
+    """A number with three significant digits, or all digits of its integer part."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def spread(values: list[float]) -> str:
-    """Median, and where there is more than one the smallest and the largest."""
+    """The median of the values, with the smallest and largest in brackets if there are several."""
     if not values:
         return ""
     if len(values) == 1:
@@ -72,21 +73,23 @@ def section(
     gpu_targets: Iterable[str],
     missing: Iterable[str] = (),
 ) -> str:
-    """The part of the page that is written anew each time."""
+    """The section of the page that each run replaces."""
     rows = [row for part in measured for row in part.rows]
     parts = [*measured, *footnotes, *gpu]
     days = " to ".join(sorted({min(p.date for p in parts), max(p.date for p in parts)}))
     lines = [
         BEGIN,
         "",
-        f"{machine}. {versions}. Measured {days}; before a part began, at most "
-        f"{max(part.load for part in parts):.1f} processes wanted a core.",
+        f"{machine}. {versions}. Measured {days}. The load average before a part was at most "
+        f"{max(part.load for part in parts):.1f}.",
         "",
-        "Medians over the rounds, with the smallest and the largest in brackets.",
+        "The table shows medians over the rounds, with the smallest and largest value in brackets. "
+        "Each round is compared separately, so the median ratio can differ from the ratio of the "
+        "medians.",
         "",
     ]
     if short := [part.part for part in parts if part.short]:
-        lines += [f"Measured in short form, a first look and no more: {', '.join(short)}.", ""]
+        lines += [f"Measured with --short, for a first impression only: {', '.join(short)}.", ""]
     if absent := list(missing):
         lines += [f"Not measured yet: {', '.join(absent)}.", ""]
     if rows:
@@ -107,7 +110,7 @@ def section(
         lines += [*HEAD, *(line(row) for part in gpu for row in part.rows), ""]
     else:
         lines += [
-            "Not run on CUDA yet. Where there is a device, `make bench` also measures:",
+            "Not run on CUDA yet. On a machine with a CUDA device `make bench` also measures:",
             "",
             *(f"- {what}" for what in gpu_targets),
             "",
@@ -116,7 +119,7 @@ def section(
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Rows of a footnote; where nobody is beside anybody, what was measured alone."""
+    """The table of a footnote; rows without a comparison have a shorter form."""
     if drawable(rows):
         return [*HEAD, *map(line, rows)]
     measured = (f"| {row.what} ({row.unit}) | {spread(row.ours)} |" for row in rows)
@@ -124,30 +127,31 @@ def table(rows: list[Row]) -> list[str]:
 
 
 TITLES = {
-    "bf16": "In bf16, which this processor has no instructions for (one round)",
-    "settings": "The Trainer with other settings of its own, in real tokens a second (one round)",
+    "bf16": "bf16 on this processor, which has no instructions for it (one round)",
+    "settings": "The Trainer with other settings, in real tokens a second (one round)",
 }
 
 
 def write(page: Path, text: str) -> None:
-    """Put the section in its place of an existing page, or begin a page with it."""
+    """Replace the section of an existing page, or start a page with it. Raises BadInput if the page
+    lacks the marks."""
     if not page.exists():
         page.write_text(f"# Benchmarks\n\n{text}\n", encoding="utf-8")
         return
     old = page.read_text(encoding="utf-8")
     if BEGIN not in old or END not in old:
-        raise BadInput(f"{page} has no place for the table: it lacks the line {BEGIN} or {END}")
+        raise BadInput(f"{page} has no place for the table: add the lines {BEGIN} and {END}")
     before, after = old.split(BEGIN)[0], old.split(END, 1)[1]
     page.write_text(f"{before}{text}{after}", encoding="utf-8")
 
 
 def drawable(rows: list[Row]) -> list[Row]:
-    """Rows that compare with others."""
+    """The rows that compare ours with another contestant."""
     return [row for row in rows if row.theirs]
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Ratios as bars with their targets, as path.svg and path.png."""
+    """Draw the ratios as bars with their targets, and write path.svg and path.png."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +189,8 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def _bar(axes: Any, place: int, row: Row, width: float) -> None:
-    """One bar; its number, so wide, stands behind a target that would cover it."""
+    """Draw one bar. Its number, `width` wide, moves to the right of a target that would cover
+    it."""
     middle, reached = median(row.values), row.target is None or row.reached
     right = max(row.values)
     if row.target is not None and right <= row.target < right + width:

@@ -1,16 +1,16 @@
-"""Everything that is timed, side by side in one run: `make bench DATA=DIR`.
+"""Time xformer beside the Trainer of `transformers`: `make bench DATA=DIR`.
 
-    python -m benchmarks.run --data DIR                     # all parts, printed
-    python -m benchmarks.run --data DIR --output docs       # and written
+    python -m benchmarks.run --data DIR                     # all parts; prints the table
+    python -m benchmarks.run --data DIR --output docs       # and writes it
     python -m benchmarks.run mixed tasks --data DIR --rounds 1 --short
-    python -m benchmarks.run --quick                        # a tiny model and made data: a test
+    python -m benchmarks.run --quick                        # a tiny model and made-up data: a test
     python -m benchmarks.run mixed --data DIR --ours batch.accumulate=2
 
 DIR holds english_wikipedia/train.txt, vocabs/bert-base-uncased.vocab.txt, glue/MRPC and glue/CoLA.
 
-Ours is train.py as a user runs it, read from its log; theirs is the Trainer, timed by a callback.
-Each is a process of its own with all cores, and they run by turns: ours, theirs, the ceiling, and
-again. Steps of the warm-up do not count, and only real tokens do.
+Ours is train.py as a user runs it; its speed is read from its log. Theirs is the Trainer, timed by
+a callback. Each contestant is a separate process with all cores. They alternate: ours, theirs, the
+ceiling, and again. Only real tokens count, and no steps of the warm-up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
     "bf16": parts.bf16,
     "settings": parts.settings,
 }
-# also in bf16 where the processor has it
+# measured in bf16 too if the processor has instructions for it
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
 NEEDS = ("transformers", "accelerate", "datasets")
 
@@ -84,7 +84,7 @@ def main() -> None:
         for name in arguments.parts or _all_parts():
             new.append(replace(measure(name, bench), short=arguments.short))
             kept = [*(part for part in kept if part.part != name), new[-1]]
-            _write(page, words, kept)  # so that an end in the middle leaves what is done
+            _write(page, words, kept)  # so an interrupted run keeps its finished parts
         print("\n".join([*report.HEAD, *(report.line(row) for part in new for row in part.rows)]))
 
 
@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
         metavar="PART",
         help=f"What to measure (default: all): {', '.join(known)}.",
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="The raw data.")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="The directory of the raw data.")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -113,34 +113,35 @@ def _arguments() -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="DIR",
-        help="Write DIR/benchmarks.md (only what is between its two marks), "
-        "DIR/benchmarks.json and DIR/figures/ (default: print the table alone). "
-        "Of a few parts, the other rows stay.",
+        help="Write DIR/benchmarks.json, DIR/figures/ and the text between the two marks of "
+        "DIR/benchmarks.md (default: only print the table). If you name parts, the rows of the "
+        "other parts stay.",
     )
     parser.add_argument(
         "--scratch",
         type=Path,
         metavar="DIR",
-        help="Where to work; start needs 11 GB (default: temporary).",
+        help="The working directory; the part start needs 11 GB (default: a temporary directory).",
     )
     parser.add_argument(
         "--ours",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="A further key of our train.py; may be given again.",
+        help="A further setting of our train.py; can be repeated.",
     )
-    parser.add_argument("--short", action="store_true", help="Fewer steps: a first look.")
+    parser.add_argument("--short", action="store_true", help="Fewer steps, for a first impression.")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="Made data and a tiny model: shows that everything runs; its numbers mean nothing.",
+        help="Made-up data and a tiny model: a test that everything runs. Its numbers mean "
+        "nothing.",
     )
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in known]:
         raise BadInput(f"unknown part {unknown[0]!r}; there are {', '.join(known)}")
     if arguments.rounds < 1:
-        raise BadInput(f"--rounds {arguments.rounds}: give 1 or more")
+        raise BadInput(f"--rounds {arguments.rounds}: give 1 or more rounds")
     if missing := [package for package in NEEDS if find_spec(package) is None]:
         raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
     if arguments.data is None and not arguments.quick:
@@ -149,10 +150,10 @@ def _arguments() -> argparse.Namespace:
     if not arguments.quick:
         prepare.check(arguments.data)
     if not torch.cuda.is_available() and set(arguments.parts) & set(gpu.PARTS):
-        raise BadInput("this machine has no CUDA device for the parts gpu-...")
+        raise BadInput("this machine has no CUDA device, which the parts gpu-... need")
     for folder in (arguments.output, arguments.scratch):
         if folder is not None and not folder.is_dir():
-            raise BadInput(f"{folder} is no directory")
+            raise BadInput(f"{folder} is not a directory; create it first")
     return arguments
 
 
@@ -162,7 +163,7 @@ def _all_parts() -> list[str]:
 
 
 def measure(name: str, bench: Bench) -> Measured:
-    """A part's rows, in every precision that the machine has."""
+    """The rows of a part, in every precision that the machine has instructions for."""
     load, started = machine.load(), time.perf_counter()
     say(f"{name} (load {load:.1f})")
     if name in gpu.PARTS:
@@ -179,14 +180,14 @@ def measure(name: str, bench: Bench) -> Measured:
 
 
 def _kept(page: Path, versions: str) -> list[Measured]:
-    """What an earlier run measured and this one does not."""
+    """The parts that an earlier run measured. Raises BadInput if it had other versions."""
     if not page.is_file():
         return []
     old = read_json(page)
     if old["versions"] != versions:
         raise BadInput(
-            f"{page} was measured with {old['versions']}, not {versions}: its rows do "
-            "not belong beside new ones; measure all parts, or delete it"
+            f"{page} was measured with {old['versions']}, not {versions}, so its rows cannot "
+            "stand beside new ones; measure all parts, or delete it"
         )
     return [
         Measured(**{**part, "rows": [Row(**row) for row in part["rows"]]})

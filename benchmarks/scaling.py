@@ -1,10 +1,10 @@
 """The derived tables of docs/scaling.md: what models, nodes and the papers' grids cost.
 
-    python benchmarks/scaling.py --output docs/scaling.md    # replaces what is between the markers
-    python benchmarks/scaling.py                             # prints it
+    python benchmarks/scaling.py --output docs/scaling.md    # replaces the text between the markers
+    python benchmarks/scaling.py                             # prints the tables
 
-Nothing is timed here: operations follow from shapes (xformer/cost.py), seconds from them, the
-makers' peaks and the shares of the peak that are assumed below.
+Nothing is timed here. Operations follow from shapes (xformer/cost.py). Seconds follow from the
+operations, the peaks that the makers state, and the shares of the peak that are assumed below.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"
 MASKING = 0.15
 MASKED, SPANS = MLM(Head("mlm")), Span(Head("span"))
 CLASSES = Classify(Head("classify", ("no", "yes")))
-BYTES = 4  # of a weight, of its gradient and of each of Adam's two moments: all are fp32
+BYTES = 4  # of a weight, its gradient and each of Adam's two moments, all in fp32
 # assumed, not measured: share of the peak in pre-training and in fine-tuning, bytes a second
 # between the GPUs of a machine and from a machine to the network (200 Gbit/s)
 PRETRAIN, FINETUNE = 0.45, 0.30
@@ -55,7 +55,8 @@ MODELS = {
 
 
 class Task(NamedTuple):
-    """Rows to train on, and tokens a row with its special ones, at most what the papers take."""
+    """Training rows of a task, and tokens a row with special tokens, up to the papers' longest
+    row."""
 
     rows: int
     tokens: int
@@ -102,8 +103,8 @@ CHIANG = {
 
 
 class Part(NamedTuple):
-    """A part of a paper's experiments: `runs` trainings of `flops` operations in all, `share` of
-    the peak."""
+    """A part of a paper's experiments: `runs` trainings with `flops` operations together, which
+    reach `share` of the peak."""
 
     paper: str
     what: str
@@ -114,7 +115,7 @@ class Part(NamedTuple):
 
 def pretraining(config: ModelConfig, steps: int, rows: int, length: int) -> float:
     """Operations of a pre-training on full rows."""
-    return steps * cost.training_flops(config, MASKED, Work.even(rows, length, MASKING))
+    return steps * cost.training_flops(config, MASKED, Workload.even(rows, length, MASKING))
 
 
 def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: float = 1) -> float:
@@ -123,7 +124,7 @@ def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: 
 
 
 def _row_flops(config: ModelConfig, task: str) -> float:
-    work = Work.even(1, TASKS[task].tokens)
+    work = Workload.even(1, TASKS[task].tokens)
     return cost.training_flops(config, SPANS if task == "squad" else CLASSES, work)
 
 
@@ -245,7 +246,7 @@ def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, two below 0.1."""
+    """A number with three significant digits, or two below 0.1."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.{3 if value >= 0.1 else 2}g}"
 
 
@@ -258,7 +259,7 @@ def models() -> list[str]:
     for name, config in MODELS.items():
         parts, whole = cost.parameters(config, MASKED), count(config)
         flops = [
-            cost.training_flops(config, MASKED, Work.even(64, length, MASKING)) / (64 * length)
+            cost.training_flops(config, MASKED, Workload.even(64, length, MASKING)) / (64 * length)
             for length in (128, 512)
         ]
         rows.append(
@@ -282,8 +283,8 @@ def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> f
 
 
 def step_seconds(config: ModelConfig, tokens: int, length: int, gpus: int) -> tuple[float, float]:
-    """(computing, reducing) seconds of a step of so many tokens on so many H200."""
-    work = Work.even(tokens // length, length, MASKING)
+    """(computing, reducing) seconds of a step of this many tokens on this many H200."""
+    work = Workload.even(tokens // length, length, MASKING)
     flops = cost.training_flops(config, MASKED, work)
     speed = NVLINK if gpus <= PER_NODE else NETWORK
     return flops / (gpus * H200 * PRETRAIN), reduction_seconds(count(config), gpus, speed)
@@ -334,14 +335,14 @@ def papers() -> list[str]:
 
 
 def costs(parts: list[Part]) -> list[str]:
-    """Runs, 10^18 operations, and hours of each GPU."""
+    """The cells of a row: runs, 10^18 operations, and hours on each GPU."""
     hours = (sum(p.flops / (peak * p.share) for p in parts) / 3600 for peak in GPUS.values())
     flops = sum(part.flops for part in parts)
     return [f"{sum(p.runs for p in parts):,}", number(flops / 1e18), *map(number, hours)]
 
 
 def published() -> list[str]:
-    """One pre-training of Chiang & Lee 2020 by GPU, and what the paper took."""
+    """Hours of one pre-training of Chiang & Lee 2020 on each GPU, and in the paper."""
     flops = pretraining(ROBERTA, 200_000, 150, 126)
     rows = [
         [
@@ -360,7 +361,7 @@ def published() -> list[str]:
 
 
 def text() -> str:
-    """All of it as Markdown."""
+    """All tables as Markdown."""
     sections = (
         ("Models", models()),
         ("Batches", batches()),
@@ -372,14 +373,14 @@ def text() -> str:
 
 
 def filled(page: str) -> str:
-    """A page with everything between the markers made anew."""
+    """The page with new tables between the markers."""
     begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
     return f"{page[:begin]}\n\n{text()}\n{page[end:]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The derived tables of docs/scaling.md.")
-    words = "Replace what this page has between the markers (default: print)."
+    words = "Replace the text between the markers of this page (default: print the tables)."
     parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     arguments = parser.parse_args()
     if arguments.output is None:

@@ -1,13 +1,14 @@
-"""Seconds to make each modified BERT-base (Zhang et al. 2021, table 7), beside the obvious way.
+"""Time each operation on BERT-base (Zhang et al. 2021, table 7) and a straightforward equivalent.
 
     python benchmarks/surgery.py
     python benchmarks/surgery.py --rounds 1 --only reverse_layers
 
-A BERT-base of 109 M random parameters is written to a temporary directory, and each operation is
-run as its command. "work" is what the command does, from opening the checkpoint, whose checksums it
-verifies, to the new one lying on the disk, flushed and with checksums; "command" adds the start of
-Python and torch. The obvious way, in a process that has imported all, copies every weight into
-memory, operates with the usual calls of torch and scipy, and saves without a checksum or a flush.
+Writes a BERT-base with 109 M random parameters to a temporary directory and runs each operation as
+a command. All times are seconds. "work" is what the command does: open the checkpoint and verify
+its checksums, operate, write the new checkpoint with checksums and flush it. "command" adds the
+start of Python and torch. "the obvious way" runs in a process that has imported everything: it
+copies all weights into memory, operates with the usual calls of torch and scipy, and saves without
+checksums or a flush.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Weights = dict[str, Tensor]
 
 
 def make(directory: Path) -> None:
-    """BERT-base twice, and a store in which 50 pieces occur."""
+    """Write two BERT-bases, and a store in which 50 pieces occur."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = map("".join, product(letters, repeat=4))
     special = list(tokenizers.BERT_SPECIAL.values())
@@ -135,7 +136,7 @@ CASES: dict[str, Callable[[Weights, Path], Weights]] = {
 
 
 def by_command(operation: str, directory: Path) -> tuple[float, float]:
-    """(seconds of work, seconds of the command)."""
+    """The seconds of work, and the seconds of the whole command."""
     out = directory / "out"
     shutil.rmtree(out, ignore_errors=True)
     line = [
@@ -152,7 +153,7 @@ def by_command(operation: str, directory: Path) -> tuple[float, float]:
 
 
 def the_obvious_way(change: Callable[[Weights, Path], Weights], directory: Path) -> float:
-    """Seconds to load everything, change it and save everything."""
+    """The seconds to load all weights, change them and save them."""
     out = directory / "obvious.safetensors"
     out.unlink(missing_ok=True)
     began = time.perf_counter()
@@ -163,12 +164,15 @@ def the_obvious_way(change: Callable[[Weights, Path], Weights], directory: Path)
 
 
 def main() -> None:
+    """Print the table of docs/surgery.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=5, help="Rounds, taken in turn (default: 5).")
     parser.add_argument(
-        "--only", default="", help="Operations whose name begins so (default: all)."
+        "--rounds", type=int, default=5, help="Rounds over all operations (default: 5)."
     )
-    parser.add_argument("--alone", action="store_true", help="Leave the obvious way out.")
+    parser.add_argument(
+        "--only", default="", help="Time operations that begin with this text (default: all)."
+    )
+    parser.add_argument("--alone", action="store_true", help="Do not time the obvious way.")
     arguments = parser.parse_args()
     chosen = {o: case for o, case in CASES.items() if o.startswith(arguments.only)}
     with tempfile.TemporaryDirectory() as temporary:
@@ -177,7 +181,7 @@ def main() -> None:
         rounds: dict[str, list[tuple[float, ...]]] = {operation: [] for operation in chosen}
         for number in range(arguments.rounds):
             for operation, change in chosen.items():
-                # scipy takes a minute: once is enough
+                # scipy takes a minute, so it runs once
                 skip = arguments.alone or (number > 0 and change in (truncated, last_layers))
                 obvious = float("nan") if skip else the_obvious_way(change, directory)
                 rounds[operation].append((*by_command(operation, directory), obvious))

@@ -1,8 +1,8 @@
-"""`transformers`' side: its Trainer with its own collators, told what to do by a JSON object.
+"""The side of `transformers`: its Trainer with its own collators, on the job of a JSON object.
 
     python -m benchmarks.theirs '{"model": "mlm/theirs", "table": "trial-lines/table", ...}'
 
-Prints what it took as one JSON object.
+Prints its measurements as one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 @dataclass(frozen=True)
 class Job:
-    """What to do; all of the Trainer's other settings are its defaults."""
+    """The settings of a job; all other settings of the Trainer are its defaults."""
 
     model: str
     table: str
@@ -38,11 +38,11 @@ class Job:
     workers: int = 0  # processes that build batches
     compile: bool = False
     save: bool = False  # a checkpoint with the optimizer's state at the end
-    evaluations: int = 0  # instead of training: passes over the table, after one to warm up
+    evaluations: int = 0  # if not 0: forward passes over the table instead of training
 
 
 class CountingTrainer(Trainer):
-    """The Trainer, which also counts the real tokens and all places of its batches."""
+    """The Trainer, extended to count the real tokens and all positions of its batches."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -50,13 +50,15 @@ class CountingTrainer(Trainer):
         self.fed: list[int] = []
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
-        self.real.append(inputs["attention_mask"].sum())  # not read here: that waits for CUDA
+        self.real.append(
+            inputs["attention_mask"].sum()
+        )  # not read yet, because that would wait for CUDA
         self.fed.append(inputs["attention_mask"].numel())
         return super().training_step(model, inputs, *args, **settings)
 
 
 class Clock(TrainerCallback):
-    """When each step ended; with CUDA exact after the warm-up and at the end."""
+    """The time at which each step ended; with CUDA it is exact after the warm-up and at the end."""
 
     def __init__(self, exact: tuple[int, int]):
         self.exact = exact
@@ -113,7 +115,7 @@ def trainer(job: Job, clock: Clock) -> CountingTrainer:
 
 
 def train(job: Job) -> dict[str, float]:
-    """Real tokens a second of the steps after the warm-up, their padding, and peak memory."""
+    """Real tokens a second and share of padding of the steps after the warm-up, and peak memory."""
     clock = Clock((job.warmup, job.steps))
     peer = trainer(job, clock)
     started = time.perf_counter()
@@ -129,7 +131,7 @@ def train(job: Job) -> dict[str, float]:
 
 
 def evaluate(job: Job) -> dict[str, float]:
-    """Real tokens a second of whole passes over the table, forward only."""
+    """Real tokens a second of forward passes over the whole table."""
     peer = trainer(job, Clock((0, 0)))
     tokens = sum(len(row["input_ids"]) for row in datasets.load_from_disk(job.table))
     seconds = []
@@ -145,7 +147,7 @@ def evaluate(job: Job) -> dict[str, float]:
 
 
 def peak_memory() -> float:
-    """GiB: of CUDA's allocator, else of this process's resident memory."""
+    """Peak memory in GiB: of CUDA's allocator, or the resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -156,8 +158,8 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     transformers.set_seed(0)
     transformers.logging.set_verbosity_error()
-    found = evaluate(job) if job.evaluations else train(job)
-    print(json.dumps(found))
+    took = evaluate(job) if job.evaluations else train(job)
+    print(json.dumps(took))
 
 
 if __name__ == "__main__":

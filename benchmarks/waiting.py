@@ -1,13 +1,14 @@
-"""How OpenMP's idle threads should wait: one run alone, and two runs on the same cores.
+"""Find out how long OpenMP's idle threads should spin: one run alone, and two on the same cores.
 
     python -m benchmarks.waiting                 # recipes/pretrain/smoke.toml on made-up rows
     python -m benchmarks.waiting --spins 300000 3000 1000 0 --rounds 5
     python -m benchmarks.waiting --layers 6 --hidden 384 --steps 40     # MiniLM's shape
 
-Each contestant is a number of turns (GOMP_SPINCOUNT) that a thread of GNU's OpenMP waits awake for
-work before it sleeps: 300,000 is the library's own default, 0 what OMP_WAIT_POLICY=passive does.
-All train by turns, each run with two threads. Printed are real tokens a second of a run, and their
-ratio to the first contestant alone and to the last one side by side, round by round.
+Each contestant is a number of turns (GOMP_SPINCOUNT) that an idle thread of GNU's OpenMP spins
+before it sleeps: 300,000 is the library's default, and 0 is what OMP_WAIT_POLICY=passive does. The
+contestants alternate, and each run has two threads. The table shows real tokens a second of a run.
+Runs alone are compared with the first contestant, and runs side by side with the last, round by
+round.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from xformer.data.errors import Failure
 from xformer.start import SPINS, WAITING, run
 
 DEFAULT = 300_000  # of libgomp
-SKIP = 2  # lines of a log that belong to the start
+SKIP = 2  # the first lines of a log, which include the start
 
 
 def main() -> None:
@@ -34,11 +35,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     spins = [DEFAULT, int(SPINS), 0]
-    parser.add_argument("--spins", type=int, nargs="+", default=spins, help="the contestants")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
-    parser.add_argument("--steps", type=int, default=400, help="steps of a run")
-    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
-    parser.add_argument("--hidden", type=int, default=64, help="width of the model")
+    parser.add_argument(
+        "--spins",
+        type=int,
+        nargs="+",
+        default=spins,
+        help="turns before a thread sleeps, one number for each contestant (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="how often each contestant runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="steps of a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="layers of the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hidden", type=int, default=64, help="hidden size of the model (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     alone: dict[int, list[float]] = {number: [] for number in arguments.spins}
     both: dict[int, list[float]] = {number: [] for number in arguments.spins}
@@ -62,19 +80,19 @@ def main() -> None:
 
 def ratios(ours: list[float], theirs: list[float]) -> str:
     """The median of the ratios of each round, and their range."""
-    found = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    return f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+    values = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return f"{median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
 
 
 def make_store(path: Path) -> None:
-    """Rows of tokens drawn at random, 10 to 62 tokens long."""
+    """Make a store of random tokens in rows of 10 to 62 tokens."""
     command = ["preprocess.py", "synthetic", "uniform", "--tokens", "1000000"]
     command += ["--vocab-size", "8000", "--lengths", "10:62", "--output", str(path)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
 
 
 def train(runs: int, spins: int, folder: Path, arguments: argparse.Namespace) -> float:
-    """Real tokens a second of each of so many runs at once, the mean of the runs."""
+    """Train this many runs at once, and return the mean of their real tokens a second."""
     environment = {k: v for k, v in os.environ.items() if k not in (*WAITING, "OMP_NUM_THREADS")}
     environment["GOMP_SPINCOUNT"] = str(spins)
     hidden = arguments.hidden
@@ -105,7 +123,7 @@ def train(runs: int, spins: int, folder: Path, arguments: argparse.Namespace) ->
 
 
 def speed(path: Path) -> float:
-    """Real tokens a second of a run: the median of its log's lines."""
+    """Real tokens a second of a run: the median over the lines of its log."""
     records = map(json.loads, (path / "log.jsonl").read_text().splitlines())
     values = [r["real_tokens_per_second"] for r in records if r["event"] == "train"]
     return median(values[SKIP:])

@@ -1,5 +1,5 @@
-"""What the sub-commands of `preprocess.py` share: argument types, the checks of an output before
-any work, the record of the command, the one-line summary."""
+"""What the sub-commands of `preprocess.py` share: argument types, options, checks made before any
+work, the record of the command line, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from xformer.data.errors import BadInput
 from xformer.data.files import refuse_existing
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaint is one line that suggests the nearest valid choice."""
+class PreprocessParser(argparse.ArgumentParser):
+    """An ArgumentParser that reports an error in one line and suggests the nearest valid choice.
+
+    A wrong command line raises BadInput.
+    """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
@@ -26,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in sys.argv if args is None else args:
             if "\0" in word:
-                raise BadInput(f"{word!r} holds a NUL character, which no path or option may")
+                raise BadInput(f"{word!r} holds a NUL character; remove it")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -43,8 +46,9 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(message)
 
 
-def number(least: int, most: int = 2**62) -> Callable[[str], int]:
-    """An argument type: a whole number between `least` and `most`, `_` and `,` allowed in it."""
+def whole_number(least: int, most: int = 2**62) -> Callable[[str], int]:
+    """An argument type: a whole number from `least` to `most`. Digits may be grouped by `_` or
+    `,`."""
 
     def parse(text: str) -> int:
         try:
@@ -68,18 +72,18 @@ def expression(text: str) -> re.Pattern[str]:
 
 
 def length_range(text: str) -> tuple[int, int]:
-    """An argument type: LEAST:MOST, or one length."""
-    least, _, most = text.partition(":")
+    """An argument type: LEAST:MOST, or a single length."""
+    first, _, last = text.partition(":")
     try:
-        found = int(least), int(most or least)
+        least, most = int(first), int(last or first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not LEAST:MOST, such as 90:120") from None
-    if not 1 <= found[0] <= found[1] <= 2**14:
+    if not 1 <= least <= most <= 2**14:
         raise argparse.ArgumentTypeError(f"{text!r}: give 1 <= LEAST <= MOST <= {2**14}")
-    return found
+    return least, most
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     """An argument type: a number above 0 and below 1."""
     try:
         value = float(text)
@@ -90,14 +94,14 @@ def share(text: str) -> float:
     return value
 
 
-def add_output(parser: argparse.ArgumentParser, what: str) -> None:
-    """`--output` and `--overwrite`."""
+def add_output(parser: argparse.ArgumentParser, placeholder: str) -> None:
+    """Add `--output` and `--overwrite`. The help shows `placeholder` for the directory."""
     parser.add_argument(
         "--output",
         type=Path,
         required=True,
-        metavar=what,
-        help="The directory to write. It appears whole, or not at all.",
+        metavar=placeholder,
+        help="The directory to write. It appears only once it is complete.",
     )
     parser.add_argument(
         "--overwrite",
@@ -107,12 +111,12 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`."""
+    """Add `--json`."""
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="Also write the numbers to this file (default: the screen alone).",
+        help="Also write the numbers to this file (default: only print them).",
     )
 
 
@@ -124,25 +128,37 @@ def check_file(path: Path | None) -> None:
         raise BadInput(f"{path.parent} does not exist, so {path.name} cannot be written there")
 
 
-def check_output(path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...] = ()) -> None:
-    """Raise BadInput if `path` may not be written: it exists without --overwrite, or it is not a
-    directory of the same kind (one that holds `mark` and nothing named in `foreign`)."""
+def check_output_directory(
+    path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...] = ()
+) -> None:
+    """Raise BadInput if `path` may not be written.
+
+    It must not exist, unless `overwrite` is given and it is a directory of the same kind: one that
+    contains the file `mark` and none of the files named in `foreign`.
+    """
     refuse_existing(path, overwrite)
     if path.exists() and (
         not (path / mark).is_file() or any((path / name).exists() for name in foreign)
     ):
-        raise BadInput(f"{path} is something else than this command writes: it is not overwritten")
+        raise BadInput(
+            f"{path} is something else than this command writes, so it is not overwritten; "
+            "give another --output"
+        )
 
 
 def origin() -> dict[str, Any]:
-    """Where a store comes from: the command line, as it was typed."""
+    """The record of where a store comes from: the command line as it was typed."""
     return {"command": ["preprocess.py", *sys.argv[1:]]}
 
 
-def summarise(
+def say_written(
     output: Path, splits: dict[str, dict[str, Any]], started: float, size: int = 0
 ) -> None:
-    """Print the one line that says what was written, and how fast (`size`: bytes read)."""
+    """Print one line that says what was written to `output`, and how fast.
+
+    `started` is the value of time.monotonic() when the work began. The speed is in MB/s if `size`,
+    the number of bytes read, is given, and otherwise in tokens a second.
+    """
     seconds = max(time.monotonic() - started, 1e-9)
     parts = [
         f"{name} {split['rows']:,} rows, {split['tokens']:,} tokens"

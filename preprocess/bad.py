@@ -1,4 +1,4 @@
-"""Rows that cannot be used: the first one ends the work, or all are left out and counted."""
+"""Bad rows: either the first one ends the work, or all of them are left out and counted."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from xformer.data.display import one_line, say
 from xformer.data.errors import BadInput
 
-SHOWN = 10  # bad rows listed one by one
+LISTED = 10  # bad rows that the report shows
 
 
 class BadRows:
-    """What readers call for a row they cannot use.
+    """Readers call this object for each row that they cannot use.
 
-    Without `skip` the call raises BadInput naming file and line; with it the row is remembered and
-    the reader goes on with the next. Files may be read more than once: a row counts once. Memory
-    grows with the number of bad rows alone (a line number each).
+    Without `skip`, the call raises BadInput naming file and line. With `skip`, the row is recorded
+    and the reader goes on. A row is counted once, however often its file is read. Memory grows
+    only with the number of bad rows, by one line number each.
     """
 
     def __init__(self, skip: bool):
@@ -25,14 +25,14 @@ class BadRows:
         self.first: list[str] = []
 
     def __call__(self, path: Path, line: int, reason: str) -> None:
-        """Note that `line` of `path` is bad. Raises BadInput unless bad rows are skipped."""
+        """Record that `line` of `path` is bad. Raises BadInput unless bad rows are skipped."""
         message = f"{path}:{line}: {reason}"
         if not self.skip:
             raise BadInput(message)
         known = self.lines.setdefault(path, set())
         if line not in known:
             known.add(line)
-            if len(self.first) < SHOWN:
+            if len(self.first) < LISTED:
                 self.first.append(message)
 
     @property
@@ -41,10 +41,10 @@ class BadRows:
         return sum(map(len, self.lines.values()))
 
     def report(self) -> None:
-        """List the first bad rows and say how many there are, on standard error."""
+        """Print on standard error how many bad rows there are, and list the first ones."""
         if self.count:
             rows = "1 bad row was" if self.count == 1 else f"{self.count:,} bad rows were"
-            first = f", of which the first {SHOWN} are" if self.count > SHOWN else ""
+            first = f"; the first {LISTED} are" if self.count > LISTED else ""
             lines = [
                 f"{rows} left out{first}:",
                 *(f"  {one_line(message)}" for message in self.first),
@@ -52,5 +52,5 @@ class BadRows:
             say(*lines, error=True)
 
     def as_origin(self) -> dict[str, Any]:
-        """For a store's origin: how many rows were left out, if leaving out was asked for."""
+        """The entry for a store's origin: the number of skipped rows, if `skip` is set."""
         return {"skipped_rows": self.count} if self.skip else {}

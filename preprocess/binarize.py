@@ -1,5 +1,7 @@
-"""What every reader of a format shares: checked inputs, lines with their numbers, documents cut
-into rows, the record of what was read. All of it streams: memory does not grow with the input.
+"""What the readers of all formats share: checked and decompressed input files, numbered lines, the
+record of the files read, and the cutting of documents into rows.
+
+Everything streams, so memory does not grow with the size of the input.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from xformer.data.writing import SplitWriter
 from .bad import BadRows
 
 BATCH = 2**20  # characters encoded at once
-PACKED = (".gz", ".zst")  # endings of packed files
+PACKED = (".gz", ".zst")  # endings of compressed files
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raise BadInput naming the first path that is missing, empty, or no file."""
+    """Raise BadInput naming the first path that is a directory, missing or empty."""
     for path in paths:
         if path.is_dir():
             raise BadInput(f"{path} is a directory; give a file")
@@ -35,8 +37,10 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Name (below the folder that holds them all), size and SHA-256 of every file, for the store's
-    origin."""
+    """Name, size in bytes and SHA-256 of every file, for the store's origin.
+
+    Names are relative to the innermost folder that contains all the files.
+    """
     folder = os.path.commonpath([path.absolute().parent for path in paths])
     return [
         {
@@ -48,62 +52,66 @@ def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def open_binary(path: Path, read: Callable[[int], None] = lambda _: None) -> BinaryIO:
-    """A file's bytes, unpacked on the way where its name ends in .gz or .zst.
+def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> BinaryIO:
+    """Open a file for reading bytes, decompressed if its name ends in .gz or .zst.
 
-    `read` is told how many bytes were read from the disk. Reading raises BadInput naming the file
-    where the packed data is damaged or ends too early, and where `zstandard` is not installed.
+    `advance` is called with the size of each block read from the disk. Raises BadInput naming the
+    file if `zstandard` is needed and not installed, and, while reading, if the compressed data is
+    damaged or ends too early.
     """
-    blocks = _disk(path, read)
+    blocks = _disk(path, advance)
     if path.suffix == ".gz":
-        blocks = _unpack(path, blocks, lambda: zlib.decompressobj(wbits=31), zlib.error)
+        blocks = _decompress(path, blocks, lambda: zlib.decompressobj(wbits=31), zlib.error)
     elif path.suffix == ".zst":
         try:
             import zstandard
         except ImportError:
             raise lacks(str(path), "zstandard", "formats") from None
-        machine = zstandard.ZstdDecompressor()
-        blocks = _unpack(path, blocks, machine.decompressobj, zstandard.ZstdError)
+        decompressor = zstandard.ZstdDecompressor()
+        blocks = _decompress(path, blocks, decompressor.decompressobj, zstandard.ZstdError)
     return io.BufferedReader(_Blocks(blocks), 2**16)
 
 
-def plain_name(path: Path) -> Path:
-    """The file's name without the ending of its packing."""
+def unpacked_name(path: Path) -> Path:
+    """The path without the ending .gz or .zst."""
     return path.with_suffix("") if path.suffix in PACKED else path
 
 
-def _disk(path: Path, read: Callable[[int], None]) -> Iterator[bytes]:
-    # what one block of packed bytes may become is bounded (by 128 KiB for every 4 bytes of zstd)
+def _disk(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
+    # Every 4 bytes of zstd may grow to 128 KiB, so compressed files are read in small blocks.
     size = 2**12 if path.suffix in PACKED else 2**16
     with path.open("rb") as file:
         while block := file.read(size):
-            read(len(block))
+            advance(len(block))
             yield block
 
 
-def _unpack(
+def _decompress(
     path: Path, blocks: Iterator[bytes], new: Callable[[], Any], damage: type[Exception]
 ) -> Iterator[bytes]:
-    """The bytes of one packed stream after the other, as `cat a.gz b.gz` makes them."""
-    machine = new()
+    """Decompress a file that may hold several streams, as `cat a.gz b.gz` makes.
+
+    `new` makes a decompressor for one stream. `damage` is what it raises on damaged data.
+    """
+    decompressor = new()
     try:
         for block in blocks:
             while block:
-                if machine.eof:
-                    block = block.lstrip(b"\0")  # padding of tapes
+                if decompressor.eof:
+                    block = block.lstrip(b"\0")  # tapes are padded with zeros
                     if not block:
                         break
-                    machine = new()
-                yield machine.decompress(block)
-                block = machine.unused_data if machine.eof else b""
+                    decompressor = new()
+                yield decompressor.decompress(block)
+                block = decompressor.unused_data if decompressor.eof else b""
     except damage as error:
-        raise BadInput(f"{path} is damaged, or no {path.suffix} file: {error}") from None
-    if not machine.eof:
-        raise BadInput(f"{path} ends too early: it is not whole")
+        raise BadInput(f"{path} is damaged, or not a {path.suffix} file: {error}") from None
+    if not decompressor.eof:
+        raise BadInput(f"{path} ends too early: it was cut off; copy or download it again")
 
 
 class _Blocks(io.RawIOBase):
-    """A file over an iterator of blocks."""
+    """Presents an iterator of blocks as a file."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self.blocks, self.rest = blocks, memoryview(b"")
@@ -125,18 +133,18 @@ class _Blocks(io.RawIOBase):
 
 
 def read_lines(
-    path: Path, bad: BadRows | None = None, read: Callable[[int], None] = lambda _: None
+    path: Path, bad: BadRows | None = None, advance: Callable[[int], None] = lambda _: None
 ) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of a UTF-8 file, which may be packed; a byte-order
-    mark is dropped.
+    """Yield (line number from 1, line without its line end) of a UTF-8 file.
 
-    A line that is not UTF-8 goes to `bad` (default: raises BadInput naming file and line). `read`
-    is told how many bytes were read from the disk.
+    The file may be compressed (see `open_binary`). A byte-order mark is dropped. A line that is not
+    UTF-8 goes to `bad` (default: raises BadInput naming file and line). `advance` is called with
+    the size of each block read from the disk.
     """
-    bad = BadRows(skip=False) if bad is None else bad  # an empty one is falsy
-    with open_binary(path, read) as file:
+    bad = BadRows(skip=False) if bad is None else bad
+    with open_binary(path, advance) as file:
         number = 0
-        for line in file:  # `enumerate` would hold on to a line, which may be long
+        for line in file:  # not `enumerate`, which would keep a second reference to a long line
             number += 1
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -149,25 +157,29 @@ def read_lines(
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Why a line cannot be read, and what helps."""
+    """The reason to give for a line that is not UTF-8, with the remedy."""
     return f"not valid UTF-8 ({error.reason}); convert the file to UTF-8"
 
 
 class RowCutter:
     """Cuts documents, which arrive in segments, into rows of at most `max_tokens` ids.
 
-    A document of n ids gives ceil(n / max_tokens) rows, all full but its last; a row never
-    crosses a document, and a document without ids gives none. Where the split has a column `group`,
-    it gets the number of each row's document.
+    A document of n ids gives ceil(n / max_tokens) rows, and all but the last are full. A row never
+    crosses a document boundary. A document without ids gives no row. If the split has a column
+    `group`, it receives the number of each row's document.
     """
 
     def __init__(self, split: SplitWriter, max_tokens: int):
         self.split, self.max_tokens = split, max_tokens
-        self.rest = np.empty(0, np.int32)  # of the unfinished document; less than one row
-        self.number = 0  # of the unfinished document
+        self.rest = np.empty(0, np.int32)  # ids of the unfinished document that fill no row yet
+        self.number = 0  # the unfinished document's
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, ends: Sequence[bool]) -> None:
-        """Segments in order: their ids end to end, how many each has, does it end its document?"""
+        """Add segments in order.
+
+        `ids` holds the ids of all segments one after the other, `lengths` the number of ids in
+        each segment, and `ends` whether a segment ends its document.
+        """
         values = np.concatenate([self.rest, ids])
         stops = (np.cumsum(lengths) + len(self.rest))[np.asarray(ends, bool)]
         stops = np.concatenate([[0], stops])

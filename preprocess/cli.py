@@ -1,7 +1,7 @@
-"""The sub-commands of `preprocess.py`: which module does what a command line says.
+"""The sub-commands of `preprocess.py`, and the module behind each of them.
 
-A command's module has `add_arguments(parser)` and `run(arguments)`; a task's has
-`add_arguments(parser)` and `read(arguments) -> Task`.
+A command's module has `add_arguments(parser)` and `run(arguments)`. A task's module has
+`add_arguments(parser)` and `read(arguments) -> TaskSource`.
 """
 
 from __future__ import annotations
@@ -15,122 +15,124 @@ from typing import Any, NamedTuple
 
 from xformer.data.errors import Interrupted, typed
 
-from . import (
+from . import stats
+from .arguments import PreprocessParser
+from .corpora import pydocs, synthetic, text
+from .fetch import data_sets
+from .tasks import (
     choice,
     dna,
-    fetch,
     glue,
+    labelled,
     music,
     pairs,
     protein,
-    pydocs,
     sequences,
     squad,
-    stats,
-    synthetic,
     tags,
-    tasks,
-    text,
     tsv,
-    vocabulary,
 )
-from . import vocabulary_figures as figures
-from .arguments import Parser
+from .vocabulary import english_like, tokenizer
 
-Add = Callable[[argparse.ArgumentParser], None]
-Run = Callable[[argparse.Namespace], None]
+AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
-class Command(NamedTuple):
-    """A sub-command: its options, what it does, and one sentence about it."""
+class SubCommand(NamedTuple):
+    """A sub-command: a function that adds its options, one that runs it, and its description."""
 
-    add_arguments: Add
-    run: Run
+    add_arguments: AddArguments
+    run: Callable[[argparse.Namespace], None]
     about: str
 
 
-class Reader(NamedTuple):
-    """A task's format: its own options, how it is read, and one sentence about it."""
+class TaskReader(NamedTuple):
+    """A task: a function that adds its own options, one that reads its files, its description."""
 
-    add_arguments: Add
-    read: Callable[[argparse.Namespace], tasks.Task]
+    add_arguments: AddArguments
+    read: Callable[[argparse.Namespace], labelled.TaskSource]
     about: str
 
 
-COMMANDS = {
-    "fetch": Command(
-        fetch.add_arguments,
-        fetch.run,
-        "Download a public data set from its publisher, checked against its SHA-256.",
+SUB_COMMANDS = {
+    "fetch": SubCommand(
+        data_sets.add_arguments,
+        data_sets.run,
+        "Download a public data set from its publisher and check its SHA-256.",
     ),
-    "tokenizer": Command(
-        vocabulary.add_arguments,
-        vocabulary.run,
-        "Learn a vocabulary from text, or bring in a published one.",
+    "tokenizer": SubCommand(
+        tokenizer.add_arguments,
+        tokenizer.run,
+        "Train a tokenizer on text, or import a published one.",
     ),
-    "text": Command(
+    "text": SubCommand(
         text.add_arguments, text.run, "Encode plain text into a store for pre-training."
     ),
-    "pairs": Command(pairs.add_arguments, pairs.run, pairs.ABOUT),
-    "stats": Command(
+    "pairs": SubCommand(pairs.add_arguments, pairs.run, pairs.ABOUT),
+    "stats": SubCommand(
         stats.add_arguments,
         stats.run,
-        "Count what is in a store: rows, tokens, lengths, ids, entropies in nats, labels.",
+        "Describe a store: rows, tokens, lengths, ids, entropies in nats, labels.",
     ),
-    "verify": Command(
+    "verify": SubCommand(
         stats.add_verify_arguments,
         stats.run_verify,
         "Check every block of a store's files against its checksum.",
     ),
-    "vocab-overlap": Command(
-        figures.add_overlap_arguments,
-        figures.run_overlap,
-        "Count the English-like pieces of two vocabularies, and those that both have.",
+    "vocab-overlap": SubCommand(
+        english_like.add_overlap_arguments,
+        english_like.run_overlap,
+        "Count the English-like pieces of two vocabularies, and those they share.",
     ),
-    "english-contexts": Command(
-        figures.add_contexts_arguments,
-        figures.run_contexts,
+    "english-contexts": SubCommand(
+        english_like.add_contexts_arguments,
+        english_like.run_contexts,
         "Measure how much of a store is English-like.",
     ),
-    "pydocs": Command(
+    "pydocs": SubCommand(
         pydocs.add_arguments,
         pydocs.run,
-        "Write English text and a labelled task read from this Python's own documentation.",
+        "Write English text and a labelled task made from this Python's own documentation.",
     ),
 }
-TASKS = {
-    "tsv": Reader(
+TASK_READERS = {
+    "tsv": TaskReader(
         tsv.add_arguments,
         tsv.read,
-        "Any delimited file, JSON lines or parquet with columns of text, label or score.",
+        "Any delimited file, JSON lines or parquet file with columns of text and a label or score.",
     ),
     **{
-        name: Reader(glue.add_arguments, partial(glue.read, name=name), task.about)
-        for name, task in glue.TASKS.items()
+        name: TaskReader(glue.add_arguments, partial(glue.read, name=name), task.about)
+        for name, task in glue.GLUE_TASKS.items()
     },
-    "dna/splice": Reader(
-        dna.add_arguments, dna.read, "The UCI splice-junction file: 60 letters, EI, IE or N."
+    "dna/splice": TaskReader(
+        dna.add_arguments,
+        dna.read,
+        "The UCI splice-junction file: 60 letters, class EI, IE or N.",
     ),
     **{
-        name: Reader(
+        name: TaskReader(
             partial(sequences.add_arguments, form=form),
             partial(sequences.read, form=form),
             (dna.ABOUTS | protein.ABOUTS)[name],
         )
-        for name, form in (dna.TASKS | protein.TASKS).items()
+        for name, form in (dna.DNA_TASKS | protein.PROTEIN_TASKS).items()
     },
-    "music/maestro": Reader(music.add_arguments, music.read, music.ABOUT),
-    "choice": Reader(choice.add_arguments, choice.read, choice.ABOUT),
-    "conll": Reader(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
+    "music/maestro": TaskReader(music.add_arguments, music.read, music.ABOUT),
+    "choice": TaskReader(choice.add_arguments, choice.read, choice.ABOUT),
+    "conll": TaskReader(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
     **{
-        name: Reader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])
+        name: TaskReader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])
         for name in ("protein/secondary", "protein/conservation")
     },
 }
 
 
 def main() -> None:
-    """Parse the command line and do what it says. Raises BadInput, Failure, Interrupted."""
+    """Parse the command line and run its sub-command.
+
+    Raises BadInput for a wrong argument or input file, Failure if something else goes wrong, and
+    Interrupted on SIGTERM.
+    """
     signal.signal(signal.SIGTERM, _stop)
     parser = make_parser()
     arguments, unknown = parser.parse_known_args()
@@ -143,23 +145,23 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
     raise Interrupted(signal_number, "stopped; nothing was written")
 
 
-def make_parser() -> Parser:
-    """The parser of all sub-commands; `do` is the function that a command line stands for."""
-    parser = Parser(
+def make_parser() -> PreprocessParser:
+    """The parser of all sub-commands. The parsed attribute `do` is the function to call."""
+    parser = PreprocessParser(
         prog=typed("python preprocess.py"), description="Turn raw files into stores for training."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
+    for name, command in SUB_COMMANDS.items():
         _add(commands, name, *command)
     about = "Encode labelled examples into a store for fine-tuning."
     names = commands.add_parser("task", help=about, description=about).add_subparsers(
         metavar="NAME", required=True
     )
-    for name, reader in TASKS.items():
-        add = partial(tasks.add_arguments, add_own=reader.add_arguments)
-        _add(names, name, add, partial(tasks.run, name, reader.read), reader.about)
+    for name, reader in TASK_READERS.items():
+        add = partial(labelled.add_arguments, add_own=reader.add_arguments)
+        _add(names, name, add, partial(labelled.run, name, reader.read), reader.about)
     _add(names, "squad", squad.add_arguments, squad.run, squad.ABOUT)
-    about = "Make an artificial corpus, straight into a store."
+    about = "Generate an artificial corpus and write it into a store."
     names = commands.add_parser("synthetic", help=about, description=about).add_subparsers(
         metavar="GENERATOR", required=True
     )
@@ -168,7 +170,13 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add(commands: Any, name: str, add_arguments: Add, run: Run, about: str) -> None:
+def _add(
+    commands: Any,
+    name: str,
+    add_arguments: AddArguments,
+    run: Callable[[argparse.Namespace], None],
+    about: str,
+) -> None:
     parser = commands.add_parser(name, help=about, description=about)
     parser.set_defaults(do=run, parser=parser)
     add_arguments(parser)

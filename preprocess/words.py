@@ -1,9 +1,10 @@
-"""Fast exact encoding: words repeat, so the pieces of a word are looked up instead of computed.
+"""Fast, exact encoding: words repeat, so the ids of a known word are looked up in a table.
 
-WordPiece and byte-level BPE never look across the white space between words: the ids of a text are
-those of its words, end to end. `Encoder` splits a text where its tokenizer splits in any case, asks
-the tokenizer for the words it has not met, and gathers the ids of all others from a table. The ids
-are those of `Tokenizer.encode_batch`; tests compare them on real text and on odd Unicode.
+WordPiece and byte-level BPE never look across the white space between words, so the ids of a text
+are the ids of its words one after the other. `CachedEncoder` splits a text at places where its
+tokenizer splits too, asks the tokenizer for new words only, and takes all other ids from its table.
+The ids equal those of `Tokenizer.encode_batch`; tests compare the two on real text and on unusual
+Unicode.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import numpy as np
 
 from xformer.data.tokenizers import Tokenizer
 
-LIMIT = 2**23  # characters of known words (about 200 MB); beyond it the table starts anew
-GROUP = 64  # unknown words encoded as one text
+TABLE_CHARACTERS = 2**23  # total length of known words (200 MB); then the table is cleared
+GROUP = 64  # new words encoded as one text
 
-# BERT's normaliser deletes control characters that are white space to Python, and Python's \s holds
-# four that the tokenizers' does not: a text with one of them is encoded as it is
+# BERT's normaliser deletes control characters that Python treats as white space, and Python's \s
+# matches four characters that the tokenizers' does not. A text with one of them is not split.
 _ODD = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
-# every ASCII punctuation mark is a word of its own to BERT, wherever it stands, and so are these
-# marks of other writing and, unless the tokenizer is told otherwise, every Chinese character
+# To BERT, every punctuation mark is a word of its own: the ASCII ones, and these of other scripts.
+# So is every Chinese character, unless the tokenizer is configured otherwise.
 _ASCII_MARKS = r"!-/:-@\[-`{-~"
 MARKS = r"\u2010-\u2027\u3001-\u3003\u3008-\u3011\u3014-\u301f"
 MARKS += r"\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
 _CHINESE = r"\u3400-\u4dbf\u4e00-\u9fff"
-EAST_ASIAN = _CHINESE + r"\u3041-\u3096\u30a1-\u30fa"  # and kana: letters without spaces
-# GPT-2's own rule; its letters and digits are known to `re` in ASCII only, and in another text any
-# run of visible characters stands for a word, but for Chinese and Japanese, which have no spaces
+EAST_ASIAN = _CHINESE + r"\u3041-\u3096\u30a1-\u30fa"  # with kana: scripts without spaces
+# GPT-2's own rule. `re` knows its classes of letters and digits in ASCII only. In other texts any
+# run of visible characters is a word; Chinese and Japanese, which have no spaces, are cut at marks.
 _BYTE_ASCII = re.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
 )
@@ -46,21 +47,24 @@ def _byte_words(text: str) -> list[str]:
 
 
 class _Rules(NamedTuple):
-    """How texts of one kind of tokenizer fall into words, and what may stand between words to
-    encode many as one text: it has one id, which no word that `joins` has."""
+    """How to split texts into words for one kind of tokenizer.
+
+    Many words can be encoded as one text with `joint` between them: it has a single id. Only a word
+    for which `joinable` is true may be joined.
+    """
 
     split: Callable[[str], list[str]]
     joint: str
-    joins: Callable[[str], object]
+    joinable: Callable[[str], object]
 
 
 def _wordpiece(apart: str) -> _Rules:
-    """Rules under which the characters of the set `apart` are words of their own."""
+    """The rules if every character in the set `apart` is a word of its own."""
     words = re.compile(rf"[^\s{apart}]+|[{apart}]")
     return _Rules(words.findall, " . ", re.compile(rf"[^\s{_ASCII_MARKS}]+").fullmatch)
 
 
-# of each kind the first that gives what the tokenizer gives
+# The first rules of a kind that give the tokenizer's own ids are used.
 _RULES = {
     "wordpiece": [
         _wordpiece(_ASCII_MARKS + MARKS + _CHINESE),
@@ -74,22 +78,22 @@ _PROBE = [
 ]
 
 
-class Encoder:
-    """Texts -> ids, with a table of the words met so far where the kind of tokenizer allows it.
+class CachedEncoder:
+    """Encodes texts, with a table of known words if the kind of tokenizer allows one.
 
-    Of several processes at work each has its `share`th part of the table's memory.
+    If `processes` encoders work at once, each takes an equal part of the memory for tables.
     """
 
-    def __init__(self, tokenizer: Tokenizer, share: int = 1):
+    def __init__(self, tokenizer: Tokenizer, processes: int = 1):
         self.tokenizer = tokenizer
         self.rules: _Rules | None = None
         self.known: dict[str, int] = {}
         self.starts = self.lengths = np.empty(0, np.int64)
         self.ids = np.empty(0, np.int32)
         self.characters = 0
-        self.limit = min(LIMIT, max(LIMIT // share, 2**20))
-        # a tokenizer with rules of its own has no such table: a space put before each text, words
-        # that were added and may begin and end anywhere
+        self.limit = min(TABLE_CHARACTERS, max(TABLE_CHARACTERS // processes, 2**20))
+        # No table for a tokenizer that puts a space before each text, or that has added words,
+        # which may begin and end anywhere.
         for self.rules in _RULES.get(tokenizer.kind, []) if not tokenizer.added else []:
             if np.array_equal(self.encode(_PROBE)[0], self._each(_PROBE)[0]):
                 break
@@ -98,15 +102,19 @@ class Encoder:
             self.rules = None
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids of all texts end to end, int32; how many each text has, int64)."""
+        """Encode texts.
+
+        Returns the ids of all texts one after the other (int32), and the number of ids of each text
+        (int64).
+        """
         if self.rules is None:
             return self._each(texts)
         words: list[str] = []
         counts = np.empty(len(texts), np.int64)
         for i, text in enumerate(texts):
-            found = [text] if _ODD.search(text) else self.rules.split(text)
-            counts[i] = len(found)
-            words += found
+            parts = [text] if _ODD.search(text) else self.rules.split(text)
+            counts[i] = len(parts)
+            words += parts
         return self._gather(self._numbers(words), counts)
 
     def _each(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -115,21 +123,21 @@ class Encoder:
         return np.concatenate([np.empty(0, np.int32), *ids]), lengths
 
     def _joined(self, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """As `_each`, at half its cost, for words that may stand in one text."""
+        """Like `_each`, at half its cost, for words that may be joined."""
         assert self.rules is not None
         mark = self.tokenizer.encode_batch([self.rules.joint])[0]
-        if len(mark) != 1:  # the vocabulary lacks the mark, or splits it
+        if len(mark) != 1:  # the vocabulary lacks the joint, or splits it
             return self._each(words)
         groups = [words[i : i + GROUP] for i in range(0, len(words), GROUP)]
         ids = self.tokenizer.encode_batch([self.rules.joint.join(group) for group in groups])
         flat = np.concatenate([part for group in ids for part in (group, mark)])
         ends = np.flatnonzero(flat == mark[0])
-        if len(ends) != len(words):  # the mark is also part of a word
+        if len(ends) != len(words):  # a word contains the joint's id
             return self._each(words)
         return flat[flat != mark[0]], np.diff(ends, prepend=-1) - 1
 
     def _numbers(self, words: list[str]) -> np.ndarray:
-        """The row of the table that holds each word; unknown words are added to it."""
+        """The row of each word in the table. New words are added."""
         if self.characters > self.limit:
             self._forget()
         numbers = np.fromiter(map(self.known.get, words, repeat(-1)), np.int64, len(words))
@@ -149,8 +157,8 @@ class Encoder:
         joinable: list[str] = []
         others: list[str] = []
         for word in words:
-            joins = self.rules.joins(word) and not _ODD.search(word)
-            (joinable if joins else others).append(word)
+            may_join = self.rules.joinable(word) and not _ODD.search(word)
+            (joinable if may_join else others).append(word)
         for part, encode in ((joinable, self._joined), (others, self._each)):
             if part:
                 ids, lengths = encode(part)

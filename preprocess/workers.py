@@ -1,9 +1,9 @@
-"""Encoding in several processes: batches of texts go out, their ids come back in order.
+"""Encoding in several processes: batches of texts go out, and their ids come back in order.
 
 A worker is this module run as a program. It reads requests from its standard input and answers on
-its standard output, so that it ends by itself when whoever started it is gone, however that ended.
-For each one a thread of the parent hands over a batch and waits for the answer. Ids do not depend
-on the number of workers, as an Encoder gives a text the same ids whatever it has met before.
+its standard output, so it ends by itself when its parent is gone for whatever reason. For each
+worker, a thread of the parent sends a batch and waits for the answer. The ids do not depend on the
+number of workers, because the table of a CachedEncoder never changes the ids of a text.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from xformer.data import tokenizers
 from xformer.data.errors import Failure
 from xformer.data.tokenizers import Tokenizer
 
-from .words import Encoder
+from .words import CachedEncoder
 
-ROOT = str(Path(tokenizers.__file__).parents[2])  # where the package xformer lies
-FEW = 8  # batches that are encoded sooner than processes start
+ROOT = str(Path(tokenizers.__file__).parents[2])  # the directory that contains the package xformer
+FEW = 8  # fewer batches than this are encoded sooner than processes start
 
-Batch = tuple[list[bool], list[str]]  # ends of documents, texts
-# ids, their number a text, ends of documents, words of all texts
-Encoded = tuple[np.ndarray, np.ndarray, list[bool], int]
+TextBatch = tuple[list[bool], list[str]]  # does each text end its document?, the texts
+# ids, number of ids of each text, does each text end its document?, number of words of all texts
+EncodedBatch = tuple[np.ndarray, np.ndarray, list[bool], int]
+PROGRAM = (sys.executable, "-P", "-m", "xformer.preprocess.workers")
 
 
-class Worker:
-    """A process that encodes."""
+class EncodingProcess:
+    """A child process that encodes texts."""
 
-    def __init__(self, directory: Path, share: int):
-        # a group of its own: the terminal's Ctrl-C is for the parent to answer
+    def __init__(self, directory: Path, processes: int):
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH", "")])),
@@ -51,18 +51,21 @@ class Worker:
             "OPENBLAS_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "xformer.preprocess.workers", str(directory), str(share)],
+            [*PROGRAM, str(directory), str(processes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
-            process_group=0,
+            process_group=0,  # only the parent handles Ctrl-C
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.requests, self.answers = self.process.stdin, self.process.stdout
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, int]:
-        """As Encoder.encode, and the number of words. Raises Failure if the process died."""
+        """Like CachedEncoder.encode, with the number of words of all texts as a third value.
+
+        Raises Failure if the process died.
+        """
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         try:
             _send(self.requests, sizes.data, "".join(texts).encode())
@@ -77,7 +80,7 @@ class Worker:
         if status >= 0:
             return f"an encoding process ended with status {status}"
         name = signal.Signals(-status).name
-        hint = " (out of memory? --workers 1 needs least)" if name == "SIGKILL" else ""
+        hint = " (out of memory? --workers 1 needs the least)" if name == "SIGKILL" else ""
         return f"an encoding process was ended by {name}{hint}"
 
     def kill(self) -> None:
@@ -85,27 +88,27 @@ class Worker:
         self.process.wait()
 
     def close(self) -> None:
-        """Close the pipes, when no thread uses them any more."""
+        """Close the pipes. No thread may use them any more."""
         for pipe in (self.requests, self.answers):
-            with suppress(OSError):  # what was not sent is lost
+            with suppress(OSError):  # data that was not sent yet is lost
                 pipe.close()
 
 
-class Encoders:
-    """Encodes batches in `count` processes, or in this one where there is little to do or `count`
-    is 1. Use as a context manager: no process outlives it.
+class EncodingPool:
+    """Encodes batches in `count` processes. Use it as a context manager: no process outlives it.
 
-    `directory` holds the files of `tokenizer`, for the processes to load.
+    If `count` is 1 or there are few batches, this process encodes them itself. The processes load
+    the tokenizer from `directory`.
     """
 
     def __init__(self, tokenizer: Tokenizer, directory: Path, count: int):
         self.tokenizer, self.directory, self.count = tokenizer, directory, count
-        self.own: Encoder | None = None
-        self.workers: list[Worker] = []
-        self.free: SimpleQueue[Worker] = SimpleQueue()
+        self.own: CachedEncoder | None = None
+        self.workers: list[EncodingProcess] = []
+        self.free: SimpleQueue[EncodingProcess] = SimpleQueue()
         self.threads = ThreadPoolExecutor(count)
 
-    def __enter__(self) -> Encoders:
+    def __enter__(self) -> EncodingPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,9 +119,8 @@ class Encoders:
         for worker in self.workers:
             worker.close()
 
-    def encode(self, batches: Iterable[Batch]) -> Iterator[Encoded]:
-        """(ids end to end, how many each text has, ends of documents, words in all the texts) a
-        batch, in order; at most two batches a process are held."""
+    def encode(self, batches: Iterable[TextBatch]) -> Iterator[EncodedBatch]:
+        """Yield each batch encoded, in order. Memory holds at most two batches for each process."""
         batches = iter(batches)
         if self.count > 1 and not self.workers:
             first = list(islice(batches, FEW))
@@ -126,7 +128,7 @@ class Encoders:
             if len(first) == FEW:
                 self._start()
         if not self.workers:
-            self.own = self.own or Encoder(self.tokenizer)
+            self.own = self.own or CachedEncoder(self.tokenizer)
             for ends, texts in batches:
                 yield *self.own.encode(texts), ends, _words(texts)
             return
@@ -141,7 +143,7 @@ class Encoders:
     def _start(self) -> None:
         self.own = None  # its table is no longer needed
         for _ in range(self.count):
-            self.workers.append(Worker(self.directory, self.count))
+            self.workers.append(EncodingProcess(self.directory, self.count))
             self.free.put(self.workers[-1])
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
@@ -152,13 +154,13 @@ class Encoders:
             self.free.put(worker)
 
 
-def _answer(future: Future[tuple[np.ndarray, np.ndarray, int]], ends: list[bool]) -> Encoded:
+def _answer(future: Future[tuple[np.ndarray, np.ndarray, int]], ends: list[bool]) -> EncodedBatch:
     ids, lengths, words = future.result()
     return ids, lengths, ends, words
 
 
 def _words(texts: Sequence[str]) -> int:
-    """How many words with white space between them the texts have."""
+    """The number of words, separated by white space, in all the texts."""
     return sum(len(text.split()) for text in texts)
 
 
@@ -177,11 +179,11 @@ def _receive(file: IO[bytes]) -> bytes:
     return data
 
 
-def serve(directory: Path, share: int) -> None:
-    """Encode requests until there are no more; the table of words gets a share of the memory."""
+def serve(directory: Path, processes: int) -> None:
+    """Answer requests as one of `processes` workers, until the input ends."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does not disturb the answers
-    encoder = Encoder(tokenizers.load(directory), share)
+    os.dup2(2, 1)  # anything printed goes to standard error, not between the answers
+    encoder = CachedEncoder(tokenizers.load_tokenizer(directory), processes)
     try:
         while True:
             sizes = np.frombuffer(_receive(requests), np.int64)
@@ -193,7 +195,7 @@ def serve(directory: Path, share: int) -> None:
             words = _words(texts).to_bytes(8, "little")
             _send(answers, np.ascontiguousarray(ids, np.int32).data, lengths.data, words)
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # the parent is done, or gone
+        os._exit(0)  # the parent has finished, or died
 
 
 if __name__ == "__main__":

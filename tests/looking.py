@@ -1,4 +1,4 @@
-"""A tiny store and tiny checkpoints, made in this process, for the tests of analyses."""
+"""A tiny store and tiny checkpoints for the tests of the analyses, without a subprocess."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def store(path: Path, seed: int = 0, least: int = 4) -> Path:
-    """Random rows of `least` to LONGEST - 2 ids, as the split `valid`."""
-    draw = np.random.default_rng(seed)
-    lengths = draw.integers(least, LONGEST - 1, ROWS)
+    """A store with random rows of `least` to LONGEST - 2 ids in the split `valid`."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(least, LONGEST - 1, ROWS)
     with create_store(path, tokenizer(), {"tokens": ""}) as writer:
         with writer.split("valid") as split:
-            split.append_ragged("tokens", draw.integers(5, PIECES, lengths.sum()), lengths)
+            split.append_ragged("tokens", generator.integers(5, PIECES, lengths.sum()), lengths)
         writer.finish("text", [], None, {})
     return path
 
 
 def checkpoint(path: Path, seed: int = 0, damage: str = "", **changes: Any) -> Path:
-    """A model of random weights large enough that its layers differ; `damage` names a weight that
-    is made NaN."""
+    """A model with random weights that are large enough for its layers to differ.
+
+    `damage` names a weight that becomes NaN.
+    """
     shape = {
         "layers": LAYERS,
         "heads": HEADS,

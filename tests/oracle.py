@@ -1,4 +1,5 @@
-"""The oracle of the models: transformers' own, tiny and random, against what we import from them.
+"""The oracle of the models: tiny random models of transformers, compared to what we import from
+them.
 
 T tokens in the batch, N sequences, L length, C hidden size.
 """
@@ -63,7 +64,7 @@ def class_of(name: str, kind: str) -> str:
 
 
 def labels_of(batch: Batch[Tensor], kind: str) -> Tensor:
-    """Labels that fit the kind of head; a span begins before it ends, or is 0, 0."""
+    """Labels for a kind of head. A span begins before it ends, or is 0, 0."""
     assert batch.places is not None
     sizes = batch.cu_seqlens.diff()
     if kind == "span":
@@ -78,7 +79,7 @@ def labels_of(batch: Batch[Tensor], kind: str) -> Tensor:
 
 
 def masked_labels(batch: Batch[Tensor]) -> Tensor:
-    """(N, L): what was masked, -100 elsewhere."""
+    """The ids of masked tokens, and -100 elsewhere, (N, L)."""
     assert batch.places is not None
     assert batch.targets is not None
     labels = torch.full(batch.tokens.shape, -100).index_put((batch.places,), batch.targets)
@@ -166,8 +167,8 @@ def parity(
     errors["loss"] = distance(loss, wanted := their_loss(theirs, batch, kind, family, expected))
     errors["logits"] = distance(logits, their_logits(expected, batch, kind))
     if pair is not None:
-        found = expected.get("seq_relationship_logits", expected.get("sop_logits"))
-        errors["logits"] = max(errors["logits"], distance(pair, found))
+        their_pair = expected.get("seq_relationship_logits", expected.get("sop_logits"))
+        errors["logits"] = max(errors["logits"], distance(pair, their_pair))
     with only_plain():
         written = inside(ours.encoder, batch, maps=True)
     states = zip(written.hidden, expected.hidden_states, strict=True)
@@ -245,7 +246,7 @@ def their_logits(expected: Any, batch: Batch[Tensor], kind: str) -> Tensor:
 
 
 def table_of(family: Family, model: Model) -> Table:
-    """The names of all that a model has."""
+    """The names of all weights of a model."""
     table = dict(family.encoder)
     assert model.task is not None
     kind = model.task.name
@@ -260,16 +261,16 @@ def gradient_error(model: Model, theirs: Any, family: Family, table: Table) -> f
     parameters = theirs.named_parameters(remove_duplicate=False)
     given = {name: p.grad for name, p in parameters if p.grad is not None}
     expected = in_our_names(given, family, table, model.config.stored_layers)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert set(found) == set(expected) == set(dict(model.named_parameters()))
+    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(actual) == set(expected) == set(dict(model.named_parameters()))
     spans = model.task is not None and model.task.name == "span"
-    if spans:  # the same added to all logits changes nothing: 0 but for rounding
-        scale = float(found["task_head.weight"].norm())
+    if spans:  # adding a constant to all logits changes nothing: 0 except for rounding
+        scale = float(actual["task_head.weight"].norm())
         last = model.config.stored_layers - 1
         alone = [] if model.config.shared_layers else [f"encoder.layers.{last}.mlp_norm.bias"]
         for name in ("task_head.bias", *alone):
-            assert float((found.pop(name) - expected.pop(name)).norm()) <= 1e-6 * scale, name
-    return max(distance(found[name], expected[name]) for name in found)
+            assert float((actual.pop(name) - expected.pop(name)).norm()) <= 1e-6 * scale, name
+    return max(distance(actual[name], expected[name]) for name in actual)
 
 
 NO_DROPOUT = {
@@ -321,7 +322,7 @@ def trajectory(name: str, kind: str, directory: Path) -> dict[str, float]:
     errors = []
     for parameter, weight in ours.named_parameters():
         if parameter.endswith("qkv.bias"):
-            # the key's part has the gradient 0 but for rounding, which Adam magnifies
+            # the gradient of the key's bias is 0 except for rounding, which Adam magnifies
             weight.data[HIDDEN : 2 * HIDDEN] = end[parameter][HIDDEN : 2 * HIDDEN]
         errors.append(distance(weight, end[parameter]))
         assert distance(weight, start[parameter]) > 1e-3, parameter

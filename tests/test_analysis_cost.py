@@ -1,4 +1,4 @@
-"""What a model costs: its counts, how it was made, what is refused."""
+"""The cost of a model: its counts, how it was made, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from xformer import checkpoint as checkpoints
 from xformer.analysis import cost
 from xformer.analysis.cost import CostConfig, base_of
 from xformer.data.errors import BadInput
-from xformer.surgery import apply
-from xformer.surgery.operations import parse
+from xformer.surgery import apply, parse_operation
 
 
 def derived(base: Path, path: Path, *operations: str) -> str:
-    made = apply(checkpoints.load(base), [parse(text) for text in operations])
+    made = apply(checkpoints.load(base), [parse_operation(text) for text in operations])
     checkpoints.save(made, path)
     return str(path)
 
@@ -29,19 +28,19 @@ def test_counts_speed_and_origin(tmp_path: Path, capsys: pytest.CaptureFixture) 
         out=str(tmp_path / "out"), threads=1, repeats=1, rows=2, length=5, names="whole,half"
     )
     cost.run([str(base), fewer], config)
-    found = json.loads((tmp_path / "out/cost.json").read_text())["models"]
-    assert [m["name"] for m in found] == ["whole", "half"]
+    models = json.loads((tmp_path / "out/cost.json").read_text())["models"]
+    assert [m["name"] for m in models] == ["whole", "half"]
     half = checkpoints.load(fewer)
     model = cost._with_head(half, config).model()
-    assert found[1]["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+    assert models[1]["parameters"]["total"] == sum(p.numel() for p in model.parameters())
     C, F = looking.HIDDEN, 33
     layer = 8 * C * C + 4 * C * F + 4 * C * 5
-    apart = [a["flops_per_token"]["forward"] for a in found]
+    apart = [a["flops_per_token"]["forward"] for a in models]
     assert apart[0] - apart[1] == pytest.approx(layer)
-    assert found[1]["made"]["how"].startswith("clean(seed=3, ")
-    assert found[1]["made"]["identical"]
-    assert found[0]["made"]["how"] == "copy"
-    assert found[0]["speed"]["training"]["relative"] == 1
+    assert models[1]["made"]["how"].startswith("clean(seed=3, ")
+    assert models[1]["made"]["identical"]
+    assert models[0]["made"]["how"] == "copy"
+    assert models[0]["speed"]["training"]["relative"] == 1
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.suffix == ".svg")
     assert not list((tmp_path / "out").glob(".*"))
     assert "half: " in capsys.readouterr().out
@@ -52,24 +51,24 @@ def test_masked_words_are_counted_and_timed(tmp_path: Path) -> None:
     checkpoint = checkpoints.load(looking.checkpoint(tmp_path / "base"))
     with_head = cost._with_head(checkpoint, config)
     ranks = cost.processes.start(cost.SystemConfig(threads=1))
-    (taken,) = cost.measure([with_head], config, ranks)
+    (taken,) = cost.time_models([with_head], config, ranks)
     assert [len(seconds) for seconds in taken.values()] == [2, 2]
     assert min(taken["forward"] + taken["training"]) > 0
     C, V, masked = looking.HIDDEN, looking.PIECES, 2 / 10
-    bare = cost.count(
+    bare = cost.count_operations(
         cost._with_head(checkpoint, CostConfig(out="x", rows=2, length=5)),
         CostConfig(out="x", rows=2, length=5),
     )
     pooled = (2 * C * C + 4 * C) / 5
-    more = cost.count(with_head, config)["flops_per_token"]["forward"]
+    more = cost.count_operations(with_head, config)["flops_per_token"]["forward"]
     more -= bare["flops_per_token"]["forward"] - pooled
     assert more == pytest.approx(masked * (2 * C * C + 2 * C * V))
 
 
 def test_the_base_is_the_nearest_checkpoint_before_operations(tmp_path: Path) -> None:
     base = checkpoints.load(looking.checkpoint(tmp_path / "base"))
-    first = apply(base, [parse("reverse_layers")])
-    second = apply(first, [parse("clean(seed=1)")])
+    first = apply(base, [parse_operation("reverse_layers")])
+    second = apply(first, [parse_operation("clean(seed=1)")])
     others = {"base": base, "first": first, "second": second}
     assert [base_of(c, others) for c in others.values()] == [None, "base", "first"]
 

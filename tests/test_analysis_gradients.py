@@ -1,4 +1,4 @@
-"""Gradient confusion: one packed backward pass against one backward pass an example."""
+"""Gradient confusion: one packed backward pass against one backward pass for each example."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def model_of(
     kind: str, changes: dict[str, Any], dtype: torch.dtype, pair_scale: float = 0.0
 ) -> Model:
-    """A tiny model, every weight random."""
+    """A tiny model in which every weight is random."""
     shape = {
         "vocab_size": PIECES,
         "layers": LAYERS,
@@ -93,7 +93,7 @@ def alone(batch: Batch[Tensor], i: int) -> Batch[Tensor]:
 
 
 def one_by_one(model: Model, batch: Batch[Tensor]) -> Tensor:
-    """Each example's gradient from a backward pass of its own, (N, all parameters)."""
+    """The gradients of the examples, each from its own backward pass: (N, all parameters)."""
     rows = []
     for i in range(len(batch.first)):
         model.zero_grad()
@@ -110,11 +110,11 @@ def test_equals_one_backward_an_example(variant: str) -> None:
     model, batch = model_of(kind, changes, torch.float64), batch_of(kind, torch.float64)
     expected = one_by_one(model, batch)
     assert (expected.norm(dim=1) > 0).all()
-    found = inner_products(model, batch)
-    assert torch.allclose(found, expected @ expected.T, rtol=1e-10, atol=1e-10)
+    products = inner_products(model, batch)
+    assert torch.allclose(products, expected @ expected.T, rtol=1e-10, atol=1e-10)
 
 
-def test_a_pair_head_that_trains_beside_masked_words() -> None:
+def test_a_pair_head_that_trains_with_masked_words() -> None:
     model = model_of("mlm", {}, torch.float64, 3.0)
     batch = replace(batch_of("mlm", torch.float64), labels=torch.tensor([0, 1, 1, 0, 1, 0]))
     expected = one_by_one(model, batch)
@@ -125,9 +125,9 @@ def test_single_precision_gives_the_cosines_to_1e_6() -> None:
     batch = batch_of("mlm", torch.float32)
     exact = one_by_one(model_of("mlm", {}, torch.float64), batch)
     wanted, norms = cosines(exact @ exact.T)
-    found, found_norms = cosines(inner_products(model_of("mlm", {}, torch.float32), batch))
-    assert np.abs(found - wanted).max() < 1e-6
-    assert found_norms == pytest.approx(norms, rel=1e-5)
+    values, value_norms = cosines(inner_products(model_of("mlm", {}, torch.float32), batch))
+    assert np.abs(values - wanted).max() < 1e-6
+    assert value_norms == pytest.approx(norms, rel=1e-5)
     pairs = [(i, j) for i in range(6) for j in range(i + 1, 6)]
     by_hand = [float(F.cosine_similarity(exact[i], exact[j], 0)) for i, j in pairs]
     assert wanted == pytest.approx(by_hand, abs=1e-12)
@@ -135,7 +135,7 @@ def test_single_precision_gives_the_cosines_to_1e_6() -> None:
 
 @pytest.mark.parametrize("strip", [3, 1024])
 def test_both_ways_to_a_gram_matrix_are_equal(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of tokens, and gradients formed block by block; dense rows and single ones."""
+    """By tokens and by forming gradients, for dense rows and for unit vectors."""
     monkeypatch.setattr(gradients, "STRIP", strip)
     monkeypatch.setattr(gradients, "FORMED", 4 * 5 * 2)  # two rows of the weight at a time
     generator = seeded(5)
@@ -187,7 +187,7 @@ def test_an_example_without_a_masked_token_has_no_cosine() -> None:
 
 
 def test_an_unknown_use_of_a_parameter_is_an_error() -> None:
-    """Seen as a call, or behind a function of autograd's that cannot be looked into."""
+    """Both as a function of torch without a rule, and inside an autograd function."""
 
     class Hidden(torch.autograd.Function):
         @staticmethod

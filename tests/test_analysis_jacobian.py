@@ -1,4 +1,4 @@
-"""Singular values of Jacobians: linear models, whole Jacobians, and the command's own function."""
+"""Singular values of Jacobians: linear models, whole Jacobians, and an encoder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_a_linear_model_has_its_own_matrix() -> None:
     def linear(x: torch.Tensor) -> torch.Tensor:
         return (x.flatten(1) @ matrix.T).view(-1, L, C)
 
-    found = of_token(linear, x, 3)
-    assert torch.allclose(found, matrix[3 * C : 4 * C], atol=1e-13)
-    assert torch.allclose(values_of(found), torch.linalg.svdvals(matrix[3 * C : 4 * C]))
-    # with as many steps as columns the quadrature is exact, for any probe
+    jacobian = of_token(linear, x, 3)
+    assert torch.allclose(jacobian, matrix[3 * C : 4 * C], atol=1e-13)
+    assert torch.allclose(values_of(jacobian), torch.linalg.svdvals(matrix[3 * C : 4 * C]))
+    # With as many steps as columns the quadrature is exact for any probe.
     whole = estimate(linear, x, 99, 3, seed=0)
     exact = torch.linalg.svdvals(matrix)
     assert float(whole["largest"]) == pytest.approx(float(exact[0]), rel=1e-8)
@@ -49,21 +49,21 @@ def test_the_estimate_holds_the_spectrum_within_its_error() -> None:
 
 
 def test_an_encoder_equals_differences(tmp_path: Path) -> None:
-    """The derivative by word vectors, against central differences of the whole encoder."""
+    """The derivative with respect to word vectors, against central differences of the encoder."""
     config = JacobianConfig(data=str(looking.store(tmp_path / "s")), out="x", threads=1)
     examples = open_examples(config, [str(looking.checkpoint(tmp_path / "c"))])
-    reader = examples.readers[0]
+    reader = examples.models[0]
     reader.model.double().requires_grad_(False)
     batch = reader.assembler.batch(examples.rows[:1])
     function, x = from_words(reader, batch)
     assert torch.allclose(function(x[None])[0, 0], reader.model.encoder(_packed(batch, reader))[0])
-    found = of_token(function, x, 2)
+    jacobian = of_token(function, x, 2)
     step = 1e-5
     for place in (0, 40, x.numel() - 1):
         moved = torch.zeros(x.numel(), dtype=x.dtype)
         moved[place] = step
         ahead, behind = (function((x + sign * moved.view_as(x))[None])[0, 2] for sign in (1, -1))
-        assert torch.allclose(found[:, place], (ahead - behind) / (2 * step), atol=1e-7)
+        assert torch.allclose(jacobian[:, place], (ahead - behind) / (2 * step), atol=1e-7)
 
 
 def _packed(batch, reader):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,25 @@ from xformer.analysis import (
     attention,
     capture,
     curves,
-    figure,
     gradients,
     jacobian,
     perturbation,
     pwcca,
 )
-from xformer.analysis.__main__ import _draw as redraw
+from xformer.analysis.__main__ import _redraw as redraw
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
-from xformer.analysis.command import parse
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
 from xformer.analysis.perturbation import PerturbationConfig
+from xformer.analysis.subcommand import parse_arguments
 from xformer.checkpoint import resolve
+from xformer.data import style
 from xformer.data.errors import BadInput
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store `s`, checkpoints `a` and `b`, and `bad`, whose second layer gives NaN."""
+    """A store `s`, checkpoints `a` and `b`, and a checkpoint `bad` with NaN in its second layer."""
     directory = tmp_path_factory.mktemp("small")
     looking.store(directory / "s")
     looking.checkpoint(directory / "a")
@@ -56,10 +57,10 @@ def config_of(small: Path, out: Path, **changes: Any) -> CaptureConfig:
 def test_a_capture_holds_what_the_encoder_computes(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "PART", 40)  # several parts
+    monkeypatch.setattr(capture, "PART_TOKENS", 40)  # several parts
     config = config_of(small, tmp_path / "f.h5", what="hidden,attention", dtype="float32")
     capture.run([str(small / "a")], config)
-    reader = open_examples(config, [str(small / "a")]).readers[0]
+    reader = open_examples(config, [str(small / "a")]).models[0]
     monkeypatch.chdir(tmp_path.parent)  # the parts are found from anywhere
     with h5py.File(tmp_path / "f.h5") as f:
         assert len(json.loads(f.attrs["parts"])) > 2
@@ -73,14 +74,14 @@ def test_a_capture_holds_what_the_encoder_computes(
                 assert np.allclose(f[f"hidden/{layer}"][a:b], hidden.numpy(), atol=1e-5)
             a, b = f["attention_offsets"][i], f["attention_offsets"][i + 1]
             size = len(batch.tokens)
-            found = f["attention/2"][a:b].reshape(size, size, looking.HEADS)
-            assert np.allclose(found, inside.maps[1][0].permute(1, 2, 0).numpy(), atol=1e-5)
+            captured = f["attention/2"][a:b].reshape(size, size, looking.HEADS)
+            assert np.allclose(captured, inside.maps[1][0].permute(1, 2, 0).numpy(), atol=1e-5)
 
 
-def test_a_killed_capture_goes_on(
+def test_a_killed_capture_continues(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "PART", 40)
+    monkeypatch.setattr(capture, "PART_TOKENS", 40)
     whole, cut = tmp_path / "whole.h5", tmp_path / "cut.h5"
     capture.run([str(small / "a")], config_of(small, whole))
     written: list[int] = []
@@ -107,6 +108,15 @@ def test_a_killed_capture_goes_on(
             assert np.array_equal(f[name][:], g[name][:]), name
 
 
+def test_a_capture_makes_its_directory(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new/directory/f.h5"
+    capture.run([str(small / "a")], config_of(small, out))
+    assert open_capture(out).layers == [0, 1, 2]
+    for wrong, message in ((out / "g.h5", "f.h5 is a file"), (tmp_path / "f", "ends in .h5")):
+        with pytest.raises(BadInput, match=message):
+            capture.run(["no such checkpoint"], config_of(small, wrong))  # before it is opened
+
+
 def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "f.h5"
     capture.run([str(small / "a")], config_of(small, out))
@@ -114,7 +124,7 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
         capture.run([str(small / "b")], config_of(small, out))
     with pytest.raises(BadInput, match=r"examples=13 is now 5"):
         capture.run([str(small / "a")], config_of(small, out, examples=5))
-    capture.run([str(small / "a")], config_of(small, out))  # the same again is no error
+    capture.run([str(small / "a")], config_of(small, out))  # the same command again is allowed
     other = tmp_path / "g.h5"
     capture.run([str(small / "a")], config_of(small, other, examples=5))
     with pytest.raises(BadInput, match="cannot be aligned"):
@@ -131,8 +141,8 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     with pytest.raises(BadInput, match="examples= was chosen when the captures were made"):
         pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, examples=3))
     pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, names=("left", "right")))
-    found = json.loads((tmp_path / "o/pwcca.json").read_text())
-    assert [c["name"] for c in found["checkpoints"]] == ["left", "right"]
+    result = json.loads((tmp_path / "o/pwcca.json").read_text())
+    assert [c["name"] for c in result["checkpoints"]] == ["left", "right"]
     pair = open_pair([str(out), str(out)])
     with pytest.raises(BadInput, match=r"wanted: hidden of 7"):
         next(pair.stream([[7], [0]]))
@@ -154,23 +164,23 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part.write_bytes(content)
     out.rename(tmp_path / "new.h5")
     part.parent.rename(tmp_path / "new.h5.parts")
-    with pytest.raises(BadInput, match=r"finds its parts as f.h5.parts alone: rename it f.h5"):
+    with pytest.raises(BadInput, match=r"can only be found as f.h5.parts: rename it to f.h5"):
         open_capture(tmp_path / "new.h5")
     (tmp_path / "new.h5").rename(out)
     (tmp_path / "new.h5.parts").rename(part.parent)
     whole = out.read_bytes()
     flipped = bytearray(whole)
-    flipped[whole.index(b"FHDB") + 91] ^= 0xFF  # where its attributes lie: h5py has RuntimeError
+    flipped[whole.index(b"FHDB") + 91] ^= 0xFF  # among its attributes: h5py raises RuntimeError
     for damaged in (bytes(flipped), whole[:1000]):
         out.write_bytes(damaged)
         with pytest.raises(BadInput, match=r"f.h5 is not what `capture` wrote: its checksum"):
             open_capture(out)
-        with pytest.raises(BadInput, match="cut off or no HDF5 file"):
+        with pytest.raises(BadInput, match="cut off or not an HDF5 file"):
             open_capture(out, trust=True)
 
 
 def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_path: Path) -> None:
-    """One without checksums, as of an earlier version."""
+    """It has no checksums, like one of an earlier version."""
     ours, theirs = tmp_path / "ours.h5", tmp_path / "theirs.h5"
     for path in (ours, theirs):
         capture.run([str(small / "a")], config_of(small, path))
@@ -184,7 +194,7 @@ def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_pat
         with pytest.raises(BadInput, match=refused):
             pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings))
         with pytest.raises(BadInput, match=refused):
-            capture.run([str(small / "a")], config_of(small, theirs))  # it would say "is whole"
+            capture.run([str(small / "a")], config_of(small, theirs))  # it would say "is complete"
     pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings, trust=True))
     assert (tmp_path / "o/pwcca.json").is_file()
     both = [str(small / "a"), str(small / "b")]
@@ -215,13 +225,24 @@ def test_layers_by_name_and_number() -> None:
             parse_layers(wrong, 2)
 
 
+def test_a_run_without_a_checkpoint_says_so(small: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    config = PerturbationConfig(data=str(small / "s"), out=str(tmp_path / "o"), threads=1)
+    with pytest.raises(BadInput, match=r"run is not finished and has no checkpoint yet; finish it"):
+        perturbation.run([str(run)], config)
+    looking.checkpoint(run / "checkpoints/step_9")
+    with pytest.raises(BadInput, match=r"is not finished; name one of its checkpoints: step_9"):
+        perturbation.run([str(run)], config)
+
+
 # ---------------------------------------------------------------------------------- attention
 
 
 def test_matching_finds_heads_that_were_shuffled() -> None:
     maps = torch.rand(5, 7, 7, generator=seeded(1)).softmax(2)
     order = [3, 0, 4, 1, 2]
-    cost = attention.distances(maps, maps[order]).numpy()
+    cost = attention.map_distances(maps, maps[order]).numpy()
     ours, theirs = attention.match(cost)
     assert [order[j] for j in theirs] == ours.tolist() == [0, 1, 2, 3, 4]
     assert cost[ours, theirs] == pytest.approx(0, abs=1e-6)
@@ -238,12 +259,12 @@ def test_distances_of_maps_go_from_0_to_2() -> None:
     first, last = torch.zeros(1, 3, 3), torch.zeros(1, 3, 3)
     first[..., 0] = 1
     last[..., 2] = 1
-    assert float(attention.distances(first, last)) == pytest.approx(2)
+    assert float(attention.map_distances(first, last)) == pytest.approx(2)
     costs = np.array([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])
-    found = attention._of_layer(1, costs)
-    assert found["distance"]["mean"] == 0  # matched example by example
-    assert found["unmatched"] == 0.5
-    assert np.mean(found["matching"]["distance"]) == 0.5
+    layer = attention._of_layer(1, costs)
+    assert layer["distance"]["mean"] == 0  # matched example by example
+    assert layer["unmatched"] == 0.5
+    assert np.mean(layer["matching"]["distance"]) == 0.5
 
 
 # ------------------------------------------------------------------------------- perturbation
@@ -252,21 +273,21 @@ def test_distances_of_maps_go_from_0_to_2() -> None:
 def test_small_noise_moves_outputs_in_proportion_and_by_seed(small: Path) -> None:
     config = PerturbationConfig(data=str(small / "s"), out="x", threads=1)
     examples = open_examples(config, [str(small / "a")])
-    reader = examples.readers[0]
+    reader = examples.models[0]
     encoder = copy.deepcopy(reader.model.encoder).double()
     before = perturbation.outputs(encoder, reader, examples)
 
-    def moved(size: float, seed: int = 0, draw: int = 0) -> float:
-        noisy = perturbation.perturbed(encoder, size, seed, draw)
+    def moved(size: float, seed: int = 0, number: int = 0) -> float:
+        noisy = perturbation.perturbed(encoder, size, seed, number)
         after = perturbation.outputs(noisy, reader, examples)
-        return float(perturbation.distances(before, after)[0].mean())
+        return float(perturbation.output_distances(before, after)[0].mean())
 
     tiny = moved(1e-8)
     assert moved(1e-6) / tiny == pytest.approx(100, rel=1e-3)
     assert moved(1e-8) == tiny
     assert len({moved(1e-8, 1), moved(1e-8, 0, 1), tiny}) == 3
     same = perturbation.outputs(encoder, reader, examples)
-    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))  # a copy was moved
+    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))  # it is a copy
 
 
 def test_noise_is_standard_gaussian() -> None:
@@ -292,7 +313,7 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
         json.dumps({"event": "train", "step": s, "time": 1, "loss": 5 - s + offset})
         for s in (1, 2, 3)
     ]
-    (path / "log.jsonl").write_text("\n".join(lines) + '\n{"event": "tr')  # it was killed
+    (path / "log.jsonl").write_text("\n".join(lines) + '\n{"event": "tr')  # the run was killed
     return str(path)
 
 
@@ -301,11 +322,11 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / name, seed, lr, offset) for name, seed, lr, offset in made]
     groups = curves.grouped(runs)
     assert groups == {"optim.lr=0.001": runs[:2], "optim.lr=0.0001": runs[2:]}
-    assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # nothing differs but the seed
+    assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # only the seed differs
     named = [run_of(tmp_path / f"lines-{i}", i, 1e-3, 0.0) for i in range(3)]
     assert curves.grouped(named) == {"lines": named}
     with pytest.raises(BadInput, match="is given twice"):
-        parse(curves.COMMAND, [runs[0], runs[1], runs[0], "out=x"])
+        parse_arguments(curves.SUBCOMMAND, [runs[0], runs[1], runs[0], "out=x"])
     (tmp_path / "d").mkdir()
     (tmp_path / "d/config.json").write_text("7")
     with pytest.raises(BadInput, match=r"d/config.json is damaged: it holds no recipe"):
@@ -314,10 +335,10 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
         resolve(tmp_path / "d")
     config = CurvesConfig(out="x")
-    found = curves.average(runs[:2], "train", "loss", config)
-    assert found["x"] == [1, 2, 3]
-    assert found["mean"] == pytest.approx([4.1, 3.1, 2.1])
-    assert found["deviation"] == pytest.approx([0.02**0.5] * 3)
+    curve = curves.average(runs[:2], "train", "loss", config)
+    assert curve["x"] == [1, 2, 3]
+    assert curve["mean"] == pytest.approx([4.1, 3.1, 2.1])
+    assert curve["deviation"] == pytest.approx([0.02**0.5] * 3)
     smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=3))
     assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
     smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=2))
@@ -326,19 +347,34 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
         curves.average(runs, "train", "accuracy", config)
 
 
-def test_a_logarithmic_axis_says_plain_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [style.LIGHT, style.DARK, style.BOTH])
+def test_the_same_figure_is_the_same_file(page: dict[str, Any], tmp_path: Path) -> None:
+    files = []
+    for name in ("a.svg", "b.svg"):
+        with style.colours(page):
+            figure = style.new_figure(2, 2)
+            figure.subplots().plot([1, 2], color="C1")
+            style.write(figure, tmp_path / name)
+            files.append((tmp_path / name).read_text())
+    assert files[0] == files[1]
+    palette = {"light": "d55e00", "dark": "ff8c42"}
+    assert f"#{palette['dark' if page is style.DARK else 'light']}" in files[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "b.svg"]
+
+
+def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
     noise = [{"std": 10.0**-k, "mean": 10.0**-k, "deviation": 0.0} for k in (2, 4)]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "models": [{"name": "a $ sign", "noise": noise}],
         "rows": [0],
         "draws": 3,
         "data": {"store": "words", "examples": 1},
     }
-    written = figure.save(found, perturbation.draw, tmp_path, "noise")
+    written = style.write_light_and_dark(partial(perturbation.draw, result), tmp_path, "noise")
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
     assert "<!-- a $ sign -->" in svg
     (tmp_path / "pwcca.json").write_text('{"analysis": "pwcca"}')
-    with pytest.raises(BadInput, match=r"pwcca.json is no whole result of pwcca: KeyError"):
+    with pytest.raises(BadInput, match=r"pwcca.json is not a complete result of pwcca \(KeyError"):
         redraw([str(tmp_path / "pwcca.json")])

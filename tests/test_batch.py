@@ -1,4 +1,5 @@
-"""From rows to a packed batch: order, masks, mappings and packing, against slow obvious code.
+"""From rows to a packed batch: order, masks, mappings and packing, compared to slow and obvious
+code.
 
 V ids of a vocabulary, T tokens in a batch.
 """
@@ -25,7 +26,7 @@ from xformer.data.store import Ragged, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
 
-# special tokens stand neither together nor first, so that no range of ids happens to be right
+# special tokens are neither adjacent nor first, so that no range of ids is right by accident
 PIECES = [
     *("a", "[unused0]", "[CLS]", "b", "c", "[MASK]", "[unused1]", "d", "[SEP]", "e"),
     *("[UNK]", "f", "g", "[PAD]", "h", "##i", "##j", "k", "[unused2]"),
@@ -41,13 +42,14 @@ PLAIN = [i for i in range(V) if i not in UNUSED + SPECIAL]
 
 
 def close(count: int, total: int, probability: float) -> bool:
-    """Is a count of `total` trials within 5 standard deviations of what is expected?"""
+    """Whether a count of `total` trials is within 5 standard deviations of the expected one."""
     sigma = (total * probability * (1 - probability)) ** 0.5
     return abs(count - total * probability) <= 5 * sigma
 
 
 def looks_uniform(counts: np.ndarray) -> bool:
-    """Would counts meant to be equal come out as uneven, or as even, once in 500,000 times?"""
+    """Whether counts are neither more uneven nor more even than chance would make them once in
+    500,000 times."""
     statistic = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
     return 1e-6 < stats.chi2.cdf(statistic, counts.size - 1) < 1 - 1e-6
 
@@ -66,7 +68,7 @@ def split_of(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]] | None = Non
 
 
 def made_store(path: Path, tokenizer: Tokenizer, rows: list[list[int]]) -> Store:
-    """A store on disk; every row's second text is empty."""
+    """A store on disk. The second text of every row is empty."""
     columns = {"tokens": "", "tokens_b": ""}
     with create_store(path, tokenizer, columns, ("tokens", "tokens_b")) as writer:
         with writer.split("train") as split:
@@ -186,7 +188,7 @@ def looked_up(stream: Stream, position: int) -> tuple[list[int], list[int], list
 def test_steps_are_full_and_cover_every_sample_once(
     lengths: list[int], tokens: int, by_tokens: bool, ahead: int
 ) -> None:
-    """Whatever is looked up at once, and from wherever a run goes on."""
+    """However many samples are looked up at once, and wherever a run continues."""
     sizes, samples, end = np.array(lengths), Samples(len(lengths), 5), len(lengths) * 2
     order, epochs = samples.at(np.arange(end))
     rows = 0 if by_tokens else tokens
@@ -203,20 +205,20 @@ def test_steps_are_full_and_cover_every_sample_once(
             0,
         )
         while position < end:
-            found = looked_up(stream, position)
-            last = position + len(found[0])
-            assert found[0] == order[position:last].tolist()
-            assert found[1] == epochs[position:last].tolist()
-            taken = sizes[found[0]]
-            assert found[2] == taken.tolist()
+            actual = looked_up(stream, position)
+            last = position + len(actual[0])
+            assert actual[0] == order[position:last].tolist()
+            assert actual[1] == epochs[position:last].tolist()
+            taken = sizes[actual[0]]
+            assert actual[2] == taken.tolist()
             if by_tokens:
                 assert len(taken) == 1 or 1 <= taken.sum() <= tokens
-                # greedy: the next one would not have fitted
+                # greedy: the next sample would not fit
                 assert last == end or taken.sum() + sizes[order[last]] > tokens
             else:
                 assert len(taken) == min(rows, end - position)
             fresh = Stream(samples, end, sizes.__getitem__, stream.per_step, stream.tokens)
-            assert looked_up(fresh, position) == found
+            assert looked_up(fresh, position) == actual
             position = last
 
 
@@ -245,7 +247,7 @@ def test_a_stream_looks_no_further_than_it_must(tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def million() -> dict[str, np.ndarray]:
-    """A packed batch of a million tokens of all ids alike, masked at 15 %."""
+    """A packed batch of a million tokens with equally frequent ids, masked at 15 %."""
     random = np.random.default_rng(0)
     lengths = random.integers(0, 99, 20_600)
     tokens = Ragged(random.integers(0, V, lengths.sum()), np.cumsum([0, *lengths]))
@@ -287,7 +289,7 @@ def test_replacements_are_all_ordinary_ids_alike(million: dict[str, np.ndarray])
     counts = np.bincount(replaced, minlength=V)
     assert np.flatnonzero(counts).tolist() == sorted(PLAIN + UNUSED)
     assert looks_uniform(counts[counts > 0])
-    # whatever token was replaced: by no fixed shift of it, nor by a neighbour
+    # a replacement depends neither on the token nor on its neighbours
     shifts = np.bincount((replaced - targets[(now != 5) & (now != targets)]) % V, minlength=V)
     assert shifts[0] == 0
     assert shifts[1:].min() > 0.3 * shifts[1:].mean()
@@ -335,10 +337,10 @@ def test_a_rows_mask_does_not_depend_on_its_batch(wanted: list[tuple[int, int]])
         batch = assembler.masked_batch(rows, epochs, seed=7, probability=0.4)
         assert batch.places is not None
         assert batch.targets is not None
-        found = []
+        actual = []
         for start, end in pairwise(batch.cu_seqlens):
             here = (batch.places >= start) & (batch.places < end)
-            found.append(
+            actual.append(
                 (
                     batch.tokens[start:end].tolist(),
                     (batch.places[here] - start).tolist(),
@@ -346,7 +348,7 @@ def test_a_rows_mask_does_not_depend_on_its_batch(wanted: list[tuple[int, int]])
                 )
             )
         order = np.argsort(assembler.sizes(rows), kind="stable")
-        return [found[i] for i in np.argsort(order)]
+        return [actual[i] for i in np.argsort(order)]
 
     assert masked(wanted) == [masked([sample])[0] for sample in wanted]
 
@@ -401,7 +403,9 @@ def test_shift_is_the_formula_of_the_paper(tmp_path: Path, minilm: Path) -> None
     # K section 2.1 and its footnote 2: a sentence of SST-2 under T(i) = (i + 1000) mod D
     tokenizer = hf.from_hf(minilm).checkpoint.tokenizer
     (ids,) = tokenizer.encode_batch(["his healthy sense of satire is light and fun..."])
-    table = mapping.build("shift:1000", made_store(tmp_path / "s", tokenizer, [[1]]), tokenizer)
+    table = mapping.build_mapping(
+        "shift:1000", made_store(tmp_path / "s", tokenizer, [[1]]), tokenizer
+    )
     assert table is not None
     shown = " ".join(tokenizer.pieces[i] for i in table[ids])
     assert shown == "canadian franz ##me 1988 ##pia leader watch sports czech at at at"
@@ -414,7 +418,7 @@ def own_store(tmp_path: Path) -> Store:
 
 
 def test_random_is_one_to_one_and_leaves_special_and_unused_alone(own_store: Store) -> None:
-    tables = [mapping.build(f"random:{seed}", own_store, BERT) for seed in (0, 0, 1)]
+    tables = [mapping.build_mapping(f"random:{seed}", own_store, BERT) for seed in (0, 0, 1)]
     for table in tables:
         assert table is not None
         assert sorted(table[PLAIN]) == PLAIN
@@ -426,7 +430,7 @@ def test_random_is_one_to_one_and_leaves_special_and_unused_alone(own_store: Sto
 def test_random_reaches_every_piece(own_store: Store) -> None:
     counts = np.zeros(V, np.int64)
     for seed in range(600):
-        table = mapping.build(f"random:{seed}", own_store, BERT)
+        table = mapping.build_mapping(f"random:{seed}", own_store, BERT)
         assert table is not None
         counts[table[PLAIN[3]]] += 1
     assert looks_uniform(counts[PLAIN])
@@ -438,7 +442,7 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
     store = made_store(tmp_path / "dna", letters, [[5, 6, 7]])
     tables = []
     for seed in range(40):
-        table = mapping.build(f"{name}:{seed}", store, BERT)
+        table = mapping.build_mapping(f"{name}:{seed}", store, BERT)
         assert table is not None
         assert table.shape == (8,)
         for role, i in letters.special.items():
@@ -448,7 +452,7 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
         tables.append(tuple(table.tolist()))
     assert len(set(tables)) > 3
     assert {i for table in tables for i in table[5:]} == set(targets)
-    again = mapping.build(f"{name}:0", store, BERT)
+    again = mapping.build_mapping(f"{name}:0", store, BERT)
     assert again is not None
     assert tuple(again.tolist()) == tables[0]
 
@@ -456,31 +460,36 @@ def test_symbols_become_distinct_pieces(tmp_path: Path, name: str, targets: list
 def test_more_symbols_than_pieces_are_refused(tmp_path: Path) -> None:
     store = made_store(tmp_path / "dna", vocabularies.symbols("ACGT"), [[5]])
     with pytest.raises(BadInput, match="4 symbols do not fit the vocabulary's 3 unused entries"):
-        mapping.build("unused:0", store, BERT)
+        mapping.build_mapping("unused:0", store, BERT)
     many = made_store(tmp_path / "many", vocabularies.symbols("ABCDEFGHIJKL"), [[5]])
     with pytest.raises(BadInput, match="12 symbols do not fit the vocabulary's 11 ordinary pieces"):
-        mapping.build("symbols:0", many, BERT)
+        mapping.build_mapping("symbols:0", many, BERT)
 
 
 def test_none_and_ids_change_nothing(own_store: Store) -> None:
-    assert mapping.build("none", own_store, BERT) is None
-    assert mapping.build("ids", own_store, BERT) is None
+    assert mapping.build_mapping("none", own_store, BERT) is None
+    assert mapping.build_mapping("ids", own_store, BERT) is None
 
 
 @pytest.mark.parametrize("spec", ["none", "shift:1", "random:0"])
 def test_another_tokenizers_store_is_refused(tmp_path: Path, spec: str) -> None:
     foreign = made_store(tmp_path / "foreign", ROBERTA, [[5, 6]])
     with pytest.raises(BadInput, match=r"another tokenizer|the checkpoint's own tokenizer"):
-        mapping.build(spec, foreign, BERT)
+        mapping.build_mapping(spec, foreign, BERT)
 
 
 def test_ids_must_fit_the_model(tmp_path: Path) -> None:
-    wide = vocabularies.symbols("abcdefghijklmnop")  # 21 ids, where the model has 19
-    assert mapping.build("ids", made_store(tmp_path / "low", wide, [[V - 1], [0]]), BERT) is None
+    wide = vocabularies.symbols("abcdefghijklmnop")  # 21 ids; the model has 19
+    assert (
+        mapping.build_mapping("ids", made_store(tmp_path / "low", wide, [[V - 1], [0]]), BERT)
+        is None
+    )
     high = made_store(tmp_path / "high", wide, [[V, 3], [0]])
     with pytest.raises(BadInput, match=r"the id 19 in .*high/train/tokens\.npy does not fit"):
-        mapping.build("ids", high, BERT)
-    assert mapping.build("ids", high, BERT, embeddings=V + 1) is None  # more than it has pieces
+        mapping.build_mapping("ids", high, BERT)
+    assert (
+        mapping.build_mapping("ids", high, BERT, embeddings=V + 1) is None
+    )  # more embeddings than pieces
 
 
 # ------------------------------------------------------------------------------------ batches
@@ -494,7 +503,7 @@ def slow_batch(
     max_tokens: int,
     table: Sequence[int] | None,
 ) -> Batch[np.ndarray]:
-    """What a batch must be, one token at a time."""
+    """The correct batch, built one token at a time."""
     special, built = model.special, []
     for row in rows:
         first, second = list(a[row]), list(b[row]) if b is not None else []
@@ -542,15 +551,15 @@ def test_batches_equal_the_slow_reference(
 ) -> None:
     array = None if table is None else np.array(table)
     assembler = Assembler(split_of(a, b), model, max_tokens, array)
-    found = assembler.batch(np.array(rows))
+    actual = assembler.batch(np.array(rows))
     expected = slow_batch(rows, a, b, model, max_tokens, table)
     for name in ("tokens", "positions", "segments", "cu_seqlens", "rows", "labels"):
-        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
-    assert found.tokens.dtype == found.positions.dtype == found.segments.dtype == np.int32
-    assert found.cu_seqlens.dtype == np.int32
-    assert found.longest == expected.longest
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
+    assert actual.tokens.dtype == actual.positions.dtype == actual.segments.dtype == np.int32
+    assert actual.cu_seqlens.dtype == np.int32
+    assert actual.longest == expected.longest
     sizes = assembler.sizes(np.array(rows))
-    assert sorted(sizes.tolist()) == np.diff(found.cu_seqlens).tolist()
+    assert sorted(sizes.tolist()) == np.diff(actual.cu_seqlens).tolist()
 
 
 @given(
@@ -566,12 +575,12 @@ def test_batches_made_in_one_go_are_those_made_one_by_one(
     assembler = Assembler(split_of(a, b), BERT, 9)
     rows = np.array([row for part in parts for row in part], np.int64)
     epochs = np.arange(len(rows)) % 3
-    found = assembler.batches(
+    actual = assembler.batches(
         rows, [len(part) for part in parts], Masks(7, 0.4, epochs) if masked else None
     )
-    assert len(found) == len(parts)
+    assert len(actual) == len(parts)
     at = 0
-    for batch, part in zip(found, parts, strict=True):
+    for batch, part in zip(actual, parts, strict=True):
         here = slice(at, at + len(part))
         one = assembler.batch(rows[here])
         if masked:
@@ -593,9 +602,9 @@ def test_truncation_is_that_of_transformers(tmp_path: Path) -> None:
     bert = legacy.BertTokenizerLegacy(str(tmp_path / "vocab.txt"))
     first, second, budget = (x.ravel() for x in np.mgrid[0:12, 0:12, 0:14])
     new_a, new_b = truncate(first, second, budget)
-    for a, b, n, *found in zip(first, second, budget, new_a, new_b, strict=True):
+    for a, b, n, *actual in zip(first, second, budget, new_a, new_b, strict=True):
         kept = bert.truncate_sequences([0] * a, [0] * b, max(0, a + b - n), "longest_first")
-        assert found == [len(kept[0]), len(kept[1])], (a, b, n)
+        assert actual == [len(kept[0]), len(kept[1])], (a, b, n)
 
 
 def test_a_real_pair_has_berts_template(tmp_path: Path, minilm: Path) -> None:
@@ -631,12 +640,12 @@ def test_rows_too_short_for_the_special_tokens_are_refused() -> None:
 def test_chunks_hold_every_row_once_in_order_of_length() -> None:
     lengths = np.random.default_rng(2).integers(0, 200, 1500)
     assembler = Assembler(split_of([[3] * n for n in lengths]), BERT, 130)
-    found = list(chunks(assembler, 1500))
-    order = np.concatenate(found)
+    actual = list(chunks(assembler, 1500))
+    order = np.concatenate(actual)
     assert sorted(order.tolist()) == list(range(1500))
     sizes = assembler.sizes(order)
     assert (np.diff(sizes) >= 0).all()
-    fills = [int(assembler.sizes(part).sum()) for part in found]
+    fills = [int(assembler.sizes(part).sum()) for part in actual]
     assert max(fills) < CHUNK + 130
     assert min(fills[:-1]) > CHUNK - 130
     few = list(chunks(Assembler(split_of([[3]]), BERT, 130), 1))
@@ -648,9 +657,9 @@ def test_chunks_put_windows_of_rows_in_order(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(batches, "CHUNK", 700)
     lengths = np.random.default_rng(2).integers(0, 200, 1500)
     assembler = Assembler(split_of([[3] * n for n in lengths]), BERT, 130)
-    found = list(chunks(assembler, 1500))
-    assert all(len({row // 400 for row in part.tolist()}) == 1 for part in found)
-    order = np.concatenate(found)
+    actual = list(chunks(assembler, 1500))
+    assert all(len({row // 400 for row in part.tolist()}) == 1 for part in actual)
+    order = np.concatenate(actual)
     for start in range(0, 1500, 400):
         window = order[start : start + 400]
         assert sorted(window.tolist()) == list(range(start, min(start + 400, 1500)))
@@ -671,7 +680,7 @@ def rows_of(lengths: list[int]) -> Assembler:
 
 
 def test_truncation_is_told_as_it_matters() -> None:
-    """Rows of 7 tokens and more are cut: none, few, below a tenth, above."""
+    """Rows of at least 7 tokens are truncated: none, few, less than a tenth, more."""
 
     def told(lengths: list[int]) -> str:
         return rows_of(lengths).truncation("batch.max_tokens=8", 512)

@@ -1,5 +1,5 @@
-"""The benchmarks compare what they say: equal models, equal rows, real tokens; and the tables say
-what was measured."""
+"""The benchmarks: both sides get equal models and equal rows, only real tokens count, and the
+tables show what was measured."""
 
 import sys
 from dataclasses import replace
@@ -26,7 +26,7 @@ from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
-from xformer.ops.room import roomy
+from xformer.ops.padding import padded_count
 from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
@@ -36,14 +36,14 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A small bench on made data, with one thread."""
+    """A small bench on made-up data, with one thread."""
     folder = tmp_path_factory.mktemp("bench")
     return Bench(make_data(folder / "data"), folder, QUICK, rounds=1, threads=1)
 
 
 @pytest.fixture
 def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """train.py as a fork."""
+    """Runs train.py as a fork instead of a new process."""
 
     def quickly(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
         return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
@@ -65,8 +65,8 @@ def batch_of(quick: Bench, store: Any, rows: int, masked: bool) -> Batch[torch.T
 def test_both_mlm_models_have_one_loss(quick: Bench) -> None:
     our_model, their_model = prepare.model(quick)
     batch = batch_of(quick, prepare.lines(quick), 13, masked=True)
-    ours = checkpoints.load(our_model).model()
-    loss, logits = ours.loss(batch), ours.logits(batch)
+    our_mlm = checkpoints.load(our_model).model()
+    loss, logits = our_mlm.loss(batch), our_mlm.logits(batch)
     assert batch.places is not None
     assert batch.targets is not None
     labels = torch.full((len(batch.tokens),), -100)
@@ -89,9 +89,9 @@ def test_both_class_models_have_the_same_logits(quick: Bench) -> None:
     assert int(batch.segments.sum()) > 7  # a second text in every row
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(their_model).eval()
     with torch.no_grad():
-        found = checkpoints.load(our_model).model().logits(batch)
+        logits = checkpoints.load(our_model).model().logits(batch)
         expected = theirs(**padded(batch)).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     dropouts = {m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)}
     assert dropouts == {0.1}
     config = checkpoints.load(our_model).config
@@ -106,26 +106,28 @@ def test_typical_batches_are_whole_grouped_and_spread() -> None:
     padding = 1 - batches.sum() / (13 * batches.max(1)).sum()
     scattered = sizes.reshape(100, 13)
     assert padding < 0.15 < 1 - scattered.sum() / (13 * scattered.max(1)).sum()
-    assert abs(batches[2:].mean() / sizes.mean() - 1) < 0.1  # the counted ones, as all the data
+    assert (
+        abs(batches[2:].mean() / sizes.mean() - 1) < 0.1
+    )  # the measured batches are like the whole data
 
 
 def test_the_table_holds_the_rows_of_the_store(quick: Bench) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
     store, table = prepare.trial(quick, prepare.task(quick, "mrpc"), "mrpc", 8)
     assembler = prepare.assembler(quick, open_store(store))
-    found = datasets.load_from_disk(str(table))
-    assert len(found) == assembler.split.rows == 8 * (QUICK.warmup + QUICK.steps)
-    for row in range(len(found)):
+    rows = datasets.load_from_disk(str(table))
+    assert len(rows) == assembler.split.rows == 8 * (QUICK.warmup + QUICK.steps)
+    for row in range(len(rows)):
         batch = assembler.batch(np.array([row]))
-        assert found[row]["input_ids"] == batch.tokens.tolist()
-        assert found[row]["token_type_ids"] == batch.segments.tolist()
-        assert found[row]["labels"] == batch.labels[0]  # type: ignore[index]
+        assert rows[row]["input_ids"] == batch.tokens.tolist()
+        assert rows[row]["token_type_ids"] == batch.segments.tolist()
+        assert rows[row]["labels"] == batch.labels[0]  # type: ignore[index]
 
 
 # ------------------------------------------------------------------------------ what is counted
 
 
-def test_the_trainer_counts_real_tokens_alone(quick: Bench) -> None:
+def test_the_trainer_counts_only_real_tokens(quick: Bench) -> None:
     for package in ("accelerate", "datasets"):
         pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
     from benchmarks import theirs
@@ -140,54 +142,54 @@ def test_the_trainer_counts_real_tokens_alone(quick: Bench) -> None:
         steps=3,
         warmup=1,
     )
-    found = theirs.train(job)
+    took = theirs.train(job)
     assembler = prepare.assembler(quick, open_store(store))
     sizes = assembler.sizes(np.arange(assembler.split.rows))
-    assert found["tokens"] == sizes.sum()  # 3 steps of 8 rows are all rows
-    assert 0 < found["padding"] < 1
-    assert found["rate"] > 0
+    assert took["tokens"] == sizes.sum()  # 3 steps of 8 rows are the whole trial
+    assert 0 < took["padding"] < 1
+    assert took["rate"] > 0
 
 
 def test_our_rate_weighs_the_lines_of_the_log_by_their_time() -> None:
     events = [
-        {"time": 10.0, "real_tokens_per_second": 1.0},  # the warm-up, whatever it was
+        {"time": 10.0, "real_tokens_per_second": 1.0},  # the warm-up, whose rate does not count
         {"time": 11.0, "real_tokens_per_second": 100.0},
         {"time": 14.0, "real_tokens_per_second": 300.0},
     ]
     assert ours.rate(events) == (1 * 100 + 3 * 300) / 4
 
 
-def test_the_ceiling_has_the_batches_of_training(quick: Bench) -> None:
+def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
     trial, _ = prepare.trial(quick, prepare.lines(quick), "lines", 8)
     init = prepare.model(quick)[0]
     same = {"rows": 8, "length": QUICK.length, "count": 3}
-    found = ceiling.shapes(trial, init, dtype=torch.float32, **same)
+    shapes = ceiling.shapes(trial, init, dtype=torch.float32, **same)
     assembler = prepare.assembler(quick, open_store(trial))
     samples = Samples(assembler.split.rows, seed=0)
     rows, epochs = samples.at(np.arange(8, 16))
     batch = assembler.masked_batch(rows, epochs, 0, 0.15)
     assert batch.places is not None
-    assert (found[1].tokens, found[1].masked) == (len(batch.tokens), len(batch.places))
+    assert (shapes[1].tokens, shapes[1].masked) == (len(batch.tokens), len(batch.places))
     half = ceiling.shapes(trial, init, dtype=torch.bfloat16, **same)[1]
     with torch.autocast("cpu", torch.bfloat16):
-        assert half.tokens == roomy(found[1].tokens, CPU) != found[1].tokens
-    assert half.runs == found[1].runs
-    assert sum(n for n, _ in found[1].runs) == 8
-    assert sum(n * length for n, length in found[1].runs) == len(batch.tokens)
+        assert half.tokens == padded_count(shapes[1].tokens, CPU) != shapes[1].tokens
+    assert half.runs == shapes[1].runs
+    assert sum(n for n, _ in shapes[1].runs) == 8
+    assert sum(n * length for n, length in shapes[1].runs) == len(batch.tokens)
     config = checkpoints.load(init).config
-    products = ceiling.Products(config, torch.float32, found)
+    products = ceiling.Products(config, torch.float32, shapes)
     with FlopCounterMode(display=False) as counter:
-        products.run(found[1])
-        ceiling.attend(config, torch.float32, found[1], form="written out")
+        products.run(shapes[1])
+        ceiling.attend(config, torch.float32, shapes[1], form="written out")
     for form in ("ours", "fused"):
-        ceiling.attend(config, torch.bfloat16, found[1], form=form)
-    squares = sum(n * length**2 for n, length in found[1].runs)
+        ceiling.attend(config, torch.bfloat16, shapes[1], form=form)
+    squares = sum(n * length**2 for n, length in shapes[1].runs)
     C, F, V = config.hidden, config.intermediate, config.vocab_size
-    layers = config.layers * (6 * C * C * found[1].tokens + 4 * C * squares)
-    rest = (config.layers - 1) * found[1].tokens + found[1].masked
+    layers = config.layers * (6 * C * C * shapes[1].tokens + 4 * C * squares)
+    rest = (config.layers - 1) * shapes[1].tokens + shapes[1].masked
     layers += (2 * C * C + 4 * C * F) * rest
-    head = (2 * C * C + 2 * C * V) * found[1].masked
+    head = (2 * C * C + 2 * C * V) * shapes[1].masked
     assert counter.get_total_flops() == 3 * (layers + head)
 
 
@@ -216,7 +218,7 @@ def test_the_operations_of_a_step_are_those_torch_counts() -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-5)
 
 
-def test_idle_is_what_no_kernel_covers() -> None:
+def test_idle_is_the_time_without_a_kernel() -> None:
     steps = [("FusedAdam", 100.0 * i, 100.0 * i + 10) for i in range(9)]
     work = [("gemm", 100.0 * i + 10, 100.0 * i + 60) for i in range(9)]
     over = [("copy", 100.0 * i + 40, 100.0 * i + 80) for i in range(9)]
@@ -226,7 +228,7 @@ def test_idle_is_what_no_kernel_covers() -> None:
         ours.idle_share(work)
 
 
-def test_a_peak_that_is_not_known_is_refused() -> None:
+def test_an_unknown_peak_is_refused() -> None:
     assert gpu.peak("NVIDIA H200") == gpu.peak("NVIDIA H100 80GB HBM3") == 989e12
     assert gpu.peak("NVIDIA H100 PCIe") == 756e12
     with pytest.raises(BadInput, match="GTX 1080"):
@@ -256,39 +258,39 @@ def test_the_parts_for_cuda_run(quick: Bench, monkeypatch: pytest.MonkeyPatch) -
 # ----------------------------------------------------------------------------------- the tables
 
 
-def row(**changes: Any) -> Row:
+def example(**changes: Any) -> Row:
     return replace(
         Row("a step", "real tokens/s", [30.0, 20.0], "others", [10.0, 10.0], 2.5), **changes
     )
 
 
 def test_a_row_counts_ratios_round_by_round() -> None:
-    assert row().values == [3.0, 2.0]
-    assert row().reached  # 2.5, the median
-    assert not row(target=2.6).reached
-    assert row(unit="s").values == [1 / 3, 0.5]  # of seconds the fewer the better
-    alone = row(theirs=[], ours=[7.0, 9.0], target=8.0, goal="below", unit="s")
+    assert example().values == [3.0, 2.0]
+    assert example().reached  # 2.5, the median
+    assert not example(target=2.6).reached
+    assert example(unit="s").values == [1 / 3, 0.5]  # fewer seconds are better
+    alone = example(theirs=[], ours=[7.0, 9.0], target=8.0, goal="below", unit="s")
     assert alone.reached
     assert alone.share == 1
     assert not replace(alone, ours=[9.0, 9.0]).reached
-    line = report.line(row(target=5))
+    line = report.line(example(target=5))
     assert "| 25 (20 to 30) | 10 (10 to 10) | 2.5 (2 to 3)x | 5x | **not reached** (50%) |" in line
 
 
-def test_the_page_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_the_page_keeps_the_text_outside_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
-    part = Measured("mixed", "2026-01-02", 0.3, [row(target=5)])
-    alone = Measured("settings", "2026-01-02", 0.3, [row(theirs=[], ours=[7.0], unit="rows/s")])
+    part = Measured("mixed", "2026-01-02", 0.3, [example(target=5)])
+    alone = Measured("settings", "2026-01-02", 0.3, [example(theirs=[], ours=[7.0], unit="rows/s")])
     text = report.section("A machine", "Python 3", [part], [alone], [], gpu.WANTED)
     assert "| what | measured |\n|---|---|\n| a step (rows/s) | 7 |\n" in text
     report.write(page, text)
-    found = page.read_text()
-    assert found.startswith("before\n\n")
-    assert found.endswith("\n\nafter\n")
-    assert "old" not in found
-    assert "Furthest from its target: a step, beside others, at 50% of it." in found
-    assert "Not run on CUDA yet" in found
+    written = page.read_text()
+    assert written.startswith("before\n\n")
+    assert written.endswith("\n\nafter\n")
+    assert "old" not in written
+    assert "Furthest from its target: a step, beside others, at 50% of it." in written
+    assert "Not run on CUDA yet" in written
     page.write_text("nothing of ours\n")
     with pytest.raises(BadInput, match="no place for the table"):
         report.write(page, text)
@@ -310,7 +312,7 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     assert "unknown part 'mixde'; there are mixed, full" in refused("mixde", "--quick")
     assert "--rounds 0" in refused("--quick", "--rounds", "0")
-    assert "is no directory" in refused("--quick", "--output", str(tmp_path / "absent"))
+    assert "is not a directory" in refused("--quick", "--output", str(tmp_path / "absent"))
     if not torch.cuda.is_available():
         assert "no CUDA device" in refused("gpu-idle", "--quick")
     monkeypatch.setattr(run, "find_spec", lambda name: None if name == "accelerate" else True)
@@ -323,7 +325,7 @@ def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
     arguments = ["--quick", "--rounds", "1", "--output", str(tmp_path)]
     done = good(command("-m", "benchmarks.run", "mixed", *arguments))
-    # another part, measured later, comes beside it
+    # a part that is measured later is added
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", "start", *arguments])
     run.main()
     content = read_json(tmp_path / "benchmarks.json")

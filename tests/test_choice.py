@@ -1,5 +1,5 @@
-"""`preprocess.py task choice`: questions with several endings, one row an ending, and no question
-torn apart."""
+"""`preprocess.py task choice`: each ending of a question is a row, and the rows of a question stay
+together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from xformer.data.files import read_json, write_json
 from xformer.data.joined import open_stores
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
-from xformer.preprocess import choice, cli, predict
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import choice, predict
 
 COLUMNS = ["sent1", "sent2", "ending0", "ending1", "ending2", "label"]
 SWAG = [
@@ -44,10 +45,10 @@ Question = tuple[str, list[str], int]  # context, endings, number of the right o
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer: what it decodes is the text, letter for letter."""
+    """A byte-level tokenizer, which decodes ids to exactly the text that was encoded."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    vocabularies.train("bpe", words, 280).save(place)
+    vocabularies.learn("bpe", words, 280).save(place)
     return place
 
 
@@ -75,7 +76,7 @@ def make(command: Callable[..., None], tmp_path: Path, bpe: Path) -> Make:
 
 
 def rows_of(split: str, number: int) -> list[dict[str, str]]:
-    """Questions as SWAG has them."""
+    """Questions in the columns of SWAG."""
     return [
         {
             "sent1": f"{split} {i}, she stood.",
@@ -88,7 +89,7 @@ def rows_of(split: str, number: int) -> list[dict[str, str]]:
 
 
 def expected(rows: Sequence[dict[str, str]]) -> list[Question]:
-    """What a store should hold of such rows."""
+    """The questions that a store of such rows should hold."""
     return [
         (f"{r['sent1']} {r['sent2']}", [r[f"ending{j}"] for j in range(3)], int(r["label"] or -1))
         for r in rows
@@ -108,7 +109,7 @@ def lists(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Rows in the form that the file's ending names; lists become JSON in a delimited file."""
+    """Write rows in the format of the file's ending. In a delimited file lists become JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -130,21 +131,21 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def questions(store: Store, split: str) -> list[Question]:
-    """The questions of a split, after checking that each one's rows agree."""
-    found, n = store.split(split), store.choices
-    assert found.together == n
-    assert set(found.columns) >= {"tokens", "tokens_b", "label"}
-    decode, columns = store.tokenizer().decode, found.columns
+    """The questions of a split, after checking that the rows of each question agree."""
+    part, n = store.split(split), store.choices
+    assert part.together == n
+    assert set(part.columns) >= {"tokens", "tokens_b", "label"}
+    decode, columns = store.tokenizer().decode, part.columns
     labels = np.asarray(columns["label"])
     assert labels.dtype == np.int64
-    made = []
-    for start in range(0, found.rows, n):
+    read = []
+    for start in range(0, part.rows, n):
         rows = range(start, start + n)
         contexts = {decode(columns["tokens"][row]) for row in rows}
         right = set(labels[start : start + n].tolist())
         assert len(contexts) == len(right) == 1
-        made.append((contexts.pop(), [decode(columns["tokens_b"][r]) for r in rows], right.pop()))
-    return made
+        read.append((contexts.pop(), [decode(columns["tokens_b"][r]) for r in rows], right.pop()))
+    return read
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def swag(tmp_path: Path) -> Path:
     return tmp_path / "swag"
 
 
-# ------------------------------------------------------------------------------ what is read
+# ------------------------------------------------------------------------------ reading
 
 
 def test_a_store_row_by_row(make: Make, swag: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_store_row_by_row(make: Make, swag: Path) -> None:
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet", "jsonl.gz"])
 @pytest.mark.parametrize("listed", [False, True])
-def test_every_form(make: Make, tmp_path: Path, form: str, listed: bool) -> None:
+def test_every_format(make: Make, tmp_path: Path, form: str, listed: bool) -> None:
     rows: list[Any] = rows_of("it's", 9)
     path = write(tmp_path / f"train.{form.removesuffix('.gz')}", lists(rows) if listed else rows)
     if form.endswith(".gz"):
@@ -256,7 +257,7 @@ def test_labels_that_count_from_one(make: Make, tmp_path: Path) -> None:
 
 
 def test_parts_of_a_context(make: Make, tmp_path: Path) -> None:
-    """An empty part adds no space. One column is taken as it is."""
+    """An empty part of a context adds no space."""
     rows = [{**row, "sent2": "" if i else " "} for i, row in enumerate(rows_of("a", 2))]
     store = make("--train", write(tmp_path / "a.csv", rows), *SWAG)
     assert [context for context, *_ in questions(store, "train")] == [r["sent1"] for r in rows]
@@ -265,7 +266,7 @@ def test_parts_of_a_context(make: Make, tmp_path: Path) -> None:
 def test_missing_labels(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], swag: Path
 ) -> None:
-    """Valid and test questions may lack them, one by one or with the whole column."""
+    """Validation and test questions may lack labels, some of them or the whole column."""
     valid = [{**row, "label": "-1" if i else row["label"]} for i, row in enumerate(rows_of("v", 3))]
     test = [{k: v for k, v in row.items() if k != "label"} for row in rows_of("t", 2)]
     paths = [write(tmp_path / "v.jsonl", valid), write(tmp_path / "t.csv", test)]
@@ -286,15 +287,15 @@ def test_missing_labels(
 
 
 def test_drawn_splits_keep_questions_whole(make: Make, tmp_path: Path) -> None:
-    """Every question lies in one split with all its rows, and so do equal ones."""
+    """All rows of a question are in one split, and equal questions are in the same split."""
     rows = [*rows_of("a", 60), *rows_of("a", 7)]
     store = make("--input", write(tmp_path / "a.jsonl", lists(rows)), *LIST)
-    found = {name: questions(store, name) for name in store.splits}
-    every = [question for split in found.values() for question in split]
+    splits = {name: questions(store, name) for name in store.splits}
+    every = [question for split in splits.values() for question in split]
     assert sorted(every) == sorted(expected(rows))
-    contexts = [{context for context, *_ in split} for split in found.values()]
+    contexts = [{context for context, *_ in split} for split in splits.values()]
     assert sum(map(len, contexts)) == 60
-    assert all(found.values())
+    assert all(splits.values())
     with pytest.raises(BadInput, match="the task has no classes"):
         make("--input", tmp_path / "a.jsonl", *LIST, "--stratify", name="x")
 
@@ -305,16 +306,16 @@ def test_a_column_of_splits(make: Make, tmp_path: Path) -> None:
     assert questions(store, "valid") == expected(rows[1::2])
 
 
-# ------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------ bad input
 
 LISTED: list[tuple[Any, str]] = [
     (["x", "y"], "'endings' lists 2 endings; the first question has 3, and all questions need"),
     (["x"], "'endings' lists 1 ending; give two or more"),
     ([], "'endings' lists 0 endings; give two or more"),
     (["x", " ", "z"], "item 2 of column 'endings' is empty; every question needs all its endings"),
-    (["x", None, "z"], "'endings' lists null, which is no text"),
-    (["x", ["y"], "z"], r"'endings' lists \[\"y\"\], which is no text"),
-    (["x", "\ud800", "z"], "half a surrogate pair"),
+    (["x", None, "z"], "'endings' lists null; every ending must be text"),
+    (["x", ["y"], "z"], r"'endings' lists \[\"y\"\]; every ending must be text"),
+    (["x", "\ud800", "z"], "'endings' holds half of a surrogate pair"),
     ("x, y, z", "'endings' is 'x, y, z', which is not a list; write "),
     (None, "'endings' is '', which is not a list"),
 ]
@@ -365,7 +366,7 @@ def test_bad_options(make: Make, swag: Path, options: list[str], message: str) -
 
 
 def tiny(path: Path, rows: int, choices: int, kind: str = "choice") -> Path:
-    """A store of so many rows, all with the label 0."""
+    """A store of `rows` rows, all with the label 0."""
     words = vocabularies.symbols("abcdefgh", separated=False)
     columns = {"tokens": "", "tokens_b": "", "label": "int64"}
     with create_store(path, words, columns, ["tokens", "tokens_b"]) as new:
@@ -383,7 +384,7 @@ def test_other_kinds_have_single_rows(tmp_path: Path) -> None:
     assert "choices" not in store.meta
 
 
-def test_a_torn_question_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_question_is_refused(tmp_path: Path) -> None:
     for rows, choices, kind in ((7, 3, "choice"), (6, 1, "choice"), (6, 3, "class")):
         with pytest.raises(ValueError, match=r"rows a question|question of 3 rows"):
             tiny(tmp_path / "s", rows, choices, kind)
@@ -391,7 +392,7 @@ def test_a_torn_question_is_refused(tmp_path: Path) -> None:
     meta = read_json(tmp_path / "s/store.json")
     (tmp_path / "s" / stores.SUMS).unlink()
     write_json(tmp_path / "s/store.json", meta | {"choices": 4})
-    with pytest.raises(BadInput, match="holds 6 rows, which are no whole number of questions with"):
+    with pytest.raises(BadInput, match="holds 6 rows, which is not a multiple of the 4 endings"):
         open_store(tmp_path / "s")
     for wrong in (1, 0, -3, "3", None, True, 3.0):
         write_json(tmp_path / "s/store.json", meta | {"choices": wrong})
@@ -404,7 +405,7 @@ def test_a_torn_question_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("label", "good"), [(-1, True), (2, True), (3, False), (-2, False)])
 def test_labels_are_verified(tmp_path: Path, label: int, good: bool) -> None:
-    """A label that no ending has is damage, even if the checksums agree."""
+    """A label that is not the number of an ending is damage, even if the checksums agree."""
     store = open_store(tiny(tmp_path / "s", 6, 3))
     file = tmp_path / "s/train/label.npy"
     values = np.load(file)
@@ -435,7 +436,7 @@ def test_stats(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Labels are counted once a question, not once a row."""
+    """Labels are counted once per question, not once per row."""
     store = make("--input", swag, *SWAG)
     out, drawn = tmp_path / "s.json", tmp_path / "f.svg"
     capsys.readouterr()
@@ -444,9 +445,9 @@ def test_stats(
     assert "store: choice of 3, metric accuracy, vocabulary" in shown
     assert "train: 12 questions, 36 rows, " in shown
     assert "labels: ending 0 4, ending 1 8, ending 2 0" in shown
-    found = read_json(out)
-    assert (found["kind"], found["choices"]) == ("choice", 3)
-    splits = found["splits"]
+    report = read_json(out)
+    assert (report["kind"], report["choices"]) == ("choice", 3)
+    splits = report["splits"]
     assert [(splits[s]["questions"], splits[s]["rows"]) for s in splits] == [
         (12, 36),
         (4, 12),
@@ -461,11 +462,12 @@ def test_stats(
 
 
 def predicted(store: Store | None, path: Path, bpe: Path, output: Path) -> Store:
-    """The store of the raw rows of a file, for a checkpoint that was trained on `store`."""
+    """The store of a file's raw rows, for a checkpoint that was trained on `store`. If `store` is
+    None, the checkpoint does not say its columns."""
     columns = None if store is None else store.meta["origin"]["columns"]
     head = {"kind": "choice", "labels": list[str](), "pair": True, "max_tokens": 64}
     shutil.rmtree(output, ignore_errors=True)
-    predict.write_rows(path, head | {"columns": columns}, tokenizers.load(bpe), output)
+    predict.write_rows(path, head | {"columns": columns}, tokenizers.load_tokenizer(bpe), output)
     return open_store(output)
 
 
@@ -484,7 +486,8 @@ def shown(store: Store) -> list[Question]:
 def test_rows_to_predict(
     make: Make, swag: Path, tmp_path: Path, bpe: Path, form: str, listed: bool
 ) -> None:
-    """The columns of training without the label, in any form; an `id` is kept for every row."""
+    """A file of any format needs the columns of training, without the label. Each row keeps its
+    question's `id`."""
     options, train = SWAG, swag / "train.csv"
     if listed:
         options, train = LIST, write(tmp_path / "list.jsonl", lists(rows_of("train", 5)))
@@ -503,13 +506,14 @@ def test_rows_to_predict(
 def test_rows_to_predict_without_a_header(
     make: Make, swag: Path, tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Texts alone need none. A checkpoint that does not say its columns takes usual names."""
+    """A file that holds only the texts needs no header. If the checkpoint does not say its columns,
+    they are called `context` and `endings`."""
     trained = make("--input", swag, *SWAG)
     path = tmp_path / "new.tsv"
     path.write_text("she\tstood\tup\tdown\tstill\n")
     made = predicted(trained, path, bpe, tmp_path / "new")
     assert shown(made) == [("she stood", ["up", "down", "still"], -1)]
-    assert "line 1 is a row too" in capsys.readouterr().err
+    assert "line 1 is read as a row" in capsys.readouterr().err
     path = write(tmp_path / "new.jsonl", [{"context": "she", "endings": ["up", "down"]}])
     made = predicted(None, path, bpe, tmp_path / "new")
     assert made.choices == 2

@@ -1,4 +1,4 @@
-"""The script that compares two checkouts: what it calls equal, slower, and whose code it runs."""
+"""The comparison of two checkouts: what it calls equal and slower, and whose code it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.compare import differences, place_of, verdict
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this checkout that notes when its package is imported."""
+    """A copy of this checkout that leaves a file when its package is imported."""
     path = tmp_path_factory.mktemp("copy")
     for name in ("preprocess", "recipes", "xformer"):
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("micro"))
@@ -28,7 +28,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkout_equals_itself_and_is_timed(checkout: Path) -> None:
-    """One recipe bit for bit, and one pair of turns, in two checkouts of the same code."""
+    """One recipe bit for bit, and one pair of timed runs, in two checkouts of the same code."""
     options = ["--recipes", "mlm", "pretrain", "--pairs", "1", "--steps", "12", "--threads", "1"]
     done = good(command("-m", "benchmarks.compare", ROOT, checkout, *options))
     assert "| mlm | 0 | equal | equal | equal |" in done.out
@@ -39,7 +39,7 @@ def test_a_checkout_equals_itself_and_is_timed(checkout: Path) -> None:
 
 
 def finished(path: Path) -> Path:
-    """A finished run of a step, as far as it is compared."""
+    """A finished run of one step, with only the files that are compared."""
     (path / "best").mkdir(parents=True)
     save_file({"a": np.arange(4.0), "b": np.ones((2, 2))}, path / "best/model.safetensors")
     result = {"metrics": {"valid": {"loss": 2.0}}, "selected": "best", "seconds": 3.0}

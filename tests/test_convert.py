@@ -1,5 +1,5 @@
-"""Import of checkpoints: every tensor accounted for, bad ones refused in one line, real
-weights giving what `transformers` gives."""
+"""Import of checkpoints: every tensor is accounted for, bad ones are refused in one line, and real
+weights give the outputs of `transformers`."""
 
 import pickle
 import shutil
@@ -37,7 +37,7 @@ Weights = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT with an MLM head, as transformers saves it. Not to be changed."""
+    """A tiny BERT with an MLM head, as transformers saves it. Tests must not change it."""
     directory = tmp_path_factory.mktemp("plain")
     tiny("BertForMaskedLM", directory)
     return directory
@@ -62,7 +62,7 @@ def put(directory: Path, weights: Weights) -> None:
 
 
 def put_bin(directory: Path, weights: Any) -> None:
-    """The same weights as pytorch_model.bin alone."""
+    """The same weights in pytorch_model.bin only."""
     (directory / "model.safetensors").unlink()
     torch.save(weights, directory / "pytorch_model.bin")
 
@@ -72,15 +72,15 @@ def change_config(directory: Path, **changes: Any) -> None:
     write_json(directory / "config.json", {k: v for k, v in config.items() if v is not ...})
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    one, two = (hf.from_hf(directory).checkpoint for directory in (found, expected))
+def assert_same(first: Path, second: Path) -> None:
+    one, two = (hf.from_hf(directory).checkpoint for directory in (first, second))
     assert one.weights.keys() == two.weights.keys()
     assert all(torch.equal(w, two.weights[name]) for name, w in one.weights.items())
     assert one.config == two.config
     assert one.head == two.head
 
 
-# ------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------ import
 
 
 def test_every_tensor_is_accounted_for(plain: Path) -> None:
@@ -92,14 +92,14 @@ def test_every_tensor_is_accounted_for(plain: Path) -> None:
     (record,) = imported.checkpoint.history
     assert record["op"] == "from-hf"
     parameters = sum(w.numel() for w in weights_of(plain).values())
-    lines = hf.account(imported).splitlines()
+    lines = hf.import_report(imported)
     assert lines[0] == f"bert: 2 layers, 39 wide, 3 heads, {parameters:,} parameters, 97 pieces"
     assert "left over: none" in lines
-    assert "lacking in the source, new when trained: pooler" in lines
+    assert "not in the source, new when trained: pooler" in lines
 
 
 def rename_old(weights: Weights) -> Weights:
-    """LayerNorm's parameters as TensorFlow named them, and a buffer that is no weight."""
+    """LayerNorm's parameters under TensorFlow's names, and a buffer, which is not a weight."""
     renamed = {}
     for name, weight in weights.items():
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
@@ -109,7 +109,7 @@ def rename_old(weights: Weights) -> Weights:
 
 
 def rename_bare(weights: Weights) -> Weights:
-    """Without the prefix, as a bare BertModel is saved, and with tied copies written out."""
+    """Names without the prefix, as in a bare BertModel, and with the tied copies written out."""
     bare = {n.removeprefix("bert."): w for n, w in weights.items()}
     assert len(bare.keys() & weights.keys()) < len(bare)
     decoder = "cls.predictions.decoder"
@@ -118,7 +118,7 @@ def rename_bare(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize("rename", [rename_old, rename_bare])
-def test_names_of_all_times_are_read(
+def test_old_and_new_names_are_read(
     plain: Path, source: Path, rename: Callable[[Weights], Weights]
 ) -> None:
     put(source, rename(weights_of(source)))
@@ -135,8 +135,8 @@ def test_pytorch_model_bin_is_read(plain: Path, source: Path) -> None:
 
 def test_half_precision_is_widened(plain: Path, source: Path) -> None:
     put(source, {n: w.bfloat16() for n, w in weights_of(source).items()})
-    exact, found = (hf.from_hf(d).checkpoint.weights for d in (plain, source))
-    for name, weight in found.items():
+    exact, widened = (hf.from_hf(d).checkpoint.weights for d in (plain, source))
+    for name, weight in widened.items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, exact[name].bfloat16().float())
 
@@ -146,7 +146,7 @@ def test_what_is_left_over_is_named(source: Path) -> None:
     put(source, {**weights_of(source), **extra})
     imported = hf.from_hf(source)
     assert imported.left == ["classifiers.weight", "strange"]
-    assert "left over: classifiers.weight, strange" in hf.account(imported)
+    assert "left over: classifiers.weight, strange" in hf.import_report(imported)
 
 
 def test_heads_are_recognised(tmp_path: Path) -> None:
@@ -182,13 +182,15 @@ KINDS = {
 @pytest.mark.parametrize("said", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("end", KINDS)
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "DistilBert"])
-def test_what_a_classifier_is_for(name: str, end: str, said: bool, tmp_path: Path) -> None:
-    """By `architectures`, or without it by the tensors. One of multiple choice is then left over:
-    its tensors could be those of a score as well."""
+def test_the_task_of_a_classifier_is_recognised(
+    name: str, end: str, said: bool, tmp_path: Path
+) -> None:
+    """`architectures` says it, or else the tensors do. Without `architectures`, a classifier for
+    multiple choice is left over, because its tensors could be those of a score."""
     tiny(f"{name}For{end}", tmp_path)
     if not said:
         change_config(tmp_path, architectures=...)
-    if end == "MultipleChoice":  # which has one output, whatever the config says of labels
+    if end == "MultipleChoice":  # one output, whatever labels the config names
         change_config(tmp_path, id2label=..., label2id=...)
     imported = hf.from_hf(tmp_path)
     head = imported.checkpoint.head
@@ -211,11 +213,11 @@ def test_one_output_is_a_score_if_the_config_says_so(name: str, tmp_path: Path) 
         assert head is not None
         assert head.kind == "regress"
     change_config(tmp_path, problem_type=...)
-    # nothing tells it from multiple choice; RoBERTa's has another name
+    # now it could be multiple choice
     assert hf.from_hf(tmp_path).checkpoint.head is None
 
 
-def test_roberta_s_own_activation_is_of_its_mlm_head_alone(tmp_path: Path) -> None:
+def test_robertas_fixed_activation_concerns_only_its_mlm_head(tmp_path: Path) -> None:
     tiny("RobertaForSequenceClassification", tmp_path, hidden_act="gelu_new")
     imported = hf.from_hf(tmp_path).checkpoint
     assert imported.config.activation == "gelu_tanh"
@@ -226,7 +228,7 @@ def test_roberta_s_own_activation_is_of_its_mlm_head_alone(tmp_path: Path) -> No
         hf.to_hf(trained, tmp_path / "mlm")
 
 
-def test_an_untied_classifier_is_no_matter(source: Path, tmp_path: Path) -> None:
+def test_tied_embeddings_matter_only_to_an_mlm_head(source: Path, tmp_path: Path) -> None:
     tiny("BertModel", tmp_path / "bare", tie_word_embeddings=False)
     assert hf.from_hf(tmp_path / "bare").left == []
 
@@ -254,11 +256,11 @@ def test_the_vocabulary_is_read_from_either_file(source: Path, cased: bool) -> N
     from_json = hf.from_hf(source).checkpoint.tokenizer
     assert from_json.fingerprint == from_txt.fingerprint
     for ids, line in zip(from_json.encode_batch(text), text, strict=True):
-        if "[SEP]" not in line:  # spelt out, it is no special token to us
+        if "[SEP]" not in line:  # in a text it is not a special token for us
             assert ids.tolist() == theirs(line, add_special_tokens=False)["input_ids"]
 
 
-# ---------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------- refusals
 
 
 class Evil:
@@ -283,7 +285,7 @@ def evil_pickle(source: Path) -> None:
 
 def strange_pickle(source: Path) -> None:
     (source / "model.safetensors").unlink()
-    (source / "pytorch_model.bin").write_bytes(b"\x80\x89(K")  # torch warns of its protocol
+    (source / "pytorch_model.bin").write_bytes(b"\x80\x89(K")  # torch warns about its protocol
 
 
 def truncated(name: str, share: float) -> Callable[[Path], None]:
@@ -297,7 +299,7 @@ def truncated(name: str, share: float) -> Callable[[Path], None]:
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    """One tensor changed, or with None taken away."""
+    """Change one tensor, or remove it if `change` returns None."""
 
     def apply(source: Path) -> None:
         weights = weights_of(source)
@@ -356,8 +358,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         f"encoder.embeddings.word.weight is ({PIECES}, {HIDDEN - 1}) where its config wants "
         f"({PIECES}, {HIDDEN})",
     ),
-    "query unlike key": (changed(QUERY, lambda w: w[1:]), "attention.self.query.weight and its"),
-    "a number alone": (changed(NORM, lambda w: w[0]), "output.LayerNorm.bias and its fellows"),
+    "query unlike key": (
+        changed(QUERY, lambda w: w[1:]),
+        "attention.self.value.weight must have the same shape, not [(38, 39), (",
+    ),
+    "a number alone": (changed(NORM, lambda w: w[0]), "output.LayerNorm.bias is a single number"),
     "NaN": (changed(NORM, lambda w: w / 0 * 0), f"{NORM.removeprefix('bert.')} holds NaN"),
     "infinity": (changed(QUERY, lambda w: w / 0), "query.weight holds NaN or infinity"),
     "whole numbers": (changed(NORM, lambda w: w.int()), "holds torch.int32, not floating-point"),
@@ -377,7 +382,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         written("vocab.txt", "\n".join([*VOCABULARY, "one", "two"])),
         "the vocabulary has 99 pieces, the embeddings only 97",
     ),
-    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "holds a piece twice"),
+    "a piece twice": (written("vocab.txt", "\n".join([*VOCABULARY, "w3"])), "occurs twice"),
     "no special tokens": (
         written("vocab.txt", "a\nb\n[UNK]\n"),
         "lacks the special tokens [PAD], [CLS], [SEP]",
@@ -391,8 +396,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (written("tokenizer.json", "[]"), "tokenizer.json is not BERT's WordPiece"),
     "no config": (without("config.json"), "config.json does not exist"),
     "config not JSON": (written("config.json", "{"), "config.json is not valid JSON"),
-    "a list for config": (written("config.json", "[]"), "model_type None is not known; bert, ro"),
-    "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not known; bert, rob"),
+    "a list for config": (
+        written("config.json", "[]"),
+        "model_type None is not supported; bert, ro",
+    ),
+    "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported; bert"),
     "a decoder": (config(is_decoder=True), "only encoders with absolute positions"),
     "relative positions": (
         config(position_embedding_type="relative_key"),
@@ -400,11 +408,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another activation": (
         config(hidden_act="silu"),
-        "hidden_act 'silu' is none of gelu, gelu_new, gelu_pytorch_tanh",
+        "hidden_act 'silu' is not one of gelu, gelu_new, gelu_pytorch_tanh",
     ),
     "heads that do not divide": (
         config(num_attention_heads=4),
-        "model.hidden=39 is no multiple of model.heads=4",
+        "model.hidden=39 is not a multiple of model.heads=4",
     ),
     "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
     "a wrong width": (config(intermediate_size="wide"), "intermediate input should be a valid int"),
@@ -416,7 +424,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def shards(directory: Path, form: str = "safetensors", parts: int = 3) -> dict[str, str]:
-    """Cut the weights into files with an index; what is in which."""
+    """Split the weights into files with an index. Returns the file of each tensor."""
     weights = weights_of(directory)
     (directory / "model.safetensors").unlink()
     stem = "model" if form == "safetensors" else "pytorch_model"
@@ -435,7 +443,7 @@ def shards(directory: Path, form: str = "safetensors", parts: int = 3) -> dict[s
 def sharded(
     change: Callable[[dict[str, str], Path], Any], form: str = "safetensors"
 ) -> Callable[[Path], None]:
-    """Shards, and what is done to their index."""
+    """Split the weights into shards, then change their index."""
 
     def apply(source: Path) -> None:
         places = shards(source, form)
@@ -455,7 +463,7 @@ def lying(places: dict[str, str], source: Path) -> None:
 
 
 def doubled(places: dict[str, str], source: Path) -> None:
-    """One tensor in two shards."""
+    """Put one tensor into two shards."""
     file = source / next(file for file in set(places.values()) if file != places[QUERY])
     save_file({**load_file(file), QUERY: load_file(source / places[QUERY])[QUERY]}, file)
 
@@ -474,22 +482,22 @@ BAD |= {
         "is not a whole safetensors file",
     ),
     "a lying index": (sharded(lying), f"lacks the tensor {QUERY}, which model.safetensors.index"),
-    "a tensor in two shards": (sharded(doubled), f"holds {QUERY}, as another shard does"),
+    "a tensor in two shards": (sharded(doubled), f"holds {QUERY}, and so does another shard"),
     "a shard elsewhere": (
         sharded(lambda places, source: places.update({QUERY: "../x.safetensors"})),
-        "names '../x.safetensors', which is no file of its directory",
+        "names '../x.safetensors', which is not a file of its directory",
     ),
     "a shard above": (
         sharded(lambda places, source: places.update({QUERY: ".."})),
-        "names '..', which is no file",
+        "names '..', which is not a file",
     ),
     "a shard of no name": (
         sharded(lambda places, source: places.update({QUERY: ""})),
-        "names '', which is no file",
+        "names '', which is not a file",
     ),
     "an absolute shard": (
         sharded(lambda places, source: places.update({QUERY: "/etc/passwd"})),
-        "names '/etc/passwd', which is no file of its directory",
+        "names '/etc/passwd', which is not a file of its directory",
     ),
     "an empty index": (
         sharded(lambda places, source: places.clear()),
@@ -497,7 +505,7 @@ BAD |= {
     ),
     "several labels at once": (
         config(problem_type="multi_label_classification"),
-        "several labels at once",
+        "problem_type multi_label_classification is not supported",
     ),
     "more positions than there are numbers": (
         config(max_position_embeddings=2**63),
@@ -509,12 +517,15 @@ BAD |= {
         config(hidden_size=3 * 10**4),
         "word.weight is (97, 39) where its config wants (97, 30000)",
     ),
-    "an activation that is a list": (config(hidden_act=["gelu"]), "hidden_act ['gelu'] is none of"),
+    "an activation that is a list": (
+        config(hidden_act=["gelu"]),
+        "hidden_act ['gelu'] is not one of",
+    ),
 }
 
 
 def run_here(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
-    """`python -m xformer.convert ARGUMENTS`, without a process of its own."""
+    """`python -m xformer.convert ARGUMENTS`, in this process."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -525,7 +536,7 @@ def run_here(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
 
 
 def assert_refused(done: Done, message: str, directory: Path) -> None:
-    """Status 2, one line that holds `message`, and nothing in `directory` but the source."""
+    """Assert status 2, one line that contains `message`, and no output in `directory`."""
     assert done.status == 2
     assert done.out == ""
     assert done.err.startswith("error: ")
@@ -564,7 +575,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         config(hidden_act="relu"),
         "not that of roberta's MLM head, which is always gelu",
     ),
-    "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is no id"),
+    "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is not an id"),
     "words for positions": (
         "roberta",
         config(max_position_embeddings="many"),
@@ -590,16 +601,20 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         config(vocab_size=90),
         "is (97, 39) where its config wants (90, 39)",
     ),
-    "a list of types": ("bert", config(model_type=["bert"]), "model_type ['bert'] is not known"),
+    "a list of types": (
+        "bert",
+        config(model_type=["bert"]),
+        "model_type ['bert'] is not supported",
+    ),
     "fewer layers than weights": (
         "bert",
         config(num_hidden_layers=1),
-        "beyond the 1 layers that config.json knows",
+        "beyond the 1 layers of config.json",
     ),
     "fewer layers than distilled weights": (
         "distilbert",
         config(n_layers=1),
-        "beyond the 1 layers that config.json knows",
+        "beyond the 1 layers of config.json",
     ),
     "no merges": ("roberta", without("merges.txt"), "merges.txt does not exist"),
     "NaN": (
@@ -616,18 +631,18 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another name of activation": (
         "distilbert",
         config(activation="swish"),
-        "activation 'swish' is none of gelu",
+        "activation 'swish' is not one of gelu",
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def plain_families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny MLM of each family. Not to be changed."""
-    found = {name: tmp_path_factory.mktemp(name) for name in FAMILY}
-    for name, directory in found.items():
+    """A tiny MLM of each family. Tests must not change them."""
+    directories = {name: tmp_path_factory.mktemp(name) for name in FAMILY}
+    for name, directory in directories.items():
         tiny(f"{FAMILY[name]}ForMaskedLM", directory)
-    return found
+    return directories
 
 
 @pytest.mark.parametrize("case", BAD_FAMILIES)
@@ -657,7 +672,7 @@ def test_shards_are_read(
 def test_old_pickles_of_each_family_are_read(
     plain_families: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    # TensorFlow's names, a buffer that is no weight, and tied copies written out
+    # TensorFlow's names, a buffer, which is not a weight, and tied copies written out
     source = tmp_path / "source"
     shutil.copytree(plain_families[family], source)
     weights, names = weights_of(source), hf.FAMILIES[family]
@@ -686,8 +701,8 @@ def test_every_family_is_accounted_for(plain_families: dict[str, Path], family: 
     assert imported.left == []
 
 
-def test_a_malicious_pickle_would_have_done_it(source: Path) -> None:
-    # the two files above are dangerous where they are trusted
+def test_the_malicious_pickles_are_really_malicious(source: Path) -> None:
+    # the two files above are dangerous if they are trusted
     for spoil in (evil_zip, evil_pickle):
         put(source, {"x": torch.ones(1)})
         spoil(source)
@@ -733,11 +748,11 @@ def test_the_command_writes_a_checkpoint_and_keeps_an_old_one(
     done = command("-m", "xformer.convert", "from-hf", plain, out)
     imported = hf.from_hf(plain)
     assert (done.status, done.err) == (0, "")
-    assert done.out == hf.account(imported) + "\n"
-    found = checkpoints.load(out)
+    assert done.out.splitlines() == hf.import_report(imported)
+    loaded = checkpoints.load(out)
     for name, weight in imported.checkpoint.weights.items():
-        assert torch.equal(found.weights[name], weight), name
-    assert found.tokenizer.fingerprint == imported.checkpoint.tokenizer.fingerprint
+        assert torch.equal(loaded.weights[name], weight), name
+    assert loaded.tokenizer.fingerprint == imported.checkpoint.tokenizer.fingerprint
 
     manifest = (out / "manifest.json").read_bytes()
     again = run_here(capfd, "from-hf", plain, out)
@@ -751,7 +766,7 @@ def test_the_command_writes_a_checkpoint_and_keeps_an_old_one(
 def test_only_its_own_output_is_overwritten(
     plain: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """Neither a directory of other things, nor the one that holds what is read."""
+    """Not a directory of other files, and not one that contains the source."""
     checkpoint = tmp_path / "nest/checkpoint"
     assert run_here(capfd, "from-hf", plain, checkpoint).status == 0
     source = plain if command == "from-hf" else checkpoint
@@ -813,8 +828,8 @@ def test_real_weights_give_the_hidden_states_of_transformers(
     assert len(ours) == len(expected) == 7
     order = torch.from_numpy(batch.rows)
     real = ids["attention_mask"][order].bool()
-    for found, hidden in zip(ours, expected, strict=True):
-        assert torch.allclose(found, hidden[order][real], rtol=0, atol=1e-5)
+    for our_hidden, hidden in zip(ours, expected, strict=True):
+        assert torch.allclose(our_hidden, hidden[order][real], rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------- halved, and installed
@@ -823,8 +838,9 @@ def test_real_weights_give_the_hidden_states_of_transformers(
 def test_halve_copies_with_16_bits(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the size, fp32 within fp16's rounding once loaded; a weight too large is refused. A path
-    micro/NAME that is not there means the checkpoint of this name that is installed."""
+    """The copy has half the size and loads as fp32 within the rounding of fp16. A weight that is
+    too large is refused. If the path micro/NAME does not exist, it means the installed
+    checkpoint."""
     imported = hf.from_hf(plain).checkpoint
     checkpoints.save(imported, tmp_path / "whole")
     installed = tmp_path / "package" / "micro"
@@ -836,11 +852,11 @@ def test_halve_copies_with_16_bits(
     assert sizes[1] < 0.7 * sizes[0]
     monkeypatch.setattr("xformer.data.files.PACKAGE", tmp_path / "package")
     monkeypatch.chdir(tmp_path)
-    found = checkpoints.load("micro/english")
-    assert (found.config, found.head) == (imported.config, imported.head)
+    halved = checkpoints.load("micro/english")
+    assert (halved.config, halved.head) == (imported.config, imported.head)
     for name, weight in imported.weights.items():
-        assert found.weights[name].dtype == weight.dtype
-        torch.testing.assert_close(found.weights[name], weight, rtol=2**-11, atol=2**-25)
+        assert halved.weights[name].dtype == weight.dtype
+        torch.testing.assert_close(halved.weights[name], weight, rtol=2**-11, atol=2**-25)
     with pytest.raises(BadInput, match="micro/french does not exist"):
         checkpoints.load("micro/french")
 
@@ -855,15 +871,15 @@ def test_halve_copies_with_16_bits(
 
 
 def test_the_installed_encoders_fill_masks() -> None:
-    """micro/english knows some English, and micro/brackets closes a bracket."""
-    found = checkpoints.load("micro/english")
-    assert found.config.layers == 4
-    assert sum(weight.numel() for weight in found.weights.values()) == 5_364_480
+    """micro/english knows some English, and micro/brackets closes brackets."""
+    english = checkpoints.load("micro/english")
+    assert english.config.layers == 4
+    assert sum(weight.numel() for weight in english.weights.values()) == 5_364_480
     for text, word in (
         ("he opened the [MASK] and went out .", "door"),
         ("he put his [MASK] in his pocket .", "hand"),
     ):
-        assert word == fill_mask(found, text, 1)[0][0][1]
+        assert word == fill_mask(english, text, 1)[0][0][1]
     brackets = checkpoints.load("micro/brackets")
     assert fill_mask(brackets, "w7 w9 w9 [MASK]", 1)[0][0][1] == "w7"  # closes it
     shown = command("-m", "xformer.convert", "inspect", "micro/english").out

@@ -22,15 +22,16 @@ from hypothesis import strategies as st
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import open_store
-from xformer.preprocess import cli, text, workers
+from xformer.preprocess import cli, workers
 from xformer.preprocess.bad import BadRows
 from xformer.preprocess.binarize import open_binary, read_lines
-from xformer.preprocess.corpora import check_distinct, find_files
-from xformer.preprocess.fasta import read_fasta
-from xformer.preprocess.java import Unterminated, remove_comments
-from xformer.preprocess.text import TextOptions, read_documents
-from xformer.preprocess.words import Encoder
-from xformer.preprocess.workers import Encoders
+from xformer.preprocess.corpora import documents, text
+from xformer.preprocess.corpora.documents import TextOptions, read_documents
+from xformer.preprocess.corpora.fasta import read_fasta
+from xformer.preprocess.corpora.inputs import check_distinct, find_files
+from xformer.preprocess.corpora.java import Unterminated, remove_comments
+from xformer.preprocess.words import CachedEncoder
+from xformer.preprocess.workers import EncodingPool
 
 ROOT = Path(__file__).parents[1]
 DOOR = str(ROOT / "preprocess.py")
@@ -62,7 +63,7 @@ def toks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = [ENGLISH, CHINESE] * 5
     for kind, size in (("wordpiece", 150), ("bpe", 320), ("unigram", 69), ("symbols", 200)):
         (folder / kind).mkdir()
-        vocabularies.train(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
+        vocabularies.learn(kind, corpus, size, True, set("".join(corpus))).save(folder / kind)
     return folder
 
 
@@ -102,7 +103,7 @@ def test_damaged_packed_files_are_named(tmp_path, ending):
         with pytest.raises(BadInput, match=rf"cut{ending} ends too early"):
             open_binary(path).read()
     path.write_bytes(b"this was never packed")
-    with pytest.raises(BadInput, match=rf"cut{ending} is damaged, or no {ending} file"):
+    with pytest.raises(BadInput, match=rf"cut{ending} is damaged, or not a {ending} file"):
         open_binary(path).read()
 
 
@@ -153,7 +154,7 @@ def test_one_file_is_not_used_twice(tmp_path, toks, monkeypatch):
     Path("link.txt").symlink_to("t.txt")
     command = ["text", "--tokenizer", toks / "bpe", "--output", "s", "--input", "t.txt"]
     for more, phrase in [
-        (["--valid", "t.txt"], "t.txt is in both train and valid: what is held out must not"),
+        (["--valid", "t.txt"], "t.txt is in both train and valid: a held-out file must not be"),
         (["--valid", "u.txt", "--test", "link.txt"], "link.txt is in both train and test"),
         (["./t.txt"], "t.txt is given twice for train"),
         (["*t.txt"], "t.txt is given twice for train"),
@@ -225,22 +226,22 @@ def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):
         "d/*",
     )
     letters = set("".join(DOCUMENTS)) - set(" \n")
-    assert tokenizers.load("t").pieces[5:] == sorted(letters)
+    assert tokenizers.load_tokenizer("t").pieces[5:] == sorted(letters)
 
 
 BAD = [
-    ("t.jsonl", '{"text": "a"}\n[1]\n', r"t.jsonl:2: not a JSON object, such as"),
+    ("t.jsonl", '{"text": "a"}\n[1]\n', r"t.jsonl:2: not a JSON object such as"),
     ("t.jsonl", '[{"text": "b"}]\n{"text": "a"}\n', r"t.jsonl:1: not a JSON object"),
     ("t.jsonl", '{"text": "a"}\n\n"x"\n', r"t.jsonl:3: not a JSON object"),
     ("t.jsonl", '{"text": "a"}\n{"body": 1}\n', r":2: no field 'text'; it has 'body'; name"),
-    ("t.jsonl", '{"text": "a"}\n{"text": [2]}\n', r":2: the field 'text' holds no text but \[2\]"),
+    ("t.jsonl", '{"text": "a"}\n{"text": [2]}\n', r":2: the field 'text' is not text: \[2\]"),
     ("t.jsonl", '{"text": "a"}\n{"text": "\n', r"t.jsonl:2: not valid JSON: Unterminated"),
     ("t.jsonl", '{"text": "a"}\n{"text": "\\ud800"}\n', r":2: the field 'text' holds half of"),
     ("t.jsonl.gz", '{"text": "a"}\n{"text": "\udcff"}\n', r"t.jsonl.gz:2: not valid UTF-8"),
-    ("t.json", '[{"text": "a"},\n\n{"text": 3}]', r"t.json:3: the field 'text' holds no text"),
+    ("t.json", '[{"text": "a"},\n\n{"text": 3}]', r"t.json:3: the field 'text' is not text"),
     ("t.txt", "a\n\nb\udcffc\n\nd\n", r"t.txt:3: not valid UTF-8"),
     ("t.txt.gz", "a\n\nb\udcffc\n\nd\n", r"t.txt.gz:3: not valid UTF-8"),
-    ("t.fa", ">a\nACX\n>b\nAC-G\n", r"t.fa:4: '-' is no letter of a sequence"),
+    ("t.fa", ">a\nACX\n>b\nAC-G\n", r"t.fa:4: '-' is not a letter of a sequence"),
     ("t.fa", ">a\nACX\n>b\n>c\nA\n", r"t.fa:3: a record without a sequence"),
     ("t.fa", ">a\nACX\n>b", r"t.fa:3: a record without a sequence"),
     ("t.fa", ">a\nACX\n>\udcff\nA\n", r"t.fa:3: not valid UTF-8"),
@@ -277,7 +278,7 @@ def test_what_cannot_be_left_out(tmp_path):
         ("t.fa", "\n\n", r"t.fa holds no FASTA record"),
         ("t.json", '[{"text": "a"},\n{"text"}]', r"t.json:2: not valid JSON"),
         ("t.json", '[{"text": "a"}', r"t.json:1: not valid JSON"),
-        ("t.json", '[{"text": "a"}]\n{}', r"t.json:1: not valid JSON: there is more behind"),
+        ("t.json", '[{"text": "a"}]\n{}', r"t.json:1: not valid JSON: there is more text after"),
     ]:
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInput, match=phrase):
@@ -285,7 +286,7 @@ def test_what_cannot_be_left_out(tmp_path):
     for name in FILES:  # the end of a packed file is missing
         path = packed(tmp_path / f"{name}.gz", FILES[name].encode())
         path.write_bytes(path.read_bytes().rstrip(b"\0")[:-5])
-        with pytest.raises(BadInput, match=rf"{name}.gz ends too early: it is not whole"):
+        with pytest.raises(BadInput, match=rf"{name}.gz ends too early: it was cut off"):
             made(path, bad=bad)
     assert bad.count == 0
 
@@ -298,7 +299,7 @@ def test_the_first_bad_rows_are_listed(tmp_path, capsys):
         assert made(path, bad=bad) == ["good"]
     bad.report()
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "25 bad rows were left out, of which the first 10 are:"
+    assert said[0] == "25 bad rows were left out; the first 10 are:"
     assert [line.split(": ")[0].strip() for line in said[1:]] == [
         f"{path}:{i}" for i in range(1, 11)
     ]
@@ -311,10 +312,10 @@ def test_bad_lines_are_left_out_of_documents(tmp_path, monkeypatch):
     path = tmp_path / "t.txt"
     path.write_bytes(b"one\nt\xffo\nthree\n\xff\n\nfour\n" + b"word " * 30 + b"\xfe end\nlast")
     bad = BadRows(skip=True)
-    monkeypatch.setattr(text, "READ", 11)
+    monkeypatch.setattr(documents, "READ", 11)
     assert made(path, bad=bad)[0] == "one\nthree"
     assert sorted(bad.lines[path]) == [2, 4, 7]
-    monkeypatch.setattr(text, "SEGMENT", 40)
+    monkeypatch.setattr(documents, "SEGMENT", 40)
     assert made(path, bad=bad)[-1] == "four\n" + ("word " * 28).rstrip() + "\nlast"
 
 
@@ -568,30 +569,30 @@ def test_java_on_real_source(shared):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_text_without_spaces_has_the_ids_of_the_whole(toks, tmp_path, monkeypatch, kind):
-    tokenizer = tokenizers.load(toks / kind)
+    tokenizer = tokenizers.load_tokenizer(toks / kind)
     generator = random.Random(0)
     parts = CHINESE.replace("。", "。|").replace("，", "，|").split("|")  # noqa: RUF001
     content = "".join(generator.choice(parts) for _ in range(2000))
     (tmp_path / "t.txt").write_text(content, encoding="utf-8")
-    monkeypatch.setattr(text, "READ", 1000)
-    monkeypatch.setattr(text, "SEGMENT", 100)
+    monkeypatch.setattr(documents, "READ", 1000)
+    monkeypatch.setattr(documents, "SEGMENT", 100)
     segments = [s for s, _ in read_documents([tmp_path / "t.txt"], TextOptions(), lambda _: None)]
     assert max(map(len, segments)) <= 200
     assert "".join(segments) == content
-    found = Encoder(tokenizer).encode(segments)[0]
+    found = CachedEncoder(tokenizer).encode(segments)[0]
     np.testing.assert_array_equal(found, tokenizer.encode_batch([content])[0])
 
 
 @pytest.mark.parametrize("chinese", [True, False])
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_chinese_and_marks_have_the_tokenizers_own_ids(toks, kind, chinese):
-    tokenizer = tokenizers.load(toks / kind)
+    tokenizer = tokenizers.load_tokenizer(toks / kind)
     if kind == "wordpiece":
         vocabulary = dict(tokenizer.ids)
         for piece in ("中國", "##國", "##中"):
             vocabulary.setdefault(piece, len(vocabulary))
         tokenizer = vocabularies.wordpiece(vocabulary, lowercase=True, chinese=chinese)
-    encoder = Encoder(tokenizer)
+    encoder = CachedEncoder(tokenizer)
     assert encoder.rules is not None
     letters = "中國人我々〇のテー・、。「」（）：；？！“”‘’—…‰ é́.'s 1a１Ａ\ufa30\u200d한"  # noqa: RUF001
 
@@ -611,7 +612,7 @@ def test_chinese_as_it_is_printed(shared):
     tokenizer = vocabularies.wordpiece({p: i for i, p in enumerate(lines) if p}, lowercase=True)
     books = json.loads((shared / "lang/zh/zh_ncv.json").read_text(encoding="utf-8-sig"))
     verses = [v for book in books for chapter in book["chapters"] for v in chapter][::10]
-    ids, _ = Encoder(tokenizer).encode(verses)
+    ids, _ = CachedEncoder(tokenizer).encode(verses)
     np.testing.assert_array_equal(ids, np.concatenate(tokenizer.encode_batch(verses)))
 
 
@@ -623,7 +624,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-def batches(number: int) -> Iterator[workers.Batch]:
+def batches(number: int) -> Iterator[workers.TextBatch]:
     for i in range(number):
         texts = [f"{ENGLISH} {i}{j}" for j in range(i % 5)] + [CHINESE[i:], ""]
         yield [j % 2 == 0 for j in range(len(texts))], texts
@@ -632,8 +633,8 @@ def batches(number: int) -> Iterator[workers.Batch]:
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "symbols"])
 def test_processes_give_the_tokenizers_own_ids_in_order(toks, monkeypatch, kind):
     monkeypatch.setattr(workers, "FEW", 2)
-    tokenizer = tokenizers.load(toks / kind)
-    with Encoders(tokenizer, toks / kind, 2) as encoders:
+    tokenizer = tokenizers.load_tokenizer(toks / kind)
+    with EncodingPool(tokenizer, toks / kind, 2) as encoders:
         for _ in range(2):  # a second split goes to the same processes
             found = list(encoders.encode(batches(30)))
             assert len(encoders.workers) == 2
@@ -652,11 +653,11 @@ def test_the_store_does_not_depend_on_the_number_of_processes(toks, tmp_path, mo
     lines = [f"{ENGLISH} {CHINESE[i % 20 :]} {i}" + "\n" * (i % 3) for i in range(500)]
     (tmp_path / "t.txt").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "v.txt").write_text(ENGLISH)
-    tokenizer = tokenizers.load(toks / "wordpiece")
+    tokenizer = tokenizers.load_tokenizer(toks / "wordpiece")
     splits = {"train": [tmp_path / "t.txt"], "valid": [tmp_path / "v.txt"]}
     for count in (1, 2, 3):
         output = tmp_path / str(count)
-        text.write_store(output, splits, tokenizer, TextOptions(), 17, {}, False, count)
+        text.write_text_store(output, splits, tokenizer, TextOptions(), 17, {}, False, count)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
 
 
@@ -664,8 +665,9 @@ def test_the_store_does_not_depend_on_the_number_of_processes(toks, tmp_path, mo
 @pytest.mark.parametrize("count", [1, 2])
 def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment, count):
     """However documents are cut, also within words, and whoever encodes them."""
-    for name, value in (("SEGMENT", segment), ("BATCH", 500), ("READ", 13)):
-        monkeypatch.setattr(text, name, value)
+    monkeypatch.setattr(documents, "SEGMENT", segment)
+    monkeypatch.setattr(documents, "READ", 13)
+    monkeypatch.setattr(text, "BATCH", 500)
     monkeypatch.setattr(workers, "FEW", 2)
     draw = random.Random(segment)
     words = ["a", "Über", "don't", CHINESE, "x" * 30, "(so)", "end.", "\u2003", "e\u0301"]
@@ -675,16 +677,16 @@ def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment,
     (tmp_path / "v.txt").write_text(ENGLISH)
     splits = {"train": [tmp_path / "t.txt"], "valid": [tmp_path / "v.txt"]}
     for lines in (False, True):
-        tokenizer, output = tokenizers.load(toks / "bpe"), tmp_path / f"{lines}"
-        text.write_store(output, splits, tokenizer, TextOptions(lines), 17, {}, False, count)
+        tokenizer, output = tokenizers.load_tokenizer(toks / "bpe"), tmp_path / f"{lines}"
+        text.write_text_store(output, splits, tokenizer, TextOptions(lines), 17, {}, False, count)
         found = open_store(output)
         assert found.split("train").words == len(content.split())
         assert found.split("valid").words == len(ENGLISH.split())
 
 
 def test_a_few_batches_start_no_process(toks):
-    tokenizer = tokenizers.load(toks / "bpe")
-    with Encoders(tokenizer, toks / "bpe", 3) as encoders:
+    tokenizer = tokenizers.load_tokenizer(toks / "bpe")
+    with EncodingPool(tokenizer, toks / "bpe", 3) as encoders:
         assert len(list(encoders.encode(batches(workers.FEW - 1)))) == workers.FEW - 1
         assert encoders.workers == []
 
@@ -693,13 +695,13 @@ def test_no_more_than_two_batches_a_process_are_held(toks, monkeypatch):
     monkeypatch.setattr(workers, "FEW", 1)
     taken = 0
 
-    def counted() -> Iterator[workers.Batch]:
+    def counted() -> Iterator[workers.TextBatch]:
         nonlocal taken
         for batch in batches(40):
             taken += 1
             yield batch
 
-    with Encoders(tokenizers.load(toks / "bpe"), toks / "bpe", 2) as encoders:
+    with EncodingPool(tokenizers.load_tokenizer(toks / "bpe"), toks / "bpe", 2) as encoders:
         for number, _ in enumerate(encoders.encode(counted())):
             assert taken - number <= 4
 
@@ -707,7 +709,7 @@ def test_no_more_than_two_batches_a_process_are_held(toks, monkeypatch):
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL .out of memory"), (11, "SIGSEGV")])
 def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
     monkeypatch.setattr(workers, "FEW", 1)
-    encoders = Encoders(tokenizers.load(toks / "bpe"), toks / "bpe", 2)
+    encoders = EncodingPool(tokenizers.load_tokenizer(toks / "bpe"), toks / "bpe", 2)
 
     def work() -> None:
         for _ in encoders.encode(batches(200)):
@@ -721,7 +723,8 @@ def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
 
 SMALL_BATCHES = """
 import sys
-from xformer.preprocess import text, workers
+from xformer.preprocess import workers
+from xformer.preprocess.corpora import text
 from xformer.preprocess.cli import main
 from xformer import start
 workers.FEW, text.BATCH = 1, 10_000
@@ -810,14 +813,14 @@ def test_a_file_and_its_packed_copy_are_one(tmp_path: Path) -> None:
     """What `gzip --keep` leaves would be read twice."""
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
-    with pytest.raises(BadInput, match=r"a\.txt\.gz are one file, packed and not"):
+    with pytest.raises(BadInput, match=r"a\.txt\.gz are the same file, compressed and not"):
         check_distinct({"train": find_files([str(tmp_path)], None)})
 
 
 def test_a_long_document_is_cut_as_its_parts_would_be() -> None:
     """In time that grows with its length: each part is looked at once."""
     words = "".join(f"w{i} " for i in range(200_000))
-    segments = [segment for segment, _ in text.whole_document(words, TextOptions())]
+    segments = [segment for segment, _ in documents.whole_document(words, TextOptions())]
     assert "".join(segments) == words
-    assert max(map(len, segments)) <= text.SEGMENT
+    assert max(map(len, segments)) <= documents.SEGMENT
     assert all(segment.startswith(" w") for segment in segments[1:])

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.scaling import reduction_seconds
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
 from xformer.tasks.task import Model, Task
@@ -55,11 +55,11 @@ def counted(model: Model, labels: torch.Tensor | None = None) -> int:
     return int(counter.get_total_flops())
 
 
-def work(masked: bool) -> Work:
+def work(masked: bool) -> Workload:
     """random_batch as numbers."""
     places = random_batch(LENGTHS).places
     assert places is not None
-    return Work(
+    return Workload(
         sum(LENGTHS), sum(n * n for n in LENGTHS), len(LENGTHS), len(places) if masked else 0
     )
 
@@ -75,8 +75,8 @@ def initialised(config: ModelConfig, task: Task) -> Model:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_operations_are_those_that_torch_counts(shape: str) -> None:
     config = ModelConfig(**{**SMALL, **SHAPES[shape]})
-    found = counted(initialised(config, MLM))
-    assert found == cost.training_flops(config, MLM, work(masked=True))
+    actual = counted(initialised(config, MLM))
+    assert actual == cost.training_flops(config, MLM, work(masked=True))
     classes = counted(initialised(config, FOUR))
     assert classes == cost.training_flops(config, FOUR, work(False))
     scores = counted(initialised(config, task("regress")), torch.rand(len(LENGTHS)))
@@ -90,21 +90,21 @@ def test_operations_of_a_pair_head_beside_masked_tokens() -> None:
     config = ModelConfig(**SMALL)
     pairs = task("mlm", pair_scale=1.5)
     labels = torch.arange(len(LENGTHS)) % 2
-    found = counted(initialised(config, pairs), labels)
-    assert found == cost.training_flops(config, pairs, work(masked=True))
+    actual = counted(initialised(config, pairs), labels)
+    assert actual == cost.training_flops(config, pairs, work(masked=True))
 
 
 def test_operations_of_the_convolutional_network() -> None:
     config = ModelConfig(
         architecture="hilbert_cnn", vocab_size=97, kmer=2, letters=(5, 6, 7, 8), max_positions=17
     )
-    found = counted(initialised(config, FOUR))
-    assert found == cost.training_flops(config, FOUR, work(False))
+    actual = counted(initialised(config, FOUR))
+    assert actual == cost.training_flops(config, FOUR, work(False))
 
 
 def test_evaluation_is_a_third_of_training() -> None:
-    some = Work.even(150, 128, 0.15)
-    assert some == Work(19_200, 150 * 128**2, 150, 2_880)
+    some = Workload.even(150, 128, 0.15)
+    assert some == Workload(19_200, 150 * 128**2, 150, 2_880)
     assert cost.training_flops(BASE, MLM, some) == 3 * cost.forward_flops(BASE, MLM, some)
     # Chiang & Lee 2020's step by hand: layers, attention, MLM head
     layers = 12 * 6 * 768**2 * 19_200
@@ -185,6 +185,6 @@ def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
     runs = {row[0]: int(row[1]) for row in rows if row[0].startswith("Zhang")}
     assert sum(runs.values()) == 3 * 9 * 21 + 9 * 6  # three runs in sections 3-4, one in 5-6
     flops = 200_000 * cost.training_flops(
-        ModelConfig(vocab_size=30_000), MLM, Work.even(150, 126, 0.15)
+        ModelConfig(vocab_size=30_000), MLM, Workload.even(150, 126, 0.15)
     )
     assert f"{flops / 1e18:.2f} EFLOP: 200,000 steps" in done.stdout

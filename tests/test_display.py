@@ -1,4 +1,4 @@
-"""Lines, data and progress: whole and escaped, above the bars of a terminal, the same in a log."""
+"""Lines, data and progress: escaped, above the bars of a terminal, and the same in a log."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SHOWN = r"\x1b[31m{x}\r"
 
 
 class Terminal(io.StringIO):
-    """Both standard streams of a command that runs on a terminal."""
+    """A terminal for both standard streams; without `columns` its width is unknown."""
 
     def isatty(self) -> bool:
         return True
 
     def screen(self) -> list[str]:
-        """What stands on it now, without empty lines."""
+        """The lines that it shows now, without empty ones."""
         rows: dict[int, list[str]] = {}
         row = column = 0
         for sign in re.findall(r"\x1b\[A|[^\x1b]", self.getvalue()):
@@ -38,31 +38,56 @@ class Terminal(io.StringIO):
 
 
 def test_messages_stand_above_the_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two bars at once, as when a run validates; the inner one goes, the outer one stays."""
+    """Two bars at once, as when a run validates. The inner one disappears, the outer one stays."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(display, "REDRAW", 0)
     monkeypatch.setattr(display.time, "monotonic", lambda: 100.0)
     with Progress("training", 4, "steps", 1, lines=False, stay=True) as outer:
-        assert terminal.screen() == ["##5       | training: 25%, 1 of 4 steps"]
+        assert terminal.screen() == ["training 1/4 steps |##5"]
         outer.advance(1, **{"loss": 7.12345, "tokens/s": 12345.6})
-        said = "| training: 50%, 2 of 4 steps, 0 s left, loss 7.123, tokens/s 12,346"
-        assert terminal.screen() == [f"#####     {said}"]
+        bar = "training 2/4 steps, 0 s left, loss 7.123, tokens/s 12,346 |#####"
+        assert terminal.screen() == [bar]
         with Progress(EVIL, 8, "rows") as inner:
             say(EVIL, "to standard output")
             inner.advance(2, loss=1)
             say("to standard error", error=True)
             put("a\tb\n")
             lines = [SHOWN, "to standard output", "to standard error", "a\tb"]
-            bars = [f"#####     {said}", f"##5       | {SHOWN}: 25%, 2 of 8 rows, 0 s left, loss 1"]
-            assert terminal.screen() == [*lines, *bars]
-        assert terminal.screen() == [*lines, bars[0]]
+            inner_bar = f"{SHOWN} 2/8 rows, 0 s left, loss 1 |##5"
+            assert terminal.screen() == [*lines, bar, inner_bar]
+        assert terminal.screen() == [*lines, bar]
         outer.advance(2)
     say("after")
-    *above, bar, after = terminal.screen()
+    *above, last, after = terminal.screen()
     assert (above, after) == (lines, "after")
-    assert bar.startswith("##########| training: 100%, 4 of 4 steps, 0 s left, loss 7.123")
+    assert last == "training 4/4 steps, 0 s left, loss 7.123, tokens/s 12,346 |##########"
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (120, ", 31:00 h left, loss 7.123, tokens/s 123,457, lr 9.876e-05 |"),
+        (80, ", 31:00 h left, loss 7.123, tokens/s 123,457 |"),
+        (61, ", 31:00 h left, loss 7.123 |"),
+        (30, " |"),
+    ],
+)
+def test_a_narrow_terminal_shows_what_matters(
+    columns: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is longer than the terminal would break at its right edge."""
+    now = 100.0
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    with Progress("training", 1_000_000, "steps", 120_000, lines=False) as progress:
+        progress.bar.dynamic_ncols = lambda _: (columns, 24)
+        now += 3600
+        progress.advance(27_500, **{"loss": 7.12345, "tokens/s": 123456.6, "lr": 9.8765e-5})
+        line = str(progress.bar)
+    assert len(line) <= columns
+    assert line.startswith(("training 147,500/1,000,000 steps" + shown)[:columns])
 
 
 def test_a_log_has_lines_with_the_same(

@@ -1,4 +1,4 @@
-"""evaluate.py as its users meet it: scores, predictions, fillings, raw rows, refusals."""
+"""evaluate.py as users run it: scores, predictions, fillings, raw rows, refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluate(forks: Forks, checkpoint: Path, *overrides: str, ranks: int = 1) ->
 
 
 def table(text: str) -> list[list[str]]:
-    """The rows of a tab-separated table, without its title."""
+    """The rows of a tab-separated table, without its header."""
     return [line.split("\t") for line in text.splitlines()[1:]]
 
 
@@ -43,7 +43,7 @@ def raw(data: Toys, store: str, split: str = "test") -> list[list[str]]:
 def test_scores_are_those_of_the_run(
     name: str, forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """On either split, on 1 and 2 processes; to the screen and as JSON."""
+    """Scores of both splits, with 1 and 2 processes, on the screen and as JSON."""
     store, expected = getattr(data, name), read_json(learned[name] / "result.json")["metrics"]
     for split, ranks in (("test", 1), ("valid", 1), ("test", 2)):
         out = tmp_path / f"{split}-{ranks}.json"
@@ -69,24 +69,26 @@ def test_predictions_have_a_line_a_row(
 ) -> None:
     out = tmp_path / "rows.tsv"
     good(evaluate(forks, learned["classes"], f"data={data.classes}", f"predictions={out}"))
-    assert out.read_text().startswith("label\tprobability\trow\n")
+    assert out.read_text().startswith("label\tprobability\trow\tgold\n")
     rows, labels = table(out.read_text()), [label for _, label in raw(data, "classes")]
     assert [row[2] for row in rows] == [str(i) for i in range(60)]
+    assert [row[3] for row in rows] == labels
     right = np.mean([row[0] == label for row, label in zip(rows, labels, strict=True)])
     scores = read_json(learned["classes"] / "result.json")["metrics"]["test"]
     assert right == pytest.approx(scores["accuracy"])
     assert all(0.5 <= float(row[1]) <= 1 for row in rows)
 
     good(evaluate(forks, learned["scores"], f"data={data.scores}", f"predictions={out}"))
-    assert out.read_text().startswith("score\trow\n")
-    found = [float(row[0]) for row in table(out.read_text())]
+    assert out.read_text().startswith("score\trow\tgold\n")
+    actual = [float(row[0]) for row in table(out.read_text())]
     truth = [float(row[1]) for row in raw(data, "scores")]
+    assert [float(row[2]) for row in table(out.read_text())] == pytest.approx(truth, rel=1e-6)
     scores = read_json(learned["scores"] / "result.json")["metrics"]["test"]
-    assert spearmanr(found, truth)[0] == pytest.approx(scores["spearman"], abs=1e-3)
+    assert spearmanr(actual, truth)[0] == pytest.approx(scores["spearman"], abs=1e-3)
 
 
 def test_fillings(forks: Forks, data: Toys, learned: Runs) -> None:
-    """Of a topic's words the model learnt that they stand together."""
+    """The model has learned which words share a topic, and fills masks with them."""
     one, two = TOPICS[1][0], TOPICS[1][1]
     text = f"text={one} [MASK] {two} {one} [MASK] {two}"
     done = good(evaluate(forks, learned["text"], text, "top=4"))
@@ -102,7 +104,8 @@ def test_fillings(forks: Forks, data: Toys, learned: Runs) -> None:
 
 
 def test_raw_rows(forks: Forks, data: Toys, learned: Runs, tmp_path: Path) -> None:
-    """With the header of training, with columns around it, without one: the store's predictions."""
+    """A file with the header of training, with more columns, or without a header gives the
+    predictions of the store."""
     rows, predictions = raw(data, "classes"), tmp_path / "predictions.tsv"
     good(evaluate(forks, learned["classes"], f"data={data.classes}", f"predictions={predictions}"))
     expected = [row[:2] for row in table(predictions.read_text())]
@@ -127,7 +130,7 @@ def test_raw_pairs_and_scores(forks: Forks, data: Toys, learned: Runs, tmp_path:
     for name, texts in (("pairs", 2), ("scores", 1)):
         store = getattr(data, name)
         good(evaluate(forks, learned[name], f"data={store}", f"predictions={predictions}"))
-        expected = [row[:-1] for row in table(predictions.read_text())]
+        expected = [row[:-2] for row in table(predictions.read_text())]
         done = good(evaluate(forks, learned[name], f"input={data.raw / name / 'test.tsv'}"))
         assert [row[:-texts] for row in table(done.out)] == expected
         assert [row[-texts:] for row in table(done.out)] == [r[:texts] for r in raw(data, name)]
@@ -136,7 +139,7 @@ def test_raw_pairs_and_scores(forks: Forks, data: Toys, learned: Runs, tmp_path:
 def test_raw_symbols_go_the_way_of_training(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """With mapping=symbols the checkpoint carries the alphabet and the mapping to its subwords."""
+    """With mapping=symbols the checkpoint contains the alphabet and its mapping to subwords."""
     predictions, file = tmp_path / "predictions.tsv", tmp_path / "sequences.tsv"
     run, store = learned["splice"], open_store(data.splice)
     split = "split=train"
@@ -158,7 +161,7 @@ def test_raw_symbols_go_the_way_of_training(
 def test_a_checkpoint_in_a_run_and_its_precision(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """The chosen checkpoint by its own path scores like the run; bf16 a little differently."""
+    """The path of the selected checkpoint gives the scores of the run; bf16 differs a little."""
     out, losses = tmp_path / "out.json", []
     chosen = learned["text"] / read_json(learned["text"] / "result.json")["selected"]
     for path, precision in ((learned["text"], "fp32"), (chosen, "fp32"), (chosen, "bf16")):
@@ -194,7 +197,7 @@ def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> 
 
 @pytest.fixture(scope="session")
 def others(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores with other classes, an unfinished run, files that are no rows."""
+    """Stores with other classes, an unfinished run, and files without rows are refused."""
     place = tmp_path_factory.mktemp("others")
     (place / "raw").mkdir()
     for split in ("train", "valid", "test"):
@@ -251,8 +254,8 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("splice", ["data={data}/splice", "mapping=symbol:1"], ["mapping='symbol:1'"]),
     ("splice", ["data={data}/splice", "mapping=none"], ["made with another tokenizer"]),
     ("text", ["data={data}/text", "predictions={others}/p.tsv"], ["an MLM head has no table"]),
-    ("text", ["text=no mask"], ["put [MASK] where a word is wanted"]),
-    ("text", ["text="], ["put [MASK] where a word is wanted"]),
+    ("text", ["text=no mask"], ["write [MASK] for each missing word"]),
+    ("text", ["text="], ["write [MASK] for each missing word"]),
     ("text", ["text=[MASK] {long}"], ["tokens; the model takes 64"]),
     ("classes", ["text=bam [MASK]"], ["no MLM head"]),
     (
@@ -302,7 +305,8 @@ def test_bad_checkpoints(forks: Forks, data: Toys, learned: Runs, others: Path) 
 def test_what_is_written_is_whole_or_as_before(
     key: str, fault: str, forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """The disk is full, or the process is killed, at each operation on the file in turn."""
+    """Predictions are complete or absent if the disk is full or the process is killed at any
+    operation on the file."""
     folder = tmp_path / "folder"
     folder.mkdir()
     out, rows = folder / "out", data.raw / "classes/test.tsv"
@@ -328,7 +332,7 @@ def test_what_is_written_is_whole_or_as_before(
 def test_out_may_be_a_pipe_or_a_link(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """They stay what they are."""
+    """Pipes and devices stay what they are."""
     (tmp_path / "link").symlink_to("file")
     good(evaluate(forks, learned["classes"], f"data={data.classes}", f"out={tmp_path / 'link'}"))
     assert (tmp_path / "link").is_symlink()
@@ -351,7 +355,8 @@ def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
 
 
 def test_f1_follows_the_task_not_the_split() -> None:
-    """Three classes of which a split shows two: the mean over three, not the F1 of class 1."""
+    """If only two of three classes occur in a split, f1 is the mean over three, not that of class
+    1."""
     labels, answers = np.array([0, 1, 1, 0]), np.array([1, 1, 1, 1])
     assert classify.classification(answers, labels, 2)["f1"] == pytest.approx(2 / 3)
     assert classify.classification(answers, labels, 3)["f1"] == pytest.approx(2 / 9)
@@ -360,7 +365,7 @@ def test_f1_follows_the_task_not_the_split() -> None:
 def test_a_mapping_belongs_to_its_tokenizer(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A store whose letters have other ids is refused, not scored with another mapping."""
+    """A store whose letters have other ids is refused."""
     checkpoint = checkpoints.load(learned["splice"])
     assert checkpoint.source is not None
     letters = [p for p in checkpoint.source.pieces if len(p) == 1]
@@ -380,11 +385,11 @@ def test_keys_of_another_form_are_refused(forks: Forks, learned: dict[str, Path]
 
 
 def test_votes_are_those_of_a_plain_loop() -> None:
-    """Segments vote for a class each; the mean probability breaks ties, whatever its size."""
+    """Each segment votes for a class, and the mean probability breaks ties."""
     draw = np.random.default_rng(0)
     scores = draw.dirichlet(np.full(4, 0.3), 300)
     groups = draw.integers(0, 90, 300) * 7 - 20  # some of two or four rows: ties
-    found = classify.vote(np.log(scores), groups).argmax(1)
+    actual = classify.vote(np.log(scores), groups).argmax(1)
     ties = 0
     expected = []
     for group in sorted(set(groups.tolist())):
@@ -393,7 +398,7 @@ def test_votes_are_those_of_a_plain_loop() -> None:
         ties += count.count(max(count)) > 1
         mean = [sum(row[k] for row in rows) / len(rows) for k in range(4)]
         expected.append(max(range(4), key=lambda k: (count[k], mean[k])))
-    assert found.tolist() == expected
+    assert actual.tolist() == expected
     assert ties > 10
     sure = np.log(np.array([[1 - 1e-12, 1e-12], [0.51, 0.49], [0.51, 0.49], [1e-12, 1 - 1e-12]]))
     assert classify.vote(sure, np.array([0, 1, 1, 1])).argmax(1).tolist() == [0, 0]
@@ -410,12 +415,14 @@ def test_groups_of_scores() -> None:
 def test_classes_that_training_has_not_are_wrong() -> None:
     """A label of -2 is never right: it costs accuracy, precision and Matthews' coefficient."""
     labels, answers = np.array([0, 1, 1, -2, -2]), np.array([0, 1, 0, 1, 0])
-    found = classify.classification(answers, labels, 2)
-    assert found["accuracy"] == pytest.approx(2 / 5)
-    assert found["f1"] == pytest.approx(2 * 1 / (2 + 2))  # two said to be 1, two that are
+    actual = classify.classification(answers, labels, 2)
+    assert actual["accuracy"] == pytest.approx(2 / 5)
+    assert actual["f1"] == pytest.approx(
+        2 * 1 / (2 + 2)
+    )  # two predicted as class 1, two labelled so
     # 5 rows, 2 right, 3 and 2 answers, 1, 2 and 2 labels: Gorodkin 2004, equation 8
     covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
-    assert found["mcc"] == pytest.approx(covariance / spread**0.5)
+    assert actual["mcc"] == pytest.approx(covariance / spread**0.5)
     three = classify.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
     assert three["f1"] == pytest.approx((1 + 0 + 1) / 3)
 
@@ -429,7 +436,7 @@ def test_inspect_looks_into_a_run(learned: dict[str, Path]) -> None:
 def test_scores_and_predictions_need_a_file_each(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One would overwrite the other without a word."""
+    """Two outputs with the same path are refused, because one would overwrite the other."""
     same = tmp_path / "same"
     line = ["evaluate.py", str(learned["classes"]), f"data={data.classes}"]
     refused(forks.run(*line, f"out={same}", f"predictions={same}"), "are both", str(same))

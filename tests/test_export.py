@@ -1,5 +1,5 @@
-"""Export: every tensor back as it came, directories that transformers loads with equal outputs, its
-tokenizers with equal ids; and what `inspect` shows."""
+"""Export: every tensor comes back unchanged, transformers loads the directories with equal outputs
+and its tokenizers give equal ids. Also what `inspect` shows."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def there_and_back(source: Path, directory: Path) -> Path:
     return directory / "theirs"
 
 
-def assert_same_bytes(found: Path, source: Path) -> None:
-    one, two = (load_file(d / "model.safetensors") for d in (found, source))
+def assert_same_bytes(exported: Path, source: Path) -> None:
+    one, two = (load_file(d / "model.safetensors") for d in (exported, source))
     assert set(one) == set(two)
     for name, tensor in one.items():
         assert tensor.dtype == two[name].dtype, name
@@ -64,30 +64,30 @@ def assert_same_bytes(found: Path, source: Path) -> None:
     [*CASES, *((name, "") for name in FAMILIES), *(("XLMRoberta", kind) for kind in ("", "mlm"))],
     ids=lambda x: x or "bare",
 )
-def test_there_and_back_every_byte_is_the_same(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_round_trip_keeps_every_byte(name: str, kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     one = {"num_labels": 1} if kind == "regress" else {}
     source = tmp_path / "source"
     theirs = tiny(class_of(name, kind) if kind else f"{name}Model", source, **one)
-    found = there_and_back(source, tmp_path)
-    assert_same_bytes(found, source)
-    assert hf.from_hf(found).checkpoint.config == hf.from_hf(source).checkpoint.config
-    assert hf.from_hf(found).checkpoint.head == hf.from_hf(source).checkpoint.head
+    exported = there_and_back(source, tmp_path)
+    assert_same_bytes(exported, source)
+    assert hf.from_hf(exported).checkpoint.config == hf.from_hf(source).checkpoint.config
+    assert hf.from_hf(exported).checkpoint.head == hf.from_hf(source).checkpoint.head
 
     auto = getattr(transformers, f"AutoModel{AUTO[kind]}")
     loaded, report = auto.from_pretrained(
-        found, attn_implementation="eager", output_loading_info=True
+        exported, attn_implementation="eager", output_loading_info=True
     )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(loaded) is type(theirs)
     batch = random_batch()
     given = padded(batch, family_of(f"{name}Model").name)
     for one_output, other in zip(loaded.eval()(**given)[:2], theirs(**given)[:2], strict=True):
-        # the bytes are equal; where a mapped file puts them in memory moves the last bit
+        # the bytes are equal, but their place in memory may change the last bit of an output
         assert torch.allclose(one_output, other, rtol=1e-5, atol=1e-6)
-    ours, again = (hf.from_hf(d).checkpoint.tokenizer for d in (source, found))
+    ours, again = (hf.from_hf(d).checkpoint.tokenizer for d in (source, exported))
     assert again.fingerprint == ours.fingerprint
-    tokenizer = transformers.AutoTokenizer.from_pretrained(found)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     text = "w3 W4w5 a!? é"
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert bare == ours.encode_batch([text])[0].tolist()
@@ -95,7 +95,7 @@ def test_there_and_back_every_byte_is_the_same(name: str, kind: str, tmp_path: P
 
 
 def mixed(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Norms in float32, queries in float64, the rest in float16."""
+    """Norms in float32, queries in float64, all others in float16."""
     if "norm" in name.lower():
         return weight
     return weight.double() * 1.1 if "q_lin" in name or "query" in name else weight.half()
@@ -104,23 +104,23 @@ def mixed(name: str, weight: torch.Tensor) -> torch.Tensor:
 PRECISIONS: dict[str, tuple[str, Callable[[str, torch.Tensor], torch.Tensor]]] = {
     "fp16": ("float16", lambda _, w: w.half()),
     "bf16": ("bfloat16", lambda _, w: w.bfloat16()),
-    "fp64": ("float64", lambda _, w: w.double() * 1.1),  # which float32 does not hold
+    "fp64": ("float64", lambda _, w: w.double() * 1.1),  # numbers that float32 cannot hold
     "mixed": ("float16", mixed),
 }
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_precision_comes_back_as_it_was(name: str, precision: str, tmp_path: Path) -> None:
+def test_a_round_trip_keeps_every_precision(name: str, precision: str, tmp_path: Path) -> None:
     common, change = PRECISIONS[precision]
     tiny(f"{name}ForSequenceClassification", tmp_path)
     source = {n: change(n, w) for n, w in load_file(tmp_path / "model.safetensors").items()}
     save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = there_and_back(tmp_path, tmp_path)
-    assert_same_bytes(found, tmp_path)
+    exported = there_and_back(tmp_path, tmp_path)
+    assert_same_bytes(exported, tmp_path)
     assert len({w.dtype for w in source.values()}) == (3 if precision == "mixed" else 1)
-    assert read_json(found / "config.json")["dtype"] == common
-    # trained since, the weights no longer fit
+    assert read_json(exported / "config.json")["dtype"] == common
+    # after training the weights no longer fit their types
     checkpoint = checkpoints.load(tmp_path / "ours")
     assert {w.dtype for w in checkpoint.model().state_dict().values()} == {torch.float32}
     weights = {n: w.float() + 1e-6 for n, w in checkpoint.weights.items()}
@@ -153,16 +153,16 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
     special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
     scores = [*special, *((p, -1.0 - i / 7) for i, p in enumerate([*letters, "X", "e\u0301"]))]
     return {
-        "wordpiece": vocabularies.train("wordpiece", corpus, 200, True, set("".join(corpus))),
-        "cased": vocabularies.train("wordpiece", corpus, 200, False, set("".join(corpus))),
-        "bpe": vocabularies.train("bpe", corpus, 400),
-        "unigram": vocabularies.train("unigram", corpus, 100),
+        "wordpiece": vocabularies.learn("wordpiece", corpus, 200, True, set("".join(corpus))),
+        "cased": vocabularies.learn("wordpiece", corpus, 200, False, set("".join(corpus))),
+        "bpe": vocabularies.learn("bpe", corpus, 400),
+        "unigram": vocabularies.learn("unigram", corpus, 100),
         "albert": vocabularies.albert(scores, None, [], ["?"]),
         "accents": vocabularies.albert(scores, None, [], [], lowercase=False, keep_accents=True),
         "xlm": vocabularies.xlm_roberta(
             [*((p, 0.0) for p in ROBERTA[:4]), *scores[5:], (ROBERTA[4], 0.0)], None
         ),
-        "symbols": vocabularies.train("symbols", corpus, 200),
+        "symbols": vocabularies.learn("symbols", corpus, 200),
         "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
     }
 
@@ -174,7 +174,7 @@ def scratch(learned: dict[str, tokenizers.Tokenizer], family: str, **more: Any) 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("family", SHAPES)
-def test_our_own_checkpoints_give_equal_outputs_there(
+def test_our_own_checkpoints_give_equal_outputs_in_transformers(
     learned: dict[str, tokenizers.Tokenizer], family: str, kind: Any, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -184,13 +184,13 @@ def test_our_own_checkpoints_give_equal_outputs_there(
     auto = getattr(transformers, f"AutoModel{AUTO[kind]}")
     theirs = auto.from_pretrained(tmp_path / "theirs").eval()
     batch = replace(random_batch(), labels=labels_of(random_batch(), kind))
-    found = theirs(**padded(batch, family))
+    output = theirs(**padded(batch, family))
     ours = made.model().logits(batch)
     if kind == "span":
-        expected = packed(torch.stack([found.start_logits, found.end_logits], 2), batch)
+        expected = packed(torch.stack([output.start_logits, output.end_logits], 2), batch)
     else:
         words = kind in ("mlm", "tag")
-        expected = packed(found.logits, batch)[batch.places] if words else found.logits
+        expected = packed(output.logits, batch)[batch.places] if words else output.logits
     assert distance(ours, expected) <= 1e-5
     if head.labels:
         assert list(theirs.config.id2label.values()) == ["a", "b", "c"]
@@ -220,9 +220,9 @@ def test_masks_are_filled_as_transformers_does(
     with torch.inference_mode():
         logits = theirs(**given).logits[given["input_ids"] == tokenizer.mask_token_id]
     best = logits.softmax(1).topk(3)
-    found = fill_mask(made, text, 3)
-    assert len(found) == 3
-    for one, values, ids in zip(found, best.values, best.indices, strict=True):
+    filled = fill_mask(made, text, 3)
+    assert len(filled) == 3
+    for one, values, ids in zip(filled, best.values, best.indices, strict=True):
         assert [piece for _, piece in one] == tokenizer.convert_ids_to_tokens(ids)
         assert [p for p, _ in one] == pytest.approx(values.tolist(), rel=1e-4)
 
@@ -231,7 +231,7 @@ def test_masks_are_filled_as_transformers_does(
 def test_pairs_of_texts_give_equal_outputs(
     learned: dict[str, tokenizers.Tokenizer], family: str, tmp_path: Path
 ) -> None:
-    # RoBERTa's separators and positions, segments or none of them, rows of all lengths
+    # covers RoBERTa's separators and positions, with and without segments, rows of all lengths
     transformers = pytest.importorskip("transformers")
     made, _, _ = scratch(learned, family, max_positions=80).with_head(
         Head("classify", ("a", "b")), 2
@@ -249,26 +249,30 @@ def test_pairs_of_texts_give_equal_outputs(
         ids = made.tokenizer.encode_batch(of)
         columns[column] = Ragged(np.concatenate(ids), np.cumsum([0, *map(len, ids)]))
     batch = Assembler(Split("x", 4, 0, columns), made.tokenizer, 80).batch(np.arange(4))
-    found = made.model().logits(to_device(batch, torch.device("cpu")))
-    assert distance(found, expected[torch.from_numpy(batch.rows)]) <= 1e-5
+    logits = made.model().logits(to_device(batch, torch.device("cpu")))
+    assert distance(logits, expected[torch.from_numpy(batch.rows)]) <= 1e-5
 
 
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [
-        ("bert", {"norm": "pre"}, "no family has LayerNorm before its parts (model.norm='pre')"),
+        (
+            "bert",
+            {"norm": "pre"},
+            "no family has LayerNorm before attention and MLP (model.norm='pre')",
+        ),
         ("bert", {"shared_layers": True}, "model.embedding=0 is not albert's"),
         ("bert", {"embedding": 7}, "model.shared_layers=False is not albert's"),
         ("albert", {"first_position": 2}, "model.first_position=2 is not albert's"),
         ("albert", {"token_types": 0}, "model.token_types=0 is not albert's"),
-        ("roberta", {"first_position": 5}, "its positions begin after the id of padding, 1"),
+        ("roberta", {"first_position": 5}, "its positions start after the id of padding, 1"),
         ("roberta", {"token_types": 0}, "model.token_types=0 is not roberta's"),
         ("distilbert", {"pooler": "tanh"}, "model.pooler=tanh is not distilbert's"),
         ("distilbert", {"layer_norm_eps": 1e-5}, "model.layer_norm_eps=1e-05 is not distilbert's"),
         ("bert", {"pooler": "relu"}, "model.pooler=relu is not bert's"),
     ],
 )
-def test_what_no_family_has_is_refused(
+def test_a_shape_that_no_family_has_is_refused(
     learned: dict[str, tokenizers.Tokenizer],
     family: str,
     more: dict[str, Any],
@@ -285,7 +289,7 @@ def test_what_no_family_has_is_refused(
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: Any) -> tuple[Any, str, str]:
-    """`python -m xformer.convert ARGUMENTS`, without a process of its own."""
+    """`python -m xformer.convert ARGUMENTS`, in this process."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(sys, "argv", ["xformer.convert", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -311,7 +315,7 @@ def test_the_command_keeps_an_old_directory(
     assert (tmp_path / "theirs/config.json").read_bytes() == before
 
 
-def test_a_name_that_is_no_directory_needs_the_hub(
+def test_a_name_that_is_not_a_directory_needs_the_hub(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -342,43 +346,45 @@ def test_a_repository_of_the_hub_is_fetched_whole(
     assert checkpoints.load(tmp_path / "out").config.hidden == 39
     status, out, err = run(capfd, "from-hf", "other/model", tmp_path / "two")
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.endswith("the Hugging Face hub does not give it: no such repository: other/model\n")
+    assert err.endswith(
+        "fetching it from the Hugging Face hub failed: no such repository: other/model\n"
+    )
 
 
-def test_real_weights_there_and_back(minilm: Path, tmp_path: Path) -> None:
+def test_real_weights_survive_a_round_trip(minilm: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    found = there_and_back(minilm, tmp_path)
+    exported = there_and_back(minilm, tmp_path)
     source = load_file(minilm / "model.safetensors")
     source.pop("embeddings.position_ids", None)
-    again = load_file(found / "model.safetensors")
+    again = load_file(exported / "model.safetensors")
     assert {n: w.dtype for n, w in again.items()} == {n: w.dtype for n, w in source.items()}
     assert all(torch.equal(again[name], tensor) for name, tensor in source.items())
-    one, two = (transformers.AutoTokenizer.from_pretrained(d) for d in (minilm, found))
+    one, two = (transformers.AutoTokenizer.from_pretrained(d) for d in (minilm, exported))
     pair = ["It's naïve — a test.", "Isn't it? 北京"]
     assert one(*pair)["input_ids"] == two(*pair)["input_ids"]
     with torch.inference_mode():
         outputs = [
             transformers.AutoModel.from_pretrained(d).eval()(**one(*pair, return_tensors="pt"))
-            for d in (minilm, found)
+            for d in (minilm, exported)
         ]
     for one_output, other in zip(outputs[0].to_tuple(), outputs[1].to_tuple(), strict=True):
         assert torch.allclose(one_output, other, rtol=1e-5, atol=1e-6)
 
 
-def test_what_sentence_transformers_needs_is_kept(minilm: Path, tmp_path: Path) -> None:
-    found = there_and_back(minilm, tmp_path)
+def test_the_files_of_sentence_transformers_are_kept(minilm: Path, tmp_path: Path) -> None:
+    exported = there_and_back(minilm, tmp_path)
     names = ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"]
     for name in names:
-        assert read_json(found / name) == read_json(minilm / name)
-    assert read_json(found / "sentence_bert_config.json")["max_seq_length"] == 256
-    # a classifier is no encoder of sentences
+        assert read_json(exported / name) == read_json(minilm / name)
+    assert read_json(exported / "sentence_bert_config.json")["max_seq_length"] == 256
+    # a classifier is not a sentence encoder
     imported = hf.from_hf(minilm).checkpoint
     made, _, _ = imported.with_head(Head("classify", ("a", "b")), 1)
     hf.to_hf(made, tmp_path / "classifier")
     assert not (tmp_path / "classifier/modules.json").exists()
 
 
-def test_modules_with_weights_are_left_over_by_name(tmp_path: Path) -> None:
+def test_modules_with_weights_are_reported_as_left_over(tmp_path: Path) -> None:
     tiny("BertModel", tmp_path / "source")
     kinds = ("Transformer", "Pooling", "Dense")
     modules = [
@@ -390,18 +396,18 @@ def test_modules_with_weights_are_left_over_by_name(tmp_path: Path) -> None:
     write_json(tmp_path / "source/modules.json", [{"path": "../x", "type": "a.Pooling"}])
     assert "sentence" not in hf.from_hf(tmp_path / "source").checkpoint.history[0]
     write_json(tmp_path / "source/modules.json", {"path": ""})
-    with pytest.raises(BadInput, match=r"modules\.json is no list of modules"):
+    with pytest.raises(BadInput, match=r"modules\.json is not a list of modules"):
         hf.from_hf(tmp_path / "source")
 
 
-def test_an_exported_directory_is_a_base_for_sentences(
+def test_sentence_transformers_loads_an_exported_directory(
     learned: dict[str, tokenizers.Tokenizer], minilm: Path, tmp_path: Path
 ) -> None:
     sentence = pytest.importorskip("sentence_transformers")
     texts = ["a test", "It's done, isn't it?"]
     there = sentence.SentenceTransformer(str(minilm), device="cpu").encode(texts)
-    found = there_and_back(minilm, tmp_path)
-    again = sentence.SentenceTransformer(str(found), device="cpu").encode(texts)
+    exported = there_and_back(minilm, tmp_path)
+    again = sentence.SentenceTransformer(str(exported), device="cpu").encode(texts)
     assert np.allclose(there, again, atol=1e-6)
     hf.to_hf(scratch(learned, "bert"), tmp_path / "plain")
     plain = sentence.SentenceTransformer(str(tmp_path / "plain"), device="cpu")
@@ -420,33 +426,33 @@ def test_transformers_gives_the_same_ids(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     ours = learned[kind]
-    published.write(ours, tmp_path, 37, segments)
+    published.export_tokenizer(ours, tmp_path, 37, segments)
     write_json(tmp_path / "config.json", {"model_type": "bert"})
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [text for text in TEXTS if "[SEP]" not in text] + ["  ", "a  ▁b", " w5 w6\x1fw9 "]
-    found = theirs(texts, add_special_tokens=False)["input_ids"]
-    assert [ids.tolist() for ids in ours.encode_batch(texts)] == found
+    expected = theirs(texts, add_special_tokens=False)["input_ids"]
+    assert [ids.tolist() for ids in ours.encode_batch(texts)] == expected
     a, b = (ids.tolist() for ids in ours.encode_batch(["w5 first", "w6 d."]))
     cls, sep = ours.special["cls"], ours.special["sep"]
     assert theirs("w5 first")["input_ids"] == [cls, *a, sep]
     pair = theirs("w5 first", "w6 d.")
     assert pair["input_ids"] == [cls, *a, *[sep] * ours.pair_separators, *b, sep]
     assert ("token_type_ids" in pair) == segments
-    if segments:  # as xformer.data.batch has them
+    if segments:  # as in xformer.data.batch
         second = len(b) + 1
         assert pair["token_type_ids"] == [0] * (len(pair["input_ids"]) - second) + [1] * second
     for role, i in ours.special.items():
         assert getattr(theirs, f"{role}_token_id") == i
     assert theirs.model_max_length == 37
     assert len(theirs) == len(ours)
-    again = published.read(tmp_path)
+    again = published.import_tokenizer(tmp_path)
     assert again.fingerprint == ours.fingerprint
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
-def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> None:
-    """Words and special tokens that were added, how these treat the space beside them, and what
-    else a tokenizer_config.json says."""
+def test_an_extended_vocabulary_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+    """Added words and special tokens, how these treat the spaces beside them, and the other
+    settings of tokenizer_config.json."""
     transformers = pytest.importorskip("transformers")
     tiny(f"{name}Model", tmp_path / "source", vocab_size=PIECES + 4)
     theirs = getattr(transformers, f"{name}Tokenizer").from_pretrained(tmp_path / "source")
@@ -461,15 +467,18 @@ def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> Non
     theirs.save_pretrained(tmp_path / "source")
     said = tmp_path / "source/tokenizer_config.json"
     write_json(said, {**read_json(said), "padding_side": "left", "model_max_length": 11})
-    for file in ("special_tokens_map.json", "added_tokens.json"):  # the newer form has neither
+    for file in (
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ):  # new versions of transformers write neither
         (tmp_path / "source" / file).unlink(missing_ok=True)
-    found = there_and_back(tmp_path / "source", tmp_path)
+    exported = there_and_back(tmp_path / "source", tmp_path)
     first, again = (
         transformers.AutoTokenizer.from_pretrained(tmp_path / d) for d in ("source", "theirs")
     )
     texts = ["w3 w3x new york ab abc", f"w4 {mask} w5[ENT]  w6 ", "W3X New York", "a w3xab"]
     assert again(texts)["input_ids"] == first(texts)["input_ids"]
-    plain = hf.from_hf(found).checkpoint.tokenizer
+    plain = hf.from_hf(exported).checkpoint.tokenizer
     for text in (texts[0], texts[2], texts[3]):
         ids = first(text, add_special_tokens=False)["input_ids"]
         assert plain.encode_batch([text])[0].tolist() == ids
@@ -482,7 +491,7 @@ def test_an_extended_vocabulary_there_and_back(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
 def test_added_words_are_read_from_every_file(name: str, tmp_path: Path) -> None:
-    """As older and newer versions of transformers wrote them."""
+    """In the files of old and new versions of transformers."""
     tiny(f"{name}Model", tmp_path, vocab_size=PIECES + 2)
     before = hf.from_hf(tmp_path).checkpoint.tokenizer
     words = {"w3x": PIECES + 1, "[ENT]": PIECES}
@@ -508,7 +517,7 @@ def test_every_tokenizer_is_saved_and_loaded(
     learned: dict[str, tokenizers.Tokenizer], kind: str, tmp_path: Path
 ) -> None:
     learned[kind].save(tmp_path)
-    assert tokenizers.load(tmp_path).fingerprint == learned[kind].fingerprint
+    assert tokenizers.load_tokenizer(tmp_path).fingerprint == learned[kind].fingerprint
 
 
 # ------------------------------------------------------------------------------------- inspect
@@ -546,13 +555,13 @@ def test_inspect_shows_both_forms_of_a_model(
         assert sum(numbers) == parameters
 
 
-def test_inspect_says_what_no_family_has(
+def test_inspect_says_why_no_family_fits(
     learned: dict[str, tokenizers.Tokenizer], tmp_path: Path
 ) -> None:
     made = scratch(learned, "bert", norm="pre")
     checkpoints.save(made, tmp_path / "ours")
     said = "\n".join(describe(tmp_path / "ours"))
-    assert "none of Hugging Face's: no family has LayerNorm before its parts" in said
+    assert "none of Hugging Face's: no family has LayerNorm before attention and MLP" in said
     assert "fresh seed=1" in said
     with pytest.raises(BadInput, match="does not exist"):
         describe(tmp_path / "nowhere")

@@ -1,5 +1,5 @@
-"""BERT, RoBERTa, ALBERT and DistilBERT against `transformers`: what goes in, what comes out, and
-every gradient. `python -m benchmarks.parity` prints the largest errors as a table."""
+"""BERT, RoBERTa, ALBERT and DistilBERT against `transformers`: embeddings, outputs and gradients.
+`python -m benchmarks.parity` prints the largest errors as a table."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_packed_sequences_of_any_length_equal_padded_ones(
 )
 def test_options_of_a_config_are_obeyed(name: str, option: str, value: Any, tmp_path: Path) -> None:
     more = {"max_position_embeddings": LONGEST + 5} if option == "pad_token_id" else {}
-    found = parity(name, "mlm", torch.float64, [LONGEST, 3], tmp_path, **{option: value}, **more)
-    assert max(found.values()) <= 1e-10, found
+    errors = parity(name, "mlm", torch.float64, [LONGEST, 3], tmp_path, **{option: value}, **more)
+    assert max(errors.values()) <= 1e-10, errors
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -73,7 +73,7 @@ def test_losses_are_sums_with_counts(name: str, tmp_path: Path) -> None:
         ours = hf.from_hf(tmp_path / kind).checkpoint.model()
         assert ours.task is not None
         assert ours.task.name == kind
-        # sequences of one length: their loss of spans has no padding in it
+        # sequences of one length, so that no padding enters the loss of spans
         batch = random_batch([LONGEST] * 4)
         batch = replace(batch, labels=labels_of(batch, kind))
         batch = replace(batch, targets=batch.labels) if kind == "tag" else batch
@@ -110,7 +110,7 @@ def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
             )
             half = torch.tensor([True, False, True, True])
             wrong = (likeliest + 1) % (4 if kind == "classify" else LONGEST)
-            if kind == "span":  # the right beginning alone is no right span
+            if kind == "span":  # a span is right only if its end is right too
                 wrong[:, 0] = likeliest[:, 0]
                 half = half[:, None]
             batch = replace(batch, labels=torch.where(half, likeliest, wrong))
@@ -120,12 +120,12 @@ def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mlm", "classify", "span", "tag"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_dropout_falls_where_transformers_drops(
+def test_dropout_is_applied_where_transformers_applies_it(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "absent", native.OFF)
 
-    # one sequence: torch's random numbers, put for ours, are drawn in the same order
+    # with one sequence, torch's random numbers, used in place of ours, come in the same order
     def drawn(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         rate = next(value for value in rest if isinstance(value, float))
         return x * torch.empty_like(x).bernoulli_(1 - rate) / (1 - rate)
@@ -133,7 +133,7 @@ def test_dropout_falls_where_transformers_drops(
     monkeypatch.setattr("xformer.ops.dropout.new_seed", lambda: torch.tensor(0))
     monkeypatch.setattr("xformer.ops.dropout.plain", drawn)
     monkeypatch.setattr("xformer.ops.attention._dropped", drawn)
-    # and for every token, though the head asks for the first one's hidden states alone
+    # and for every token, although the head reads the first token's hidden states only
     every = Encoder.forward
 
     def forward(self: Encoder, batch: Any, places: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,15 +145,15 @@ def test_dropout_falls_where_transformers_drops(
     head = "classifier_dropout_prob" if name == "Albert" else "classifier_dropout"
     if name == "DistilBert":
         rates, head = {"dropout": 0.3, "attention_dropout": 0.2}, "seq_classif_dropout"
-        rates["qa_dropout"] = 0.3  # as `dropout`, which we take for it
+        rates["qa_dropout"] = 0.3  # equal to `dropout`, which we use instead
     theirs = tiny(class_of(name, kind), tmp_path, **rates, **{head: 0.4}).train()
     ours = hf.from_hf(tmp_path).checkpoint.model().train()
     batch = replace(random_batch([LONGEST]), places=torch.arange(LONGEST))
     outputs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        found = theirs(**padded(batch, family_of(f"{name}Model").name))
-        expected = their_logits(found, batch, kind)
+        output = theirs(**padded(batch, family_of(f"{name}Model").name))
+        expected = their_logits(output, batch, kind)
         torch.manual_seed(seed)
         outputs.append(ours.logits(batch))
         assert distance(outputs[-1], expected) <= 1e-5
@@ -164,6 +164,6 @@ def test_dropout_falls_where_transformers_drops(
 
 @pytest.mark.parametrize("kind", ["classify", "mlm"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_fine_tuning_takes_the_path_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
+def test_fine_tuning_follows_transformers(name: str, kind: str, tmp_path: Path) -> None:
     for error, value in trajectory(name, kind, tmp_path).items():
         assert value <= 1e-5, error

@@ -1,5 +1,5 @@
-"""Whole steps of a model in the C++ ways against the plain ones, and the rows that make room for
-aligned products.
+"""Whole steps of a model with the C++ operations against plain ones, and the rows that pad products
+to aligned sizes.
 
 M masked tokens, E embedding size, V vocabulary.
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
-from xformer.ops import room
+from xformer.ops import padding
 from xformer.ops.native import only_plain
-from xformer.ops.room import roomy
+from xformer.ops.padding import padded_count
 from xformer.tasks.mlm import MLM, MLMHead
 from xformer.tasks.task import Model
 
 
 def mlm_head() -> tuple[MLMHead, Tensor, Tensor, Tensor]:
-    """A head with random weights; x (M, C), word (V, E), targets (M,)."""
+    """A head with random weights, x (M, C), word (V, E), targets (M,)."""
     config = ModelConfig(vocab_size=PIECES, hidden=13, heads=1, embedding=7, layer_norm_eps=1e-2)
     head = MLMHead(config)
     for i, weight in enumerate(head.parameters()):
@@ -35,7 +35,7 @@ def mlm_head() -> tuple[MLMHead, Tensor, Tensor, Tensor]:
 
 
 def plain_loss(head: MLMHead, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of all logits, which do without an operation of ours."""
+    """The loss and the number of correct predictions, from all logits and PyTorch's operations."""
     logits = head(x, word).float()
     correct = (logits.argmax(1) == targets).sum()
     return F.cross_entropy(logits, targets, reduction="sum"), correct
@@ -47,13 +47,13 @@ def test_the_loss_of_training_equals_that_of_all_logits(factor: float) -> None:
     head, x, word, targets = mlm_head()
     targets[::2] = head(x, word).argmax(1)[::2]  # some are right
     wanted, wanted_correct = plain_loss(head, x, word, targets)
-    found, correct = head.loss(x, word, targets)
-    assert distance(found, wanted) <= 1e-6
+    loss, correct = head.loss(x, word, targets)
+    assert distance(loss, wanted) <= 1e-6
     assert int(correct) == int(wanted_correct) >= 15
     given = [x, word, *head.parameters()]
-    for _ in range(2):  # it goes backward as often as one likes
+    for _ in range(2):  # backward can run more than once
         for one, two in zip(
-            torch.autograd.grad(factor * found, given, retain_graph=True),
+            torch.autograd.grad(factor * loss, given, retain_graph=True),
             torch.autograd.grad(factor * wanted, given, retain_graph=True),
             strict=True,
         ):
@@ -64,13 +64,13 @@ def test_the_loss_of_training_equals_that_of_all_logits(factor: float) -> None:
 def test_the_loss_of_training_under_autocast() -> None:
     head, x, word, targets = mlm_head()
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = head.loss(x, word, targets)
+        loss, _ = head.loss(x, word, targets)
         wanted, _ = plain_loss(head, x, word, targets)
-    assert found.dtype == torch.float32
-    assert distance(found, wanted) <= 1e-2
+    assert loss.dtype == torch.float32
+    assert distance(loss, wanted) <= 1e-2
     given = [x, word, head.bias]
     for one, two in zip(
-        torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True
+        torch.autograd.grad(loss, given), torch.autograd.grad(wanted, given), strict=True
     ):
         assert one.dtype == torch.float32
         assert distance(one, two) <= 2e-2
@@ -116,7 +116,7 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(
     assert batch.targets is not None
     torch.manual_seed(11)
     with monkeypatch.context() as patch:
-        patch.delattr(MLMHead, "forward")  # training does without logits
+        patch.delattr(MLMHead, "forward")  # training does not compute the logits
         loss = made.loss(batch)
     torch.manual_seed(11)
     with only_plain():
@@ -136,9 +136,9 @@ def test_a_step_equals_the_plain_one_under_the_same_masks(
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0), name
 
 
-def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
-    """What evaluation keeps of each row, (N, 3)."""
-    assert isinstance(model.task, MLM)
+def of_rows(network: Model, batch: Batch[Tensor]) -> Tensor:
+    """The numbers that evaluation keeps for each row, (N, 3)."""
+    assert isinstance(network.task, MLM)
     assert batch.places is not None
     host = Batch(
         batch.tokens.numpy(),
@@ -148,8 +148,8 @@ def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
         batch.longest,
         places=batch.places.numpy(),
     )
-    x = model.encoder(batch, places=room.with_room(batch.places))
-    return model.task.by_row(model, x, batch, host)
+    x = network.encoder(batch, places=padding.pad_rows(batch.places))
+    return network.task.by_row(network, x, batch, host)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -158,9 +158,9 @@ def of_rows(model: Model, batch: Batch[Tensor]) -> Tensor:
 def test_rows_that_belong_to_no_sequence_change_nothing(
     shape: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, batch, found = model(0.2, **SHAPES[shape]), random_batch(), []
+    made, batch, results = model(0.2, **SHAPES[shape]), random_batch(), []
     for rows in (0, more):
-        monkeypatch.setattr(room, "roomy", lambda count, _, rows=rows: count + rows)
+        monkeypatch.setattr(padding, "padded_count", lambda count, _, rows=rows: count + rows)
         torch.manual_seed(11)
         made.train()
         loss = made.loss(batch)
@@ -169,23 +169,27 @@ def test_rows_that_belong_to_no_sequence_change_nothing(
             plain = made.encoder(batch)
         with torch.no_grad():
             scored, logits = made.eval().loss(batch), made.logits(batch)
-            kept, states = of_rows(made, batch), made.encoder(batch)
-        found.append(
-            [loss.total, loss.correct, *gradients, plain, scored.total, logits, kept, states]
+            scores, states = of_rows(made, batch), made.encoder(batch)
+        results.append(
+            [loss.total, loss.correct, *gradients, plain, scored.total, logits, scores, states]
         )
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*results, strict=True):
         assert one.shape == two.shape
         assert float((one - two).detach().norm()) <= 1e-5 * max(float(two.detach().norm()), 1.0)
 
 
 def test_products_in_16_bit_have_few_numbers_of_rows() -> None:
     cpu = torch.device("cpu")
-    assert [roomy(n, cpu) for n in (0, 1, 1437)] == [0, 1, 1437]
+    assert [padded_count(n, cpu) for n in (0, 1, 1437)] == [0, 1, 1437]
     with torch.autocast("cpu", torch.bfloat16):
-        assert [roomy(n, cpu) for n in (0, 1, 16, 17, 512, 513)] == [0, 16, 16, 32, 512, 544]
-        assert len({roomy(n, cpu) for n in range(1024, 2048)}) == 17
-        assert all(0 <= roomy(n, cpu) - n <= n / 16 for n in range(256, 4096))
-        assert roomy(1437, torch.device("cuda")) == roomy(1437, torch.device("meta")) == 1437
+        assert [padded_count(n, cpu) for n in (0, 1, 16, 17, 512, 513)] == [0, 16, 16, 32, 512, 544]
+        assert len({padded_count(n, cpu) for n in range(1024, 2048)}) == 17
+        assert all(0 <= padded_count(n, cpu) - n <= n / 16 for n in range(256, 4096))
+        assert (
+            padded_count(1437, torch.device("cuda"))
+            == padded_count(1437, torch.device("meta"))
+            == 1437
+        )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -193,16 +197,16 @@ def test_products_in_16_bit_have_few_numbers_of_rows() -> None:
 def test_some_places_come_out_as_of_all(shape: str) -> None:
     made, batch = model(0.0, **SHAPES[shape]), random_batch()
     places = torch.tensor([0, 1, 5, 5, len(batch.tokens) - 1])
-    found, wanted = made.encoder(batch, places=places), made.encoder(batch)[places]
-    assert distance(found, wanted) <= 1e-6
-    direction = torch.randn(found.shape, generator=seeded(1))
+    some, wanted = made.encoder(batch, places=places), made.encoder(batch)[places]
+    assert distance(some, wanted) <= 1e-6
+    direction = torch.randn(some.shape, generator=seeded(1))
     weights = list(made.encoder.parameters())
     for one, two in zip(
-        torch.autograd.grad(found, weights, direction),
+        torch.autograd.grad(some, weights, direction),
         torch.autograd.grad(wanted, weights, direction),
         strict=True,
     ):
-        # nothing but rounding reaches the bias of keys
+        # the gradient of the keys' bias is only rounding
         assert float((one - two).norm()) <= 1e-5 * max(float(two.norm()), 1.0)
 
 
@@ -219,19 +223,19 @@ def test_the_loss_in_training_is_that_of_scoring() -> None:
 @pytest.mark.parametrize(("kind", "outputs"), [("mlm", 0), ("classify", 4), ("span", 2)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: str, outputs: int) -> None:
-    """Without a break, and with the same loss and gradients under the same masks."""
-    torch._dynamo.reset()  # it counts how often one line was compiled anew
+    """There is no graph break, and loss and gradients are the same under the same masks."""
+    torch._dynamo.reset()  # it counts how often a line was recompiled
     made = model(0.2, kind, outputs, **SHAPES[shape])
     batch = random_batch()
     if kind == "span":
         batch = replace(batch, labels=torch.zeros(len(batch.first), 2, dtype=torch.long))
     compiled = torch.compile(lambda: made.loss(batch).total, backend="aot_eager", fullgraph=True)
-    found = []
+    results = []
     for step in (compiled, lambda: made.loss(batch).total):
         torch.manual_seed(11)
         total = step()
         weights = list(made.parameters())
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        found.append([total, *(x for x in gradients if x is not None)])
-    for one, two in zip(*found, strict=True):
+        results.append([total, *(x for x in gradients if x is not None)])
+    for one, two in zip(*results, strict=True):
         assert float((one - two).detach().norm()) <= 1e-6 * max(float(two.detach().norm()), 1.0)

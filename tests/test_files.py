@@ -1,4 +1,4 @@
-"""Directories that replace others: nothing is lost if a process is killed or a disk fails."""
+"""Replacing directories: nothing is lost if a process is killed or a disk fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xformer.run import Run
 
 
 def killed(path: Path, pid: int = 999_999_999) -> Path:
-    """Move a directory to where a process leaves it that is killed between its two renames."""
+    """Leave a directory as a process does that is killed between its two renames."""
     return path.rename(path.with_name(f".{path.name}.{pid}{ASIDE}"))
 
 
@@ -35,12 +35,12 @@ def wrote(path: Path, text: str = "new", overwrite: bool = True) -> Path:
 
 
 def content(path: Path) -> tuple[str, list[str]]:
-    """What the file of a directory holds, and the names of all that lies beside it."""
+    """The content of the file in a directory, and the names of everything beside the directory."""
     return (path / "a").read_text(), sorted(p.name for p in path.parent.iterdir())
 
 
 def test_a_replaced_directory(tmp_path: Path) -> None:
-    path = wrote(tmp_path / "x[1]", "old")  # a name that means something to glob
+    path = wrote(tmp_path / "x[1]", "old")  # a name with characters that are special for glob
     assert content(wrote(path)) == ("new", ["x[1]"])
     with pytest.raises(BadInput, match="exists"):
         wrote(path, overwrite=False)
@@ -49,7 +49,7 @@ def test_a_replaced_directory(tmp_path: Path) -> None:
 OPENED: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "store": (store, open_store),
     "checkpoint": (checkpoint, checkpoints.load),
-    "tokenizer": (checkpoint, tokenizers.load),
+    "tokenizer": (checkpoint, tokenizers.load_tokenizer),
 }
 
 
@@ -68,7 +68,7 @@ def test_who_opens_what_a_killed_process_moved_aside_puts_it_back(
     read(path)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"the old one, which lay aside as {aside.name}, is put back" in said
+    assert f"the old one, {aside.name}, is put back" in said
     assert not aside.exists()
     read(path)
     assert not capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_who_writes_puts_it_back_first(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_names_that_begin_alike_are_kept_apart(tmp_path: Path) -> None:
-    """x and x.5 lie side by side: whoever writes or opens one leaves what the other has left."""
+    """Writing or opening x leaves the leftovers of its neighbour x.5 alone."""
     aside = killed(wrote(tmp_path / "x.999999999", "old"))
     being_written = tmp_path / f".x.999999999.{os.getpid()}.partial"
     being_written.mkdir()
@@ -101,7 +101,7 @@ def test_names_that_begin_alike_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_what_is_being_deleted_is_not_put_back(tmp_path: Path) -> None:
-    """A kill in the middle of deleting leaves a part of the old directory."""
+    """A process killed while it deletes leaves a part of the old directory."""
     path = wrote(tmp_path / "x", "old")
 
     def killed_there(directory: Path, ignore_errors: bool = False) -> None:
@@ -164,7 +164,7 @@ def test_a_replacement_that_is_going_on_is_waited_for(
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *endings: str) -> None:
-    """Have renames to a free name fail for directories whose names end so."""
+    """Make renames to a free name fail for directories whose names end with this."""
     rename = Path.rename
 
     def refuses(source: Path, target: Path) -> Path:

@@ -30,9 +30,9 @@ def test_uses_what_was_kept(name: str, forks: Forks, tmp_path: Path) -> None:
     same(name, measure(name, tmp_path, forks))
 
 
-def same(name: str, found: Any) -> None:
+def same(name: str, actual: Any) -> None:
     """Assert that one of the net's values is as recorded, else list what differs."""
-    lines = differences(recorded(name), found)
+    lines = differences(recorded(name), actual)
     assert not lines, "\n".join([f"{len(lines)} differences", *lines[:40]])
 
 

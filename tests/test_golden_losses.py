@@ -130,7 +130,7 @@ def _cases() -> dict[str, Case]:
     """Every value of each axis, and the products that take ways of their own through the code."""
     both = {"head": "mlm", "masking.pair_weight": 1.0}
     words = {"model.vocab_size": TABLE}
-    found: dict[str, Case] = {
+    actual: dict[str, Case] = {
         "mlm": ("text", {"head": "mlm"}),
         "classify": ("classes", {"head": "classify"}),
         "regress": ("scores", {"head": "regress"}),
@@ -141,14 +141,14 @@ def _cases() -> dict[str, Case]:
     }
     for family, settings in FAMILIES.items():
         model = {f"model.{name}": value for name, value in settings.items()}
-        found[f"{family} mlm and pairs"] = ("pairs", both | model)
-        found[f"{family} classify pairs"] = ("pairs", {"head": "classify"} | model)
+        actual[f"{family} mlm and pairs"] = ("pairs", both | model)
+        actual[f"{family} classify pairs"] = ("pairs", {"head": "classify"} | model)
     for name, settings in OPTIMIZERS.items():
         optim = {f"optim.{key}": value for key, value in {"name": name, **settings}.items()}
         if name != "adamw":  # which trains the cases above
-            found[f"{name} mlm"] = ("text", {"head": "mlm"} | optim)
+            actual[f"{name} mlm"] = ("text", {"head": "mlm"} | optim)
         # nothing but the rows of a batch has a gradient, which is sparse
-        found[f"{name} many words"] = ("classes", {"head": "classify"} | words | optim)
+        actual[f"{name} many words"] = ("classes", {"head": "classify"} | words | optim)
     more: dict[str, Case] = {
         # the decoder's gradient is dense, and the rows are added to it
         "mlm, many words": ("text", {"head": "mlm"} | words),
@@ -170,7 +170,7 @@ def _cases() -> dict[str, Case]:
             {"head": "classify", "optim.clip": 0, "optim.schedule": "constant"},
         ),
     }
-    return found | more
+    return actual | more
 
 
 CASES = _cases()
@@ -304,25 +304,25 @@ def run_case(case: str, stores: Path, run: Path) -> dict[str, list[float]]:
 
 def recorded() -> dict[str, dict[str, list[float]]]:
     """The recorded numbers by case."""
-    found: dict[str, dict[str, list[float]]] = json.loads(LOSSES.read_text(encoding="utf-8"))
-    return found
+    actual: dict[str, dict[str, list[float]]] = json.loads(LOSSES.read_text(encoding="utf-8"))
+    return actual
 
 
-def differences(found: list[float], expected: list[float]) -> np.ndarray:
+def differences(actual: list[float], expected: list[float]) -> np.ndarray:
     """Relative differences by step."""
-    return np.abs(np.array(found) / np.array(expected) - 1)
+    return np.abs(np.array(actual) / np.array(expected) - 1)
 
 
-def complaints(case: str, found: dict[str, list[float]]) -> list[str]:
+def complaints(case: str, actual: dict[str, list[float]]) -> list[str]:
     """A line for loss or norm of the gradient that is not as recorded."""
     lines = []
     for name, bounds in (("loss", LOSS), ("norm", NORM)):
-        off = differences(found[name], recorded()[case][name])
+        off = differences(actual[name], recorded()[case][name])
         bound = np.where(np.arange(STEPS) < FEW, *bounds)
         if (bad := np.flatnonzero(~(off <= bound))).size:
             step = bad[0]
             lines.append(
-                f"{case}: the {name} of step {step + 1} is {found[name][step]:.8g}, recorded is "
+                f"{case}: the {name} of step {step + 1} is {actual[name][step]:.8g}, recorded is "
                 f"{recorded()[case][name][step]:.8g}: {off[step]:.1e} apart, {bound[step]:.0e} is "
                 f"allowed; largest of all steps {off.max():.1e}"
             )
@@ -493,14 +493,14 @@ def main(patterns: list[str]) -> None:
     torch.set_num_threads(1)
     native.absent = native.OFF
     draw_weights()
-    found = recorded() if LOSSES.exists() else {}
+    actual = recorded() if LOSSES.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
             if any(fnmatch.fnmatch(case, pattern) for pattern in patterns or ["*"]):
                 made = run_case(case, Path(folder), Path(folder) / f"run of {case}")
-                found[case] = {k: [float(f"{v:.8g}") for v in made[k]] for k in made}
+                actual[case] = {k: [float(f"{v:.8g}") for v in made[k]] for k in made}
                 print(f"{case}: loss {made['loss'][0]:.4f} to {made['loss'][-1]:.4f}", flush=True)
-    lines = [f"{json.dumps(case)}: {json.dumps(found[case])}" for case in CASES if case in found]
+    lines = [f"{json.dumps(case)}: {json.dumps(actual[case])}" for case in CASES if case in actual]
     LOSSES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

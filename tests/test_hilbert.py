@@ -24,7 +24,7 @@ from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.model.config import ModelConfig
-from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, spread
+from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, initial_std
 from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
@@ -38,7 +38,8 @@ SMALL = ["model.kmer=2", "batch.rows=20", "system.threads=1"]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """The products are too small for two: on busy cores they would but wait for each other."""
+    """The products are too small for two threads, which would only wait for each other on busy
+    cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 
 def fresh(kmer: int = 2, longest: int = 62, outputs: int = 3, **settings: float) -> Checkpoint:
-    """A network with fresh weights and a head of classes."""
+    """A network with fresh weights and a head for classes."""
     config = ModelConfig.model_validate(
         {"architecture": "hilbert_cnn", "kmer": kmer, "max_positions": longest, **settings}
     )
@@ -73,7 +74,7 @@ def pack(rows: list[str], seconds: list[str] | None = None) -> Batch[Tensor]:
 
 
 def lively(model: Model) -> Model:
-    """The model with norms that do something: random scales, shifts and running statistics."""
+    """The model with norms that have an effect: random scales, shifts and running statistics."""
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for module in model.modules():
@@ -89,7 +90,8 @@ def lively(model: Model) -> Model:
 
 
 def place(index: int, side: int) -> tuple[int, int]:
-    """Where the curve is at a step, by the bits of its number (two a level, lowest first)."""
+    """Where the curve is at a step, from the bits of its number (two for each level, lowest
+    first)."""
     row = column = 0
     for level in range(side.bit_length() - 1):
         down, right = (index >> 1) & 1, (index ^ (index >> 1)) & 1
@@ -130,7 +132,7 @@ def test_the_image_is_the_smallest(words: int, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("pairs", [False, True])
 def test_the_image_is_one_hot_words_on_the_curve(k: int, pairs: bool) -> None:
     seconds = ["GT", "ACGT", "N", "", "CCC", ""] if pairs else None
-    found = image(pack(ROWS, seconds), BASES, k, (8, 8))
+    actual = image(pack(ROWS, seconds), BASES, k, (8, 8))
     wanted = np.zeros((len(ROWS), 4**k, 8, 8))
     for n, row in enumerate(ROWS):
         text = row if seconds is None else f"{row}|{seconds[n]}"
@@ -138,8 +140,8 @@ def test_the_image_is_one_hot_words_on_the_curve(k: int, pairs: bool) -> None:
             word = text[i : i + k]
             if set(word) <= set("ACGT"):
                 wanted[n, int("".join(str("ACGT".index(x)) for x in word), 4), *place(i, 8)] = 1
-    assert np.array_equal(found.numpy(), wanted)
-    assert found.dtype == torch.float32
+    assert np.array_equal(actual.numpy(), wanted)
+    assert actual.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------- the network
@@ -243,13 +245,13 @@ def test_the_network_is_the_one_described(longest: int) -> None:
     """On images of 2, 32, 64 and 128 cells, square or not."""
     model = lively(fresh(2, longest).model())
     rows = [row[: longest - 2] for row in ROWS]
-    found = model.logits(pack(rows)).detach().numpy()
+    actual = model.logits(pack(rows)).detach().numpy()
     assert model.cnn is not None
     pixels = image(pack(rows), BASES, 2, model.cnn.size).numpy()
     weights = {name: w.double().numpy() for name, w in model.state_dict().items()}
     wanted = slow_forward(weights, pixels.astype(np.float64))
     assert np.abs(wanted).max() > 0.1
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    np.testing.assert_allclose(actual, wanted, atol=2e-5)
 
 
 def test_rows_of_a_batch_do_not_see_each_other() -> None:
@@ -307,7 +309,9 @@ def test_batch_norm_keeps_running_statistics() -> None:
     torch.testing.assert_close(norm.running_mean, 0.65 * values.mean(1))
     torch.testing.assert_close(norm.running_var, 0.35 + 0.65 * values.var(1))
     before = norm.running_var.clone()
-    alone = norm(torch.ones(1, 3, 1, 1))  # no variance: by the running statistics, left as they are
+    alone = norm(
+        torch.ones(1, 3, 1, 1)
+    )  # no variance: it uses the running statistics and leaves them unchanged
     wanted = (1 - norm.running_mean) / (before + 1e-3).sqrt()
     torch.testing.assert_close(alone.flatten(), wanted)
     assert torch.equal(norm.running_var, before)
@@ -317,7 +321,7 @@ def test_fresh_weights_have_the_published_spread() -> None:
     weights = fresh(4, 502, 2).weights
     assert weights["cnn.first.weight"].std() == pytest.approx((2 / 9 / (49 * 64)) ** 0.5, rel=0.01)
     assert weights["cnn.dense.weight"].std() == pytest.approx(64**-0.5, rel=0.05)
-    assert spread(torch.Size((32, 4, 3, 3))) == (2 / 9 / (9 * 32)) ** 0.5
+    assert initial_std(torch.Size((32, 4, 3, 3))) == (2 / 9 / (9 * 32)) ** 0.5
     for name, weight in weights.items():
         if "norm." in name:
             one = name.endswith(("norm.weight", "running_var"))
@@ -376,7 +380,7 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {
 def test_resumed_equals_never_stopped(
     variant: str, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Also the running statistics, of which a stop in between must not leave a trace."""
+    """This includes the running statistics, in which a stop must leave no trace."""
     ranks, overrides = VARIANTS[variant]
     short = ["train.steps=8", "train.checkpoint_every=3", "train.validate_every=4", *overrides]
     straight, stopped = (line(data.splice, tmp_path / n, *short) for n in ("straight", "stopped"))
@@ -393,7 +397,7 @@ def test_resumed_equals_never_stopped(
 
 
 def test_ranks_share_their_running_statistics(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """After each step all ranks hold the mean of what they had found, each in its own rows."""
+    """After each step all ranks hold the mean of the statistics of their rows."""
     spy = """
 from xformer.parallel.replicas import Replicas
 original = Replicas.reduce
@@ -407,23 +411,23 @@ Replicas.reduce = reduce
     fork = forks.start(*line(data.splice, tmp_path / "run", "train.steps=3"), ranks=2, before=spy)
     good(fork.wait())
     texts = [Path(out).read_text().splitlines() for out, _ in fork.outputs]
-    found = np.array([[[float(v) for v in row.split()] for row in text] for text in texts])
-    assert found.shape == (2, 6, 64)
-    assert np.array_equal(found[0, 1::2], found[1, 1::2])
-    np.testing.assert_allclose(found[0, 1::2], found[:, ::2].mean(0), rtol=1e-5, atol=1e-7)
-    assert (found[0, ::2] != found[1, ::2]).any(1).all()
+    actual = np.array([[[float(v) for v in row.split()] for row in text] for text in texts])
+    assert actual.shape == (2, 6, 64)
+    assert np.array_equal(actual[0, 1::2], actual[1, 1::2])
+    np.testing.assert_allclose(actual[0, 1::2], actual[:, ::2].mean(0), rtol=1e-5, atol=1e-7)
+    assert (actual[0, ::2] != actual[1, ::2]).any(1).all()
 
 
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
-    "head": ("splice", ["head=mlm"], ["head=mlm", "hilbert_cnn predicts classes and scores"]),
+    "head": ("splice", ["head=mlm"], ["head=mlm", "hilbert_cnn predicts only classes and scores"]),
     "shape": ("splice", ["model.layers=3"], ["model.layers", "architecture=hilbert_cnn"]),
     "range": ("splice", ["model.initializer_range=0.1"], ["model.initializer_range"]),
     "other": (
         "splice",
         ["model.architecture=transformer", "model.kmer=3"],
-        ["model.kmer has no meaning with model.architecture=transformer"],
+        ["model.kmer cannot be set with model.architecture=transformer"],
     ),
-    "words": ("classes", [], ["reads the letters A C G T", "lacks A C G T", "symbols"]),
+    "words": ("classes", [], ["reads the letters A C G T", "tokenizer lacks A C G T", "symbols"]),
     "surgery": ("splice", ['surgery=[{op = "clean_embeddings"}]'], ["no word embeddings"]),
     "length": ("splice", ["batch.max_tokens=63"], ["batch.max_tokens=63: the model takes 62"]),
 }

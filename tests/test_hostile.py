@@ -1,4 +1,4 @@
-"""Files and names from strangers: each is read or refused in one line; nothing of theirs runs."""
+"""Untrusted files and names: each is read or refused in one line, and none is executed."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_a_message_is_one_line_of_letters_and_signs(text: str) -> None:
 def test_a_nul_in_a_setting_is_refused(
     key: str, ground: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    """A TOML string can hold one, which no path can."""
+    """A TOML string can hold a NUL character, which no path can."""
     line = training(SMOKE, ground / "store", tmp_path / "run")
     setting, recipe = f'{key}="a\\u0000b"', tmp_path / "r.toml"
     refused(forks.run(*line, setting), f"{key}='a\\x00b' holds a NUL character")
@@ -327,7 +327,7 @@ def test_a_nul_in_a_setting_is_refused(
 
 
 def test_a_nul_in_an_argument_is_refused(ground: Path, tmp_path: Path, forks: Forks) -> None:
-    """Of a command of ours that another program calls: a shell cannot type one."""
+    """A NUL in an argument is refused; only another program can pass one."""
     words = {
         "--input": f"{ground / 'raw/t.txt'}",
         "--output": f"{tmp_path / 's'}",
@@ -356,7 +356,7 @@ def test_places_where_nothing_can_be_made(ground: Path, tmp_path: Path, forks: F
 
 
 def test_a_recipe_that_never_ends_is_refused(tmp_path: Path, forks: Forks) -> None:
-    """A device, a pipe that nobody writes to, and a file too large for a recipe."""
+    """Devices, pipes and files that are too large are refused as recipes."""
     pipe, large, recipe = (tmp_path / name for name in ("pipe", "large", "r.toml"))
     os.mkfifo(pipe)
     with large.open("wb") as file:
@@ -364,7 +364,7 @@ def test_a_recipe_that_never_ends_is_refused(tmp_path: Path, forks: Forks) -> No
     for path, words in (
         ("/dev/zero", "is a device or a pipe; give a file"),
         (pipe, "is a device or a pipe; give a file"),
-        (large, "it is something else than a recipe"),
+        (large, "too many for a recipe"),
     ):
         recipe.write_text(f'base = "{path}"\n')
         for first in (path, recipe):
@@ -391,7 +391,7 @@ def test_a_table_of_very_many_columns_is_read(ground: Path, tmp_path: Path, fork
 def test_a_split_without_a_row_is_refused(
     split: str, ground: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    """preprocess.py makes none; another program may."""
+    """A store of another program with a bad offset is refused."""
     old = open_store(ground / "store")
     path = tmp_path / "store"
     with create_store(path, old.tokenizer(), {"tokens": "uint16"}, ["tokens"]) as writer:
@@ -400,7 +400,7 @@ def test_a_split_without_a_row_is_refused(
                 rows = 20 if name != split else 0
                 made.append_ragged("tokens", np.full(3 * rows, 7), np.full(rows, 3))
         writer.finish("text", [], None, {})
-    what = f"has no row in its split '{split}'"
+    what = f"has no rows in its split '{split}'"
     refused(forks.run(*training(SMOKE, path, tmp_path / "run")), str(path), what)
     line: list[str | Path] = ["evaluate.py", ground / "run", f"data={path}", f"split={split}"]
     refused(forks.run(*line), str(path), what)

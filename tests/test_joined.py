@@ -1,4 +1,4 @@
-"""Several stores read as one: as if one store held the rows of all."""
+"""Several stores read as one, compared to a store that holds all their rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from test_train import timeless_log
 from toys import Toys
 
-from xformer.analysis.command import Command, parse
 from xformer.analysis.examples import ExamplesConfig, open_examples
+from xformer.analysis.subcommand import Subcommand, parse_arguments
 from xformer.checkpoint import content_key, resolve
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
@@ -104,12 +104,12 @@ def stores(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -
     return {"text": pair("text", texts), "classes": pair("classes", classes)}
 
 
-def equal(found: Split, wanted: Split) -> None:
+def equal(actual: Split, wanted: Split) -> None:
     """Assert that two splits hold the same."""
-    assert (found.name, found.rows, found.tokens) == (wanted.name, wanted.rows, wanted.tokens)
-    assert list(found.columns) == list(wanted.columns)
+    assert (actual.name, actual.rows, actual.tokens) == (wanted.name, wanted.rows, wanted.tokens)
+    assert list(actual.columns) == list(wanted.columns)
     for name, column in wanted.columns.items():
-        other = found.columns[name]
+        other = actual.columns[name]
         assert len(other) == len(column)
         if isinstance(column, Ragged):
             assert np.array_equal(other.offsets, column.offsets), name
@@ -121,20 +121,21 @@ def equal(found: Split, wanted: Split) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "classes"])
 def test_two_stores_hold_what_one_does(stores: dict[str, Pair], kind: str) -> None:
-    """Rows of the first, then of the second; a split that only one has is made of that one."""
+    """The rows of the first, then those of the second. A split that only one has comes from that
+    one."""
     pair = stores[kind]
-    found, whole = open_stores([str(pair.a), str(pair.b)]), open_store(pair.whole)
-    assert found.splits == whole.splits
+    actual, whole = open_stores([str(pair.a), str(pair.b)]), open_store(pair.whole)
+    assert actual.splits == whole.splits
     for name in ("kind", "labels", "metric", "fingerprint", "vocab_size"):
-        assert getattr(found, name) == getattr(whole, name)
-    assert found.tokenizer().fingerprint == whole.fingerprint
+        assert getattr(actual, name) == getattr(whole, name)
+    assert actual.tokenizer().fingerprint == whole.fingerprint
     for name in whole.splits:
-        equal(found.split(name), whole.split(name))
-    assert found.key not in {whole.key, open_store(pair.a).key, open_store(pair.b).key}
+        equal(actual.split(name), whole.split(name))
+    assert actual.key not in {whole.key, open_store(pair.a).key, open_store(pair.b).key}
     turned = open_stores([str(pair.b), str(pair.a)])
-    assert turned.key != found.key
+    assert turned.key != actual.key
     with pytest.raises(BadInput, match=f"{pair.a} and {pair.b} has no split 'x'; it has train"):
-        found.split("x")
+        actual.split("x")
 
 
 def test_one_store_is_opened_as_it_was(stores: dict[str, Pair]) -> None:
@@ -145,7 +146,7 @@ def test_one_store_is_opened_as_it_was(stores: dict[str, Pair]) -> None:
 
 
 def test_ids_are_not_copied(stores: dict[str, Pair]) -> None:
-    """The ids of joined stores are the very maps of their files."""
+    """The ids of joined stores are the memory maps of their files."""
     pair = stores["text"]
     parts = [open_store(pair.a), open_store(pair.b)]
     values = Joined(parts).split("train").columns["tokens"].values
@@ -156,19 +157,20 @@ def test_ids_are_not_copied(stores: dict[str, Pair]) -> None:
 
 def test_three_stores_are_joined_in_order(tmp_path: Path) -> None:
     paths = [str(looking.store(tmp_path / f"s{seed}", seed)) for seed in range(3)]
-    found = open_stores(paths).split("valid").columns["tokens"]
+    actual = open_stores(paths).split("valid").columns["tokens"]
     rows = [
         row.tolist()
         for path in paths
         for row in map(open_store(path).split("valid").columns["tokens"].__getitem__, range(13))
     ]
-    assert [found[i].tolist() for i in range(len(found))] == rows
+    assert [actual[i].tolist() for i in range(len(actual))] == rows
 
 
 def test_answers_of_joined_questions_are_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path
 ) -> None:
-    """The tables beside the rows are joined too, and the numbers of their rows with them."""
+    """Tables with their own rows are joined too, and the row numbers that refer to them are
+    moved."""
     paths = []
     for name, word, context in (("a", "1973", test_squad.CONTEXT), ("b", "cups", "the cups, ok")):
         (tmp_path / name).mkdir()
@@ -181,8 +183,8 @@ def test_answers_of_joined_questions_are_their_own(
     assembler = Assembler(split, store.tokenizer(), 60)
     rows = [np.flatnonzero(split.columns["group"] == number) for number in (0, 1)]
     assert sum(map(len, rows)) == split.rows
-    for found, word in zip(rows, ("1973", "cups"), strict=True):
-        inside = [row for row in found if split.columns["label"][row, 0] >= 0]
+    for actual, word in zip(rows, ("1973", "cups"), strict=True):
+        inside = [row for row in actual if split.columns["label"][row, 0] >= 0]
         assert inside
         for row in inside:
             assert answer(split, int(row), *split.columns["label"][row]) == word
@@ -274,7 +276,7 @@ def test_analyses_take_a_list_of_stores(tmp_path: Path) -> None:
         f"out={tmp_path / 'o'}",
         "threads=1",
     ]
-    paths_given, config = parse(Command("attention", ExamplesConfig, ""), words)
+    paths_given, config = parse_arguments(Subcommand("attention", ExamplesConfig, ""), words)
     assert config.data == tuple(paths)
     examples = open_examples(config, paths_given)
     assert len(examples.rows) == 2 * looking.ROWS
@@ -303,7 +305,7 @@ def test_damage_of_the_second_store_is_noticed(
 def test_stores_that_do_not_fit_are_refused(
     forks: Forks, data: Toys, stores: dict[str, Pair], tmp_path: Path
 ) -> None:
-    """In one line that names both stores and what differs, before a file is touched."""
+    """One line names both stores and the difference, before any file is written."""
     text, classes = stores["text"], stores["classes"]
     for paths, words in (
         ((text.a, classes.a), "they differ in kind (text; class)"),

@@ -29,7 +29,6 @@ from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.config import ModelConfig
 from xformer.ops.attention import attention, layout, probabilities
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
-from xformer.surgery.operations import Clean
 from xformer.tasks.task import Model
 
 # ---------------------------------------------------------------------------------- attention
@@ -55,11 +54,11 @@ def padded_attention(qkv: Tensor, lengths: list[int]) -> tuple[Tensor, list[Tens
 @pytest.mark.parametrize("lengths", [[1], [7, 1, 7, 7, 13, 1], [3, 3, 3, 3], [19, 2]])
 def test_attention_equals_the_padded_one(lengths: list[int]) -> None:
     given, same = projections(lengths, 8), projections(lengths, 8)
-    found = attention(given, layout(np.cumsum([0, *lengths])))
+    actual = attention(given, layout(np.cumsum([0, *lengths])))
     expected, _ = padded_attention(same, lengths)
-    assert distance(found, expected) <= 1e-6
+    assert distance(actual, expected) <= 1e-6
     direction = torch.randn(expected.shape, generator=seeded(2))
-    (gradient,) = torch.autograd.grad(found, given, direction)
+    (gradient,) = torch.autograd.grad(actual, given, direction)
     (wanted,) = torch.autograd.grad(expected, same, direction)
     for i, name in enumerate("qkv"):
         # q and k of a sequence of one token have a gradient of 0
@@ -69,10 +68,10 @@ def test_attention_equals_the_padded_one(lengths: list[int]) -> None:
 
 def test_the_maps_are_those_of_padded_attention() -> None:
     qkv = projections(LENGTHS, 5)
-    found = probabilities(qkv, layout(np.cumsum([0, *LENGTHS])))
+    actual = probabilities(qkv, layout(np.cumsum([0, *LENGTHS])))
     _, expected = padded_attention(qkv, LENGTHS)
-    assert found.shape == (len(LENGTHS), HEADS, LONGEST, LONGEST)
-    for one, n, wanted in zip(found, LENGTHS, expected, strict=True):
+    assert actual.shape == (len(LENGTHS), HEADS, LONGEST, LONGEST)
+    for one, n, wanted in zip(actual, LENGTHS, expected, strict=True):
         torch.testing.assert_close(one[:, :n, :n], wanted)
 
 
@@ -127,8 +126,8 @@ def test_pre_ln_equals_the_block_written_out() -> None:
         states[-1] = norm(x, "encoder.final_norm")
         parts.append(states)
     states = inside(model.encoder, batch).hidden
-    for found, *expected in zip(states, *parts, strict=True):
-        assert distance(found, torch.cat(expected)) <= 1e-5
+    for actual, *expected in zip(states, *parts, strict=True):
+        assert distance(actual, torch.cat(expected)) <= 1e-5
     assert torch.equal(states[-1], model.encoder(batch))
 
 
@@ -141,7 +140,7 @@ CLASSES = Head("classify", ("EI", "IE", "N"), "accuracy", max_tokens=9, columns=
 
 @pytest.fixture
 def trained() -> Checkpoint:
-    """A checkpoint with everything a checkpoint can have."""
+    """A checkpoint with all possible parts."""
     made, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=1).with_head(CLASSES, seed=2)
     source = vocabularies.symbols("xyz")
     mapping = np.array([0, 1, 2, 3, 4, 7, 5, 8])
@@ -164,16 +163,16 @@ def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(trained: Checkpoint, saved: Path) -> None:
-    found = checkpoints.load(saved)
-    assert same_weights(found, trained)
-    assert found.config == trained.config
-    assert found.head == CLASSES
-    assert found.history == trained.history
-    assert found.tokenizer.fingerprint == LETTERS.fingerprint
-    assert found.source is not None
+    actual = checkpoints.load(saved)
+    assert same_weights(actual, trained)
+    assert actual.config == trained.config
+    assert actual.head == CLASSES
+    assert actual.history == trained.history
+    assert actual.tokenizer.fingerprint == LETTERS.fingerprint
+    assert actual.source is not None
     assert trained.source is not None
-    assert found.source.fingerprint == trained.source.fingerprint
-    assert np.array_equal(np.array(found.mapping), np.array(trained.mapping))
+    assert actual.source.fingerprint == trained.source.fingerprint
+    assert np.array_equal(np.array(actual.mapping), np.array(trained.mapping))
     optimizer = checkpoints.load_tensors(saved / "optimizer.safetensors")
     assert float(optimizer["step"]) == 4
     assert read_json(saved / "state.json") == {"step": 4}
@@ -260,7 +259,7 @@ def test_an_existing_checkpoint_is_kept_unless_told_otherwise(
     with pytest.raises(BadInput, match="exists"):
         checkpoints.save(trained, saved)
     assert file_checksum(saved / "manifest.json") == before
-    other = surgery.apply(trained, [Clean(seed=9)])
+    other = surgery.clean(trained, seed=9)
     checkpoints.save(other, saved, overwrite=True)
     assert same_weights(checkpoints.load(saved), other)
     assert not (saved / "state.json").exists()
@@ -399,13 +398,13 @@ def test_a_vocabulary_must_fit_its_embeddings() -> None:
 
 
 def altered(checkpoint: Checkpoint) -> Checkpoint:
-    """As after training: no weight is as it was."""
+    """As after training: every weight has changed."""
     return replace(checkpoint, weights={n: w + 0.5 for n, w in checkpoint.weights.items()})
 
 
 def test_the_clean_twin_is_the_same_but_for_its_weights(trained: Checkpoint) -> None:
     before = altered(trained)
-    twin = surgery.apply(before, [Clean()], seed=6)
+    twin = surgery.clean(before, seed=6)
     assert twin.config == before.config
     assert twin.head == before.head
     shapes = {n: w.shape for n, w in before.weights.items()}
@@ -435,7 +434,7 @@ class Little(nn.Module):
 
 
 class Bare(nn.Module):
-    """A matrix alone, or two vectors alone: no group for weight decay, or no other."""
+    """One matrix or two vectors: only the group with weight decay, or only the other."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -458,7 +457,7 @@ def steps_of(
     steps: range,
     rate: float = 0.01,
 ) -> list[float]:
-    """Steps of a run, each at its own rate; the norms."""
+    """Make steps of a run, each with its own rate, and return the norms."""
     norms, count = [], torch.tensor(5.0)
     for step in steps:
         optimizer.zero_grad()
@@ -470,7 +469,7 @@ def steps_of(
 
 
 class NovoGrad(torch.optim.Optimizer):
-    """Ginsburg et al. 2019, algorithm 1, as printed: a parameter a layer, v a number."""
+    """Ginsburg et al. 2019, algorithm 1, as printed: each parameter is a layer, and v a scalar."""
 
     def __init__(self, groups: Any, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -508,7 +507,7 @@ KINDS: dict[str, Any] = {
 def test_optimizers_equal_torch_and_the_paper(
     make: Callable[[], nn.Module], name: Any, clip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a summed loss, which ours divide by its count themselves."""
+    """For a summed loss, whose gradient our step divides by the count."""
     monkeypatch.setattr(optim, "PIECE", 3)
     torch.manual_seed(0)
     ours = make()
@@ -517,7 +516,7 @@ def test_optimizers_equal_torch_and_the_paper(
     groups = [
         {"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in theirs.parameters()
     ]
-    rate = 1e-6 if name == "radam" else 0.01  # whose first steps follow the gradient as it is
+    rate = 1e-6 if name == "radam" else 0.01  # its first steps follow the plain gradient
     reference = KINDS[name](groups, betas=(0.8, 0.95), eps=1e-7)
     norms = []
     for step in range(6):
@@ -528,8 +527,8 @@ def test_optimizers_equal_torch_and_the_paper(
         for group in reference.param_groups:
             group["lr"] = rate * (step + 1)
         reference.step()
-    found = steps_of(optim.build(ours, config), ours, clip, range(6), rate)
-    assert found == pytest.approx(norms, rel=3e-5)  # torch's own are 1e-5 from 64 bit
+    actual = steps_of(optim.build(ours, config), ours, clip, range(6), rate)
+    assert actual == pytest.approx(norms, rel=3e-5)  # torch's own differ by 1e-5 from fp64
     assert not clip or max(norms) > clip
     for (parameter, weight), expected in zip(
         ours.named_parameters(), theirs.parameters(), strict=True
@@ -539,8 +538,8 @@ def test_optimizers_equal_torch_and_the_paper(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_dropped_step_changes_nothing(name: Any) -> None:
-    """Neither weights nor moments nor the step count, also if the gradient is not finite, and also
-    in the first step."""
+    """Weights, moments and step count stay, even if the gradient is not finite, and in the first
+    step."""
     torch.manual_seed(0)
     model = Little()
     optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.1))
@@ -557,11 +556,11 @@ def test_a_dropped_step_changes_nothing(name: Any) -> None:
 
 
 def test_the_norm_of_a_large_gradient_is_exact() -> None:
-    """In one sum of fp32 it would be off by 1e-4."""
+    """A single sum in fp32 would be off by 1e-4."""
     model = nn.Linear(2000, 3000, bias=False)
     model.weight.grad = torch.randn(3000, 2000, generator=seeded(0))
-    found = gradient_norm(torch.optim.SGD(model.parameters()))
-    assert float(found) == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-5)
+    actual = gradient_norm(torch.optim.SGD(model.parameters()))
+    assert float(actual) == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How the C++ library is compiled and loaded, and what happens where it cannot be."""
+"""How the C++ library is compiled and loaded, and what happens if that is impossible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def compiled(package: Path, compiler: str = "c++") -> str:
-    """Compile the copy as an installation does, which succeeds in any case; what it says."""
+    """Compile the copy as an installation does, which always succeeds; return what it prints."""
     ended = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=package,
@@ -46,7 +46,7 @@ def compiled(package: Path, compiler: str = "c++") -> str:
 
 
 def asked(package: Path, code: str = "", **environment: str) -> str:
-    """What a process says of the copy's library, after it has used it."""
+    """What a process reports about the copy's library after using it."""
     code = code or (
         "import torch\n"
         "from xformer.ops import native\n"
@@ -69,7 +69,7 @@ def asked(package: Path, code: str = "", **environment: str) -> str:
 
 
 def wrapped(folder: Path, text: str) -> str:
-    """An executable that stands for the compiler."""
+    """An executable that takes the place of the compiler."""
     path = folder / "cxx"
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -82,7 +82,7 @@ def said(why: str) -> str:
 
 @linux
 def test_the_suite_has_the_library() -> None:
-    """Without it the suite would test the plain ways alone."""
+    """Without it the suite would test only the plain ways."""
     assert native.absent in ("", native.OFF)
 
 
@@ -126,14 +126,25 @@ def test_a_library_for_another_processor_is_not_used(package: Path) -> None:
     features = "hypervisor avx0 avx1 fma9 sse9"
     other = f"""exec c++ "$@" -UXFORMER_PROCESSOR '-DXFORMER_PROCESSOR="{features}"'"""
     compiled(package, wrapped(package, other))
-    found = asked(package)
-    assert found == said(f"they were compiled for a processor with avx0 avx1 fma9 ...; {AGAIN}")
+    actual = asked(package)
+    assert actual == said(f"they were compiled for a processor with avx0 avx1 fma9 ...; {AGAIN}")
 
 
 @linux
 def test_a_library_that_is_no_library_is_not_used(package: Path) -> None:
     (package / "xformer/ops" / native.LIBRARY.name).write_bytes(b"nothing of the kind")
     assert AGAIN in asked(package)
+
+
+@linux
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999])
+def test_a_library_that_is_cut_off_is_not_used(package: Path, share: float) -> None:
+    """Loading it would end Python with SIGBUS."""
+    content = native.LIBRARY.read_bytes()
+    (package / "xformer/ops" / native.LIBRARY.name).write_bytes(
+        content[: int(share * len(content))]
+    )
+    assert asked(package) == said(f"{native.LIBRARY.name} is cut off; {AGAIN}")
 
 
 @linux
@@ -154,7 +165,7 @@ def test_a_processor_without_avx512_computes_the_same(package: Path) -> None:
 
 @linux
 def test_there_is_one_openmp(package: Path) -> None:
-    """That of torch: two would each have threads of their own."""
+    """It is the one of torch: two would each have their own threads."""
     compiled(package)
     code = (
         "import re\n"

@@ -1,4 +1,4 @@
-"""Stores of pairs, and pre-training on them: masked tokens and how two texts belong together."""
+"""Stores of pairs, and pre-training on them: masked tokens and how two texts are related."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.writing import create_store
 from xformer.parallel.feed import to_device
-from xformer.preprocess import cli, pairs
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import pairs
 from xformer.tasks.pairs import Pairs
 
 LETTERS = "ABCDEFGH"
@@ -25,7 +26,7 @@ SIZES = [1, 40, 7, 150, 2, 100]  # rows of each family, or document
 
 
 def families(rng: np.random.Generator, path: Path) -> Path:
-    """A store of sequences whose family shows in their letters, `group` numbering documents."""
+    """A store of sequences whose letters show their family. `group` numbers documents."""
     symbols = vocabularies.symbols(LETTERS)
     columns = {"tokens": "", "label": "int64", "group": "int32"}
     with create_store(path, symbols, columns) as store:
@@ -63,7 +64,7 @@ def test_families_are_paired_as_drawn(seed: int) -> None:
     assert (label[family == 0] == 0).all()  # alone in its family
     share = label[family != 0].mean()
     assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(len(family))
-    # strangers are of a family drawn evenly, whatever its size
+    # every other family is equally likely, whatever its size
     counts = np.zeros(len(SIZES))
     for turn in range(40):
         _, second, label = pairs.draw_family(np.random.default_rng([seed, turn]), family)
@@ -78,7 +79,7 @@ def test_families_are_paired_as_drawn(seed: int) -> None:
 def test_the_next_row_is_the_next_of_its_document(seed: int) -> None:
     document = np.repeat(np.arange(len(SIZES)), SIZES)
     first, second, label = pairs.draw_next(np.random.default_rng(seed), document)
-    assert len(first) == len(document) - len(SIZES)  # a document's last row begins no pair
+    assert len(first) == len(document) - len(SIZES)  # the last row of a document has no next
     follows = label == 0
     assert (second[follows] == first[follows] + 1).all()
     assert (document[second[follows]] == document[first[follows]]).all()
@@ -87,7 +88,7 @@ def test_the_next_row_is_the_next_of_its_document(seed: int) -> None:
     assert set(document[second[~follows]]) >= {1, 3, 5}
 
 
-def test_order_exchanges_neighbours() -> None:
+def test_order_swaps_neighbours() -> None:
     document = np.repeat(np.arange(len(SIZES)), SIZES)
     first, second, label = pairs.draw_order(np.random.default_rng(1), document)
     assert (second - first == np.where(label == 1, -1, 1)).all()
@@ -103,9 +104,9 @@ def test_one_document_has_no_random_rows() -> None:
 
 
 def test_a_store_of_pairs(source: Path, tmp_path: Path) -> None:
-    found = open_store(make(source, tmp_path / "p", "--kind", "family", "--rounds", 3))
-    assert (found.kind, found.labels) == ("class", ["different", "same"])
-    split = found.split("train")
+    store = open_store(make(source, tmp_path / "p", "--kind", "family", "--rounds", 3))
+    assert (store.kind, store.labels) == ("class", ["different", "same"])
+    split = store.split("train")
     assert split.rows == 3 * sum(SIZES)
     columns = split.columns
     for row in range(0, split.rows, 7):
@@ -113,7 +114,7 @@ def test_a_store_of_pairs(source: Path, tmp_path: Path) -> None:
         assert same == columns["label"][row]
     again = open_store(make(source, tmp_path / "q", "--kind", "family", "--rounds", 3))
     other = open_store(make(source, tmp_path / "r", "--kind", "family", "--seed", 1))
-    assert again.key == found.key != other.key
+    assert again.key == store.key != other.key
 
 
 @pytest.mark.parametrize(("kind", "how"), [("next", "text --documents"), ("family", "task prot")])
@@ -128,9 +129,7 @@ def test_refused(tmp_path: Path, kind: str, how: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_joint_loss_is_a_sum_that_may_be_cut(
-    source: Path, tmp_path: Path, forks: Forks
-) -> None:
+def test_the_joint_loss_is_a_sum_over_rows(source: Path, tmp_path: Path, forks: Forks) -> None:
     """Two halves of a batch add up to the whole, and a pair counts `pair_scale` masked tokens."""
     store = make(source, tmp_path / "p", "--kind", "family")
     run = tmp_path / "run"
@@ -169,7 +168,7 @@ def test_the_joint_loss_is_a_sum_that_may_be_cut(
 
 
 def test_pairs_are_learned(source: Path, tmp_path: Path, forks: Forks) -> None:
-    """A model of PLUS's form tells families apart, and goes on being told as an MLM."""
+    """A model shaped like PLUS learns to tell families apart, and still learns MLM."""
     store = make(source, tmp_path / "p", "--kind", "family", "--rounds", 4)
     run = tmp_path / "run"
     good(
@@ -190,10 +189,10 @@ def test_pairs_are_learned(source: Path, tmp_path: Path, forks: Forks) -> None:
         )
     )
     kept_as_scored(run)
-    found = read_json(run / "result.json")["metrics"]["valid"]
-    assert found["pair_accuracy"] > 0.9
-    assert found["loss"] < 2.0
-    assert found["pair_loss"] < 0.5
+    scores = read_json(run / "result.json")["metrics"]["valid"]
+    assert scores["pair_accuracy"] > 0.9
+    assert scores["loss"] < 2.0
+    assert scores["pair_loss"] < 0.5
 
 
 @pytest.mark.parametrize(
@@ -208,7 +207,7 @@ def test_pair_weight_needs_pairs(
 
 
 def test_from_pfam_to_pairs(tmp_path: Path) -> None:
-    """Pfam's headers name the family in their third field; pairs are of the very sequences."""
+    """Pfam's headers name the family in their third field, and pairs hold its sequences."""
     rng = np.random.default_rng(0)
     lines = []
     for i in range(120):
@@ -225,9 +224,9 @@ def test_from_pfam_to_pairs(tmp_path: Path) -> None:
         arguments.do(arguments)
     families = open_store(tmp_path / "families")
     assert families.labels == ["1-cysPrx_C", "2OG-FeII_Oxy", "7tm_1"]
-    found = open_store(tmp_path / "pairs")
-    tokenizer, columns = found.tokenizer(), found.split("train").columns
-    for row in range(found.split("train").rows):
+    paired = open_store(tmp_path / "pairs")
+    tokenizer, columns = paired.tokenizer(), paired.split("train").columns
+    for row in range(paired.split("train").rows):
         ends = [tokenizer.decode(columns[c][row])[-1] for c in ("tokens", "tokens_b")]
         assert (ends[0] == ends[1]) == columns["label"][row]
 

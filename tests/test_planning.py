@@ -20,7 +20,8 @@ from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
-from xformer.preprocess import cli, dna, glue, protein, tags
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import dna, glue, protein, tags
 from xformer.recipe import Recipe
 from xformer.study.forecast import PLACEHOLDER, Forecast, Notes, in_words, listed, made_kind
 from xformer.study.plan import Plan
@@ -285,8 +286,8 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     # the model that another stage makes
     ([finetune("batch.max_tokens = 129")], ["batch.max_tokens=129: the model takes 128 at most"]),
     ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
-    ([finetune("model.hidden = 32")], ["model.hidden=32 is no multiple of model.heads=12"]),
-    ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below one row's batch.max_tokens"]),
+    ([finetune("model.hidden = 32")], ["model.hidden=32 is not a multiple of model.heads=12"]),
+    ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below batch.max_tokens="]),
     # kinds of stores and heads
     (
         [("classify.toml", "regress.toml"), metric("spearman")],
@@ -537,11 +538,13 @@ def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> No
 
 
 def test_kinds_of_stores_are_those_that_the_commands_make() -> None:
-    forms = {name: form.kind for name, form in (dna.TASKS | protein.TASKS).items()}
-    kinds = forms | {name: "class" if task.labels else "score" for name, task in glue.TASKS.items()}
+    forms = {name: form.kind for name, form in (dna.DNA_TASKS | protein.PROTEIN_TASKS).items()}
+    kinds = forms | {
+        name: "class" if task.labels else "score" for name, task in glue.GLUE_TASKS.items()
+    }
     kinds |= dict.fromkeys(tags.ABOUTS, "tag") | {"tsv": None}
     kinds |= {"dna/splice": "class", "music/maestro": "class", "choice": "choice"}
-    assert set(kinds) == set(cli.TASKS)
+    assert set(kinds) == set(cli.TASK_READERS)
     for name, kind in kinds.items():
         command = ["preprocess.py", "task", name, "--input", "x"]
         assert made_kind(command) == (kind or "class")

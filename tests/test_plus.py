@@ -1,7 +1,7 @@
 """PLUS-TFM checkpoints (Min et al. 2019) against the published formulas, one sequence at a time.
 
-L tokens of a sequence, C hidden size, H heads. The same random checkpoints were compared with the
-public code itself, which is not here: docs/results.md.
+L tokens of a sequence, C hidden size, H heads. The public code itself is not part of this project;
+docs/results.md says how the same random checkpoints compare with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensors(classes: int | None = 2, learned: bool = False) -> dict[str, Tensor]
     def draw(*shape: int) -> Tensor:
         return 0.4 * torch.randn(shape, generator=generator)
 
-    found = {"embed.tok_embed.weight": draw(25, C), "embed.seg_embed.weight": draw(2, C)}
+    source = {"embed.tok_embed.weight": draw(25, C), "embed.seg_embed.weight": draw(2, C)}
     norms, linear = ["embed.norm"], dict[str, tuple[int, int]]()
     for i in range(LAYERS):
         norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
@@ -42,18 +42,18 @@ def tensors(classes: int | None = 2, learned: bool = False) -> dict[str, Tensor]
         linear |= {f"blocks.{i}.proj": (C, C), f"blocks.{i}.pwff.fc1": (INNER, C)}
         linear |= {f"blocks.{i}.pwff.fc2": (C, INNER)}
     for name in norms:
-        found |= {f"{name}.gamma": 1 + draw(C), f"{name}.beta": draw(C)}
+        source |= {f"{name}.gamma": 1 + draw(C), f"{name}.beta": draw(C)}
     for name, shape in linear.items():
-        found |= {f"{name}.weight": draw(*shape), f"{name}.bias": draw(shape[0])}
+        source |= {f"{name}.weight": draw(*shape), f"{name}.bias": draw(shape[0])}
     position = {"embed.pos_embed.weight": draw(LONGEST, C)}
-    found |= position if learned else {"embed.pos_embed.pe": sinusoids()}
-    found = {f"transformer.{name}": tensor for name, tensor in found.items()}
-    found |= {"fc_lm.weight": draw(C, C), "fc_lm.bias": draw(C), "decoder_bias": draw(25)}
-    found |= {"norm_lm.gamma": 1 + draw(C), "norm_lm.beta": draw(C)}
-    found["decoder.weight"] = found["transformer.embed.tok_embed.weight"]
+    source |= position if learned else {"embed.pos_embed.pe": sinusoids()}
+    source = {f"transformer.{name}": tensor for name, tensor in source.items()}
+    source |= {"fc_lm.weight": draw(C, C), "fc_lm.bias": draw(C), "decoder_bias": draw(25)}
+    source |= {"norm_lm.gamma": 1 + draw(C), "norm_lm.beta": draw(C)}
+    source["decoder.weight"] = source["transformer.embed.tok_embed.weight"]
     if classes:
-        found |= {"cls.weight": draw(classes, C), "cls.bias": draw(classes)}
-    return found
+        source |= {"cls.weight": draw(classes, C), "cls.bias": draw(classes)}
+    return source
 
 
 def sinusoids() -> Tensor:
@@ -79,7 +79,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def reference(ids: list[int], w: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(hidden states (L, C), MLM logits (L, 25), classes) of one sequence."""
+    """The hidden states (L, C), MLM logits (L, 25) and class logits of one sequence."""
     w = {name.removeprefix("transformer."): tensor for name, tensor in w.items()}
     L = len(ids)
     place = (
@@ -104,8 +104,8 @@ def reference(ids: list[int], w: dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
     return x, logits + w["decoder_bias"], classes
 
 
-def write(tmp_path: Path, found: Any) -> Path:
-    torch.save(found, tmp_path / "PLUS-TFM.pt")
+def write(tmp_path: Path, content: Any) -> Path:
+    torch.save(content, tmp_path / "PLUS-TFM.pt")
     return tmp_path / "PLUS-TFM.pt"
 
 
@@ -134,7 +134,7 @@ def test_an_imported_checkpoint_computes_the_published_formulas(
     classes = model.pair_head(model.pooled(x.index_select(0, packed.first)))
     wide = {name: tensor.to(dtype) for name, tensor in source.items()}
     most = most if learned else 1e-5  # sines and cosines are computed in single precision
-    if not learned:  # the table itself is kept in single precision
+    if not learned:  # the checkpoint stores the table in single precision
         wide["transformer.embed.pos_embed.pe"] = sinusoids().to(dtype)
     assert batch.rows is not None
     for i, row in enumerate(batch.rows):
@@ -146,19 +146,23 @@ def test_an_imported_checkpoint_computes_the_published_formulas(
         assert distance(classes[i], pair) <= most
 
 
-def test_the_alphabet_is_that_of_plus() -> None:
-    found = vocabularies.plus()
+def test_the_alphabet_is_the_one_of_plus() -> None:
+    tokenizer = vocabularies.plus()
     letters = "ARNDCQEGHILKMFPSTWYV"
-    assert found.encode_batch([letters])[0].tolist() == list(range(1, 21))
-    # O as K, U as C, and what is no letter of it as X
-    assert found.encode_batch(["XOUBZ-*J"])[0].tolist() == [21, 12, 5, 21, 21, 21, 21, 21]
-    assert (found.special["pad"], found.special["mask"], len(found)) == (0, 22, 25)
-    assert (found.special["cls"], found.special["sep"], found.special["unk"]) == (23, 24, 21)
+    assert tokenizer.encode_batch([letters])[0].tolist() == list(range(1, 21))
+    # O reads as K, U as C, and any other character as X
+    assert tokenizer.encode_batch(["XOUBZ-*J"])[0].tolist() == [21, 12, 5, 21, 21, 21, 21, 21]
+    assert (tokenizer.special["pad"], tokenizer.special["mask"], len(tokenizer)) == (0, 22, 25)
+    assert (tokenizer.special["cls"], tokenizer.special["sep"], tokenizer.special["unk"]) == (
+        23,
+        24,
+        21,
+    )
 
 
 def test_the_alphabet_is_saved(tmp_path: Path) -> None:
     vocabularies.plus().save(tmp_path)
-    again = tokenizers.load(tmp_path)
+    again = tokenizers.load_tokenizer(tmp_path)
     assert again.encode_batch(["OUX"])[0].tolist() == [12, 5, 21]
     assert again.fingerprint == vocabularies.plus().fingerprint
 
@@ -174,8 +178,8 @@ def test_heads(tmp_path: Path, classes: int | None, kind: str, labels: tuple[str
 
 
 def change(**changes: Any) -> dict[str, Any]:
-    found = {**tensors(), **{name.replace("__", "."): value for name, value in changes.items()}}
-    return {name: value for name, value in found.items() if value is not ...}
+    source = {**tensors(), **{name.replace("__", "."): value for name, value in changes.items()}}
+    return {name: value for name, value in source.items() if value is not ...}
 
 
 @pytest.mark.parametrize(
@@ -188,14 +192,14 @@ def change(**changes: Any) -> dict[str, Any]:
         (change(fc_lm__bias=torch.full((C,), math.nan)), H, "fc_lm.bias holds NaN"),
         (change(fc_lm__bias=torch.ones(5)), H, r"mlm_head.dense.bias is \(5,\)"),
         (change(decoder__weight=torch.ones(25, C)), H, "decoder.weight differs"),
-        (tensors(), 5, "12 wide, no multiple of 5 heads"),
+        (tensors(), 5, "12 wide, which is not a multiple of 5 heads"),
         (change(transformer__embed__tok_embed__weight=torch.ones(25)), H, "not a PLUS-TFM check"),
         (change(cls__weight=torch.ones(2)), H, "not a PLUS-TFM checkpoint"),
         (change(transformer__embed__pos_embed__pe=torch.zeros(1, LONGEST, C)), H, "sines and cos"),
         ([1, 2], H, "not a table of tensors"),
     ],
 )
-def test_refused(tmp_path: Path, source: Any, heads: int, phrase: str) -> None:
+def test_bad_files_are_refused(tmp_path: Path, source: Any, heads: int, phrase: str) -> None:
     with pytest.raises(BadInput, match=phrase):
         plus.from_plus(write(tmp_path, source), heads=heads)
 

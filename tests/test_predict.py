@@ -1,5 +1,5 @@
-"""`evaluate.py input=`: raw rows go through the readers of preprocess.py, whatever their form; and
-every table of predictions is a rectangle."""
+"""`evaluate.py input=`: raw rows of any format are read by the readers of preprocess.py, and every
+row of a table of predictions has the same columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Table = list[dict[str, str]]
 
 
 def read(text: str) -> Table:
-    """A table of predictions, by csv; every row has as many fields as the header."""
+    """Read a table of predictions, and check that every row has as many fields as the header."""
     rows = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True))
     assert {len(row) for row in rows} == {len(rows[0])}
     return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
@@ -65,7 +65,7 @@ def answers(table: Table) -> list[list[str]]:
 def trained(
     forks: Forks, place: Path, recipe: str, task: Sequence[object], *overrides: str
 ) -> tuple[Path, Path]:
-    """A store of a task, and a short run on it."""
+    """Make a store of a task and a short run on it."""
     store, run = place / "store", place / "run"
     line = ["task", *map(str, task), "--output", str(store)]
     good(forks.run("preprocess.py", *line))
@@ -74,7 +74,7 @@ def trained(
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Rows in the form that the file's ending names."""
+    """Write rows in the format of the file's ending."""
     if path.suffix == ".parquet":
         pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pa.Table.from_pylist(rows), path)
@@ -109,8 +109,7 @@ def dna(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 def test_sequences_in_every_form(
     dna: tuple[Path, Path, list[str]], forks: Forks, tmp_path: Path
 ) -> None:
-    """FASTA, three lines, csv, JSON and the rest give the predictions of the store, in their order;
-    labels may be there or not."""
+    """Files of any format, with or without labels, give the predictions of the store, in order."""
     store, run, texts = dna
     expected = of_split(forks, run, store, "test")
     assert [row["id"] for row in expected] == [f"test{i}" for i in range(20)]
@@ -136,7 +135,7 @@ def test_sequences_in_every_form(
 
 REFUSED = {
     "a.fasta": (">one\nACGT\n>two\nACQT\n", "a.fasta:3: letters other than ACGTNRYSWKMBDHV: 'Q'"),
-    "b.fasta": (">one\nACGT\n>two\nAC-T\n", "b.fasta:4: '-' is no letter of a sequence"),
+    "b.fasta": (">one\nACGT\n>two\nAC-T\n", "b.fasta:4: '-' is not a letter of a sequence"),
     "c.fasta": (">one\nACGT\n>two\n>three\nAC\n", "c.fasta:3: a record without a sequence"),
     "d.fasta": ("ACGT\n>one\nACGT\n", "d.fasta:1: text before the first header"),
     "e.csv": ("sequence,id\nACGT,1\nACXT,2\n", "e.csv:3: letters other than ACGTNRYSWKMBDHV: 'X'"),
@@ -171,7 +170,7 @@ def test_rows_that_cannot_be_read(
 
 
 def without_its_task(run: Path, place: Path) -> Path:
-    """The run's checkpoint, as one from before tasks were recorded."""
+    """Save the run's checkpoint as it was before tasks were recorded."""
     checkpoint = checkpoints.load(run)
     assert checkpoint.head is not None
     columns = {
@@ -204,8 +203,8 @@ def test_older_checkpoints_read_by_their_columns(
 
 
 def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
-    """The published files themselves are predicted: E. coli's promoters in csv, GFP in JSON lines,
-    and proteins in FASTA, as the rows of their stores are."""
+    """Published files (E. coli promoters in csv, GFP in JSON lines, proteins in FASTA) give the
+    predictions of their stores."""
     ecoli = shared / "dna/ecoli_promoter/v9d3.csv"
     store, run = trained(
         forks, tmp_path, CLASSIFY, ["dna", "--input", ecoli], "train.steps=2", "batch.max_tokens=64"
@@ -214,8 +213,8 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
     lines = ecoli.read_text().split()[1:]
     assert [row["input"] for row in found] == [line.split(",")[0].upper() for line in lines]
     by_text = {row["input"]: row["label"] for row in found}
-    tokens, tokenizer = open_store(store).split("test").columns["tokens"], open_store(store)
-    letters = tokenizer.tokenizer().pieces
+    opened = open_store(store)
+    tokens, letters = opened.split("test").columns["tokens"], opened.tokenizer().pieces
     for row, said in enumerate(of_split(forks, run, store, "test")):
         assert said["label"] == by_text["".join(letters[i] for i in tokens[row])]
 
@@ -264,7 +263,7 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
 def test_splice_as_it_is_published(
     learned: dict[str, Path], data: Toys, forks: Forks, tmp_path: Path
 ) -> None:
-    """UCI's file, whose labels and names stand beside the sequences."""
+    """UCI's file, which holds labels and names beside the sequences."""
     found = predict(forks, learned["splice"], data.raw / "splice.data")
     lines = [line.split(",") for line in (data.raw / "splice.data").read_text().splitlines()]
     assert [row["input"] for row in found] == [sequence for *_, sequence in lines]
@@ -316,8 +315,8 @@ def test_other_files_are_refused(
 
 
 def test_pieces(shared: Path, forks: Forks, tmp_path: Path) -> None:
-    """MIDI files, a directory of them and MAESTRO's table: a line a piece, whose segments vote as
-    they do in the score of the store."""
+    """MIDI files, a directory of them and MAESTRO's table give one prediction per piece. The
+    segments of a piece vote, as they do when the store is scored."""
     pytest.importorskip("symusic")
     with (shared / "music/maestro-v1-subset/maestro-v1.0.0.csv").open() as file:
         few = list(csv.DictReader(file))[::12]
@@ -348,14 +347,17 @@ def test_pieces(shared: Path, forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "bad.mid").write_bytes(b"no music")
     refused(forks.run("evaluate.py", run, f"input={tmp_path / 'bad.mid'}"), "bad.mid:1: not a MIDI")
     (tmp_path / "p.tsv").write_text("pitches\n60 61\n60 200\n")
-    refused(forks.run("evaluate.py", run, f"input={tmp_path / 'p.tsv'}"), "p.tsv:3: '200' is no pi")
+    refused(
+        forks.run("evaluate.py", run, f"input={tmp_path / 'p.tsv'}"),
+        "p.tsv:3: '200' is not a pitch",
+    )
 
 
 # ------------------------------------------------------------------------------ questions
 
 
 def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> None:
-    """SQuAD's JSON, with and without answers, and tables with a question and its context."""
+    """SQuAD's JSON, with and without answers, and tables of questions and contexts."""
     raw = json.loads((shared / "squad/train-subset-1.json").read_text())
     paragraphs = raw["data"][0]["paragraphs"][:4]
     for paragraph in paragraphs:
@@ -412,7 +414,8 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
 
 
 def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
-    """CoNLL's columns under any name are not taken for text; text is, a sentence a line."""
+    """CoNLL's columns are not taken for text, whatever the file's name. Text has one sentence per
+    line."""
     draw = np.random.default_rng(0)
     words = [
         list(draw.choice(["bam", "ban", "dan", "fan"], draw.integers(2, 6))) for _ in range(40)
@@ -439,12 +442,12 @@ def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
         assert [row["input"] for row in found] == plain, name
     (tmp_path / "x.jsonl").write_text('{"text": "bam"}\n')
     refused(
-        forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give a sentence a line"
+        forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give one sentence per line"
     )
 
 
 def test_amino_acids(forks: Forks, tmp_path: Path) -> None:
-    """A label a letter: proteins come as FASTA, or one a line with or without spaces."""
+    """A label per letter. Proteins come as FASTA, or one per line, with or without spaces."""
     draw = np.random.default_rng(0)
     made = {f"p{i}": "".join(draw.choice(list("ACDEF"), 9)) for i in range(30)}
     fasta = "".join(f">{name}\n{text}\n" for name, text in made.items())
@@ -467,7 +470,7 @@ def test_amino_acids(forks: Forks, tmp_path: Path) -> None:
     assert [row["id"] for row in predict(forks, run, tmp_path / "a.fasta")] == [n for n, _ in some]
 
 
-# ------------------------------------------------------------------------------ rectangles
+# ------------------------------------------------------------------------------ odd texts
 
 ODD = [
     "bam\tban",
@@ -486,7 +489,7 @@ ODD = [
 
 
 def same(text: str, expected: Table) -> None:
-    """The table is read back unchanged by csv, and by pandas where it is there."""
+    """Check that csv, and pandas if it is installed, read the table back unchanged."""
     assert read(text) == expected
     try:
         pandas: Any = import_module("pandas")
@@ -501,7 +504,7 @@ def same(text: str, expected: Table) -> None:
 def test_odd_texts_in_every_table(
     data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:
-    """Tabs, quotes and line ends in texts, of one text, of two, and of scores."""
+    """Tabs, quotes and line ends survive in tables of one text, of two texts and of scores."""
     for name, columns in (
         ("classes", ["text"]),
         ("pairs", ["left", "right"]),

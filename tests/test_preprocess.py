@@ -18,11 +18,12 @@ import pytest
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.store import Ragged, Store, open_store
-from xformer.preprocess import cli, pydocs, synthetic, text
+from xformer.preprocess import cli
 from xformer.preprocess.bad import BadRows
-from xformer.preprocess.tables import Form, Table
-from xformer.preprocess.text import TextOptions, read_documents
-from xformer.preprocess.words import Encoder
+from xformer.preprocess.corpora import documents, pydocs, synthetic
+from xformer.preprocess.corpora.documents import TextOptions, read_documents
+from xformer.preprocess.tasks.tables import Form, RowTable
+from xformer.preprocess.words import CachedEncoder
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared/data"
@@ -91,10 +92,10 @@ def test_tokenizer(base, tmp_path, kind):
     arguments = ["tokenizer", "--kind", kind, "--input", base / "corpus.txt", "--vocab-size", size]
     said = run(*arguments, "--output", tmp_path / "a")
     run(*arguments, "--output", tmp_path / "b")
-    found = tokenizers.load(tmp_path / "a")
+    found = tokenizers.load_tokenizer(tmp_path / "a")
     assert f"{len(found):,} pieces" in said
     assert len(found) <= size
-    assert found.fingerprint == tokenizers.load(tmp_path / "b").fingerprint
+    assert found.fingerprint == tokenizers.load_tokenizer(tmp_path / "b").fingerprint
     ids = found.encode_batch([SENTENCES[0]])[0]
     assert len(ids) > 5
     assert found.special["unk"] not in ids
@@ -105,10 +106,10 @@ def test_tokenizer(base, tmp_path, kind):
 def test_tokenizer_options(base, tmp_path):
     arguments = ["--input", base / "corpus.txt", "--vocab-size", 150, "--cased"]
     run("tokenizer", "--kind", "wordpiece", *arguments, "--output", tmp_path / "t")
-    found = tokenizers.load(tmp_path / "t")
+    found = tokenizers.load_tokenizer(tmp_path / "t")
     assert found.special["unk"] not in found.encode_batch(["The A In"])[0]
     assert "T" in found.pieces
-    assert tokenizers.load(base / "acgt").pieces[5:] == list("ACGT")
+    assert tokenizers.load_tokenizer(base / "acgt").pieces[5:] == list("ACGT")
 
 
 # ------------------------------------------------------------------------------ text
@@ -198,9 +199,9 @@ def test_several_files_are_several_documents(base, tmp_path):
 def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkeypatch, kind):
     """With tiny buffers, so that every document and line is read, cut and encoded in pieces."""
     if kind == "unigram":
-        tokenizer = vocabularies.train("unigram", SENTENCES * 5, 60)
+        tokenizer = vocabularies.learn("unigram", SENTENCES * 5, 60)
     else:
-        tokenizer = tokenizers.load(base / kind)
+        tokenizer = tokenizers.load_tokenizer(base / kind)
     generator = np.random.default_rng(0)
     words = ["a", "the", "Über", "naïve", "don't", "x,", "12", "(so)", "end.", "éé", "中文"]
     gaps = [" "] * 12 + ["\n", "\r\n", "\n\n", "  ", "\n  ", "\t", " \n \n"]
@@ -211,11 +212,11 @@ def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkey
         options = TextOptions(by_line)
         wanted = expected(content, options, 10**9, tokenizer)
         for read, segment in ((7, 48), (64, 48), (1000, 100)):
-            monkeypatch.setattr(text, "READ", read)
-            monkeypatch.setattr(text, "SEGMENT", segment)
+            monkeypatch.setattr(documents, "READ", read)
+            monkeypatch.setattr(documents, "SEGMENT", segment)
             seen: list[int] = []
             segments = read_documents([tmp_path / "t.txt"], options, seen.append)
-            encoder, found, new = Encoder(tokenizer), [], True
+            encoder, found, new = CachedEncoder(tokenizer), [], True
             for piece, ends in segments:
                 assert len(piece) <= 5 * segment
                 values = encoder.encode([piece])[0].tolist()
@@ -256,7 +257,7 @@ def test_memory_does_not_grow_with_one_huge_line(base, tmp_path):
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 100  # MB; the words of 7 MB of text as a list take 120
     found = open_store(tmp_path / "t").split("train")
-    once = len(tokenizers.load(base / "wordpiece").encode_batch([" ".join(SENTENCES)])[0])
+    once = len(tokenizers.load_tokenizer(base / "wordpiece").encode_batch([" ".join(SENTENCES)])[0])
     assert found.tokens == 40_000 * once
     assert found.rows == -(-found.tokens // 510)
 
@@ -707,7 +708,7 @@ REFUSED = [
     ([*NEST, "0"], "must be at least 1"),
     ([*NEST, "9", "--push", "1"], "between 0 and 1"),
     ([*NEST, "9", "--lengths", "9:3"], "LEAST <= MOST"),
-    ([*NEST, "9", "--distinct", "40000"], "only 29995"),
+    ([*NEST, "9", "--distinct", "40000"], "is too large: only 29995"),
     ([*NEST, "9", "--frequencies", "bpe"], "bpe is not a store"),
     ([*NEST, "9", "--frequencies", "store", "--vocab-size", "9"], "is less than the"),
     (["synthetic", "nested"], "did you mean nesting"),
@@ -785,7 +786,7 @@ def test_errors_reach_the_user_in_one_line_with_their_status(base):
 
 def test_help_says_what_everything_is(monkeypatch, capsys):
     commands = ["tokenizer", "text", "stats", "verify", "pydocs"]
-    names = [[name] for name in commands] + [["task", name] for name in cli.TASKS]
+    names = [[name] for name in commands] + [["task", name] for name in cli.TASK_READERS]
     names += [["synthetic", name] for name in synthetic.GENERATORS] + [[]]
     for name in names:
         with pytest.raises(SystemExit) as caught:
@@ -841,7 +842,7 @@ def test_statuses_of_errors():
 
 def test_reader_of_delimited_rows(tmp_path):
     (tmp_path / "t").write_text('a\t"b\n\n\x0bc\u2028d\te\n')
-    table = Table(tmp_path / "t", Form("\t", None, header=False))
+    table = RowTable(tmp_path / "t", Form("\t", None, header=False))
     assert list(table.rows(["1", "2"], BadRows(False))) == [
         (1, ["a", '"b']),
         (3, ["\x0bc\u2028d", "e"]),

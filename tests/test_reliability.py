@@ -1,4 +1,4 @@
-"""What a run promises beyond its steps: which checkpoints there are, its origin, its repeat."""
+"""What a run promises beyond its steps: which checkpoints it keeps, its record, its repetition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.monitor import cut_log, records
 from xformer.ops import native
 from xformer.parallel import watch
-from xformer.writer import Writer
+from xformer.writer import BackgroundWriter
 
 STEPS = [
     "train.steps=15",
@@ -92,7 +92,7 @@ def test_a_finished_run_that_keeps_no_state(
     with (selected / "model.safetensors").open("r+b") as weights_file:
         weights_file.seek(-1, os.SEEK_END)
         weights_file.write(b"x")
-    refused(forks.run(*line), "is damaged", "has no other checkpoint: overwrite=true")
+    refused(forks.run(*line), "is damaged", "has no other checkpoint; overwrite=true")
 
 
 def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -127,12 +127,12 @@ def test_a_full_disk_costs_a_line_and_nothing_else(
     done = good(forks.run(*lines[1], before=full))
     said = [line for line in done.err.splitlines() if "No space left on device" in line]
     assert said == [
-        f"No space left on device: {runs[1] / 'checkpoints/step_6'}; no checkpoint of step 6, "
-        "older ones are kept, and the run goes on; until the disk takes a checkpoint, none becomes "
-        "the best"
+        f"No space left on device: {runs[1] / 'checkpoints/step_6'}; the checkpoint of step 6 "
+        "is not written, older ones are kept, and the run goes on; no checkpoint becomes the "
+        "best until one can be written"
     ]
     told = [line for line in done.err.splitlines() if "checkpoint" in line and line not in said]
-    assert told == ["the checkpoint of step 12 could be written now"]
+    assert told == ["the checkpoint of step 12 is written now"]
     assert "step_6 is missing" not in done.err
     assert kept(runs[1]) == {"step_12", "step_15"}
     for name in ("model", "optimizer"):
@@ -145,12 +145,14 @@ def test_the_last_checkpoint_must_be_written(forks: Forks, data: Toys, tmp_path:
     line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
     done = forks.run(*line, before=FULL.format(steps=["step_15"]))
     assert done.status == 1
-    assert "no checkpoint of step 15, older ones are kept" in done.err.splitlines()[-1]
+    assert (
+        "the checkpoint of step 15 is not written, older ones are kept" in done.err.splitlines()[-1]
+    )
     assert kept(tmp_path / "run") == {"step_9", "step_12"}
     stop = AT_STEP.format(step=13, signal="SIGTERM", ranks="0")
     done = forks.run(*line, before=FULL.format(steps=["step_14"]) + stop)
     assert done.status == 1
-    assert "no checkpoint of step 14" in done.err.splitlines()[-1]
+    assert "the checkpoint of step 14 is not written" in done.err.splitlines()[-1]
     good(forks.run(*line))
 
 
@@ -167,33 +169,37 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         if name == "second":
             assert gone_on.wait(60)
 
-    with Writer(said.append) as writer:
+    with BackgroundWriter(said.append) as writer:
         writer.start("first", lambda: work("first", 2))
         assert writer.task is not None
         writer.task.result(60)
         first = (
-            "Input/output error; no first, older ones are kept, and the run goes on; until the "
-            "disk takes a checkpoint, none becomes the best"
+            "Input/output error; the first is not written, older ones are kept, and the run goes "
+            "on; no checkpoint becomes the best until one can be written"
         )
-        assert said == [first, "the first could be written now"]
+        assert said == [first, "the first is written now"]
         writer.start("second", lambda: work("second", 0))
-        assert not writer.task.done()  # this thread is free meanwhile
+        assert not writer.task.done()  # this thread does not wait
         gone_on.set()
         writer.start("third", lambda: work("first", 10**6))  # fails, and waits for a minute
     assert tries["second"] == 1
     assert len(said) == 3
-    with Writer(said.append) as writer:  # one line for many failures, and one for the success
+    with BackgroundWriter(
+        said.append
+    ) as writer:  # one line for many failures, and one for the success
         for _ in range(5):
             writer.start("checkpoint", lambda: work("first", 10**6))
-        with pytest.raises(Failure, match="Input/output error; no last, older ones are kept"):
+        with pytest.raises(
+            Failure, match="Input/output error; the last is not written, older ones are kept"
+        ):
             writer.now("last", lambda: work("first", 10**6))
         writer.now("last", lambda: None)
         writer.now("last", lambda: None)
     assert [line.partition(";")[0] for line in said[3:]] == [
         "Input/output error",
-        "the last could be written now",
+        "the last is written now",
     ]
-    with pytest.raises(ZeroDivisionError), Writer(said.append) as writer:
+    with pytest.raises(ZeroDivisionError), BackgroundWriter(said.append) as writer:
         writer.start("a mistake of ours", lambda: print(1 // 0))
 
 
@@ -231,8 +237,8 @@ checkpoint.save, Monitor.advance = late, watched
 def test_a_run_may_change_its_processes_and_micro_batches(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Without dropout: 1, 2, 1 processes of 1, 1, 4 micro-batches are as 1 of 1, to rounding; and
-    2 processes are 2 micro-batches bit for bit, as they add the same two halves."""
+    """Without dropout, 1, 2, 1 processes with 1, 1, 4 micro-batches equal one with 1, to rounding.
+    2 processes equal 2 micro-batches bit for bit, because they add the same two halves."""
     plain = [*STEPS, *NO_DROPOUT, "train.log_every=1"]
     names = ("one", "elastic", "ranks", "batches")
     lines = {name: training(SMOKE, data.text, tmp_path / name, *plain) for name in names}
@@ -265,7 +271,7 @@ def test_a_run_may_change_its_processes_and_micro_batches(
 
 
 def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """torchrun keeps one store over its restarts, with the addresses of ranks that are gone."""
+    """A restart by torchrun, whose store still has the addresses of dead ranks, does not hang."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     start = f"import os, time\nos.environ.update({given})\n"
@@ -338,7 +344,7 @@ def test_two_runs_on_cuda_are_bit_identical_where_that_is_asked_for(
 ) -> None:
     runs = tmp_path / "one", tmp_path / "two"
     asked = ["system.deterministic=true", f"system.precision={precision}"]
-    for run in runs:  # processes of their own: CUDA bears no fork
+    for run in runs:  # new processes, because CUDA does not survive a fork
         good(command(*training(SMOKE, data.text, run, *STEPS, *asked)))
     same(*runs)
 
@@ -351,7 +357,7 @@ from xformer.ops import native
 if os.environ.get("RANK", "0") in {ranks!r}:
     versions = provenance.versions()
     provenance.versions = lambda: {{**versions, **{versions!r}}}
-    native.identity = lambda: {kernels!r}
+    native.cpu_kernels = lambda: {kernels!r}
     provenance.processor_model = lambda: "Abacus 3"
 """
 
@@ -398,7 +404,7 @@ def test_ranks_that_differ_are_refused(
     door: str, what: str, forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
     versions = {what: "9.9"} if what != "kernels" else {}
-    kernels = "other kernels" if what == "kernels" else native.identity()
+    kernels = "other kernels" if what == "kernels" else native.cpu_kernels()
     other = ELSEWHERE.format(ranks="12", versions=versions, kernels=kernels)
     line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
     line = line if door == "train.py" else [door, str(learned["text"]), f"data={data.text}"]
@@ -435,7 +441,7 @@ def test_changed_steps_of_an_unfinished_run_are_said(
             said = [text for text in done.err.splitlines() if f"train.{name} was" in text]
             assert len(said) == 1, done.err
             assert said[0].startswith(f"train.{name} was {before} and is now {after}: ")
-            assert said[0].endswith(f"the rate goes on at {new}; it stood at {old}")
+            assert said[0].endswith(f"the learning rate changes from {old} to {new}")
 
 
 def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -481,9 +487,9 @@ def test_damaged_lines_of_the_log_are_kept_aside(forks: Forks, data: Toys, tmp_p
     whole = path.read_bytes().splitlines(keepends=True)
     asides = []
     for number, bad in enumerate((b"\xff\x00{", b'{"event": "train"}', b"[]"), 1):
-        found = path.read_bytes().splitlines(keepends=True)
-        found[1], found[2] = bad + b"\n", b"{" + found[2]
-        path.write_bytes(b"".join([*found, b"no event\n", b'{"torn']))
+        actual = path.read_bytes().splitlines(keepends=True)
+        actual[1], actual[2] = bad + b"\n", b"{" + actual[2]
+        path.write_bytes(b"".join([*actual, b"no event\n", b'{"torn']))
         asides.append(path.read_bytes())
         again = AT_STEP.format(step=10, signal="SIGKILL", ranks="0")
         done = forks.run(*lines[1], before=again)
@@ -607,7 +613,7 @@ train = {{ steps = 2 }}
 
 
 def test_a_watch_that_is_closed_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread in a call of the store while Python ends would abort the process."""
+    """Python would abort if a thread were in a call of the store while it ends."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(watch.Watch, "_meet", lambda self, device: store)
     monkeypatch.setattr(watch, "BEAT", 0.001)  # it is hardly ever out of a call

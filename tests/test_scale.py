@@ -1,4 +1,4 @@
-"""Scale as its users meet it: ranks, machines, utilisation, profiles."""
+"""Training at scale as users see it: ranks, machines, utilisation, profiles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torch.testing import assert_close
 from toys import Toys
 
 from xformer import cost
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.data.files import read_json
 from xformer.model.config import ModelConfig
 from xformer.parallel import processes as ranks_and_devices
@@ -46,7 +46,7 @@ SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", 
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
 # more micro-batches than rows: some ranks have nothing to do in a step
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
-# Python that makes the gradient travel in many buckets, and says when each does and what it holds
+# Code that makes DDP reduce the gradient in many small buckets, and prints each with its shapes
 BUCKETS = """
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from xformer.parallel import replicas
@@ -62,7 +62,7 @@ replicas.DistributedDataParallel = Small
 
 
 def close(run: Path, reference: Path) -> None:
-    """Assert that two runs agree to the rounding of sums in another order."""
+    """Assert that two runs agree up to the rounding of sums in another order."""
     for a, b in zip(log(reference), log(run), strict=True):
         for key in ("loss", "grad_norm", "lr", "accuracy"):
             assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-5), key
@@ -78,7 +78,7 @@ def close(run: Path, reference: Path) -> None:
 
 
 def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Without dropout, also where a rank has no row or a part of the model stays frozen."""
+    """Without dropout, also if a rank has no rows or a part of the model is frozen."""
     runs = {
         "part": (1, SMOKE, PART),
         "part-ranks": (2, SMOKE, PART),
@@ -101,8 +101,8 @@ def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["mlm", "pairs", "classify", "regress", "span", "tag"])
 def test_every_weight_has_a_gradient(kind: str) -> None:
-    """DistributedDataParallel waits for all of them: also if no token is masked or labelled, and
-    from a rank without rows, whose gradient is 0."""
+    """DistributedDataParallel waits for all gradients. So they exist even if no token is masked or
+    labelled, and on a rank without rows, where they are 0."""
     config = ModelConfig(
         vocab_size=PIECES, layers=1, hidden=HIDDEN, heads=HEADS, intermediate=INNER
     )
@@ -131,8 +131,8 @@ def test_every_weight_has_a_gradient(kind: str) -> None:
 
 
 def test_the_gradient_travels_once_a_step(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """However many micro-batches; and in the same buckets where a run goes on, of which the first
-    pass of all, that counts nothing, knows none yet."""
+    """The number of micro-batches does not matter, and a resumed run has the same buckets. The
+    first pass of every start, whose result is not used, has not learnt these buckets yet."""
     line = training(SMOKE, data.text, tmp_path / "run", "train.select=last", "batch.accumulate=3")
     first = good(forks.run(*line, "train.steps=2", ranks=2, before=BUCKETS)).out.splitlines()
     later = good(forks.run(*line, "train.steps=3", ranks=2, before=BUCKETS)).out.splitlines()
@@ -144,7 +144,8 @@ def test_the_gradient_travels_once_a_step(forks: Forks, data: Toys, tmp_path: Pa
 
 
 def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Bit for bit, dropout on: sums of three depend on their order, which buckets decide."""
+    """Bit for bit, with dropout. The sum of three numbers depends on their order, and so on
+    buckets."""
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     straight, stopped = [training(SMOKE, data.text, run, *SHORT) for run in runs]
     reference = forks.start(*straight, ranks=3, before=BUCKETS)
@@ -156,7 +157,8 @@ def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_pa
 
 
 def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Two torchrun agents that meet over loopback, as on two nodes: the losses of one process."""
+    """Two torchrun agents that meet over loopback, as on two nodes, give the losses of one
+    process."""
     runs = [tmp_path / "one", tmp_path / "two"]
     lines = [training(SMOKE, data.text, run, *SHORT, *NO_DROPOUT) for run in runs]
     good(forks.run(*lines[0]))
@@ -208,7 +210,8 @@ def test_refusals(forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: 
 
 
 def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """`mfu` is the operations of the step's real rows over time and peak, of both ranks."""
+    """`mfu` is the operations of the step's real rows, divided by time and the peak of both
+    ranks."""
     run = tmp_path / "run"
     steps = ["train.steps=4", "train.log_every=2", "train.select=last", "system.peak_tflops=0.5"]
     good(forks.run(*training(SMOKE, data.text, run, *steps), ranks=2))
@@ -217,10 +220,10 @@ def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: 
     assert [e.value for e in shown] == pytest.approx([line["mfu"] for line in lines])
     config = ModelConfig(**read_json(run / "checkpoints/step_4/config.json")["model"])
     for line in lines:
-        # of 8 rows of at most 20 tokens no step has more work than full rows, nor a tenth of it
+        # 8 rows of at most 20 tokens: between a tenth of the work of full rows and all of it
         seconds = 1.0 / line["real_tokens_per_second"]
-        most = cost.training_flops(config, task("mlm"), Work(100, 2000, 100, 40)) / 100
-        least = cost.training_flops(config, task("mlm"), Work(100, 300, 5, 5)) / 100
+        most = cost.training_flops(config, task("mlm"), Workload(100, 2000, 100, 40)) / 100
+        least = cost.training_flops(config, task("mlm"), Workload(100, 300, 5, 5)) / 100
         assert least < line["mfu"] * 2 * 0.5e12 * seconds < most
     plain = tmp_path / "plain"
     good(forks.run(*training(SMOKE, data.text, plain, *steps[:3])))
@@ -228,7 +231,7 @@ def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: 
 
 
 def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A trace and its summary are written after 15 steps; the run and its results are the same."""
+    """A trace and its summary are written after 15 steps, and the run's results do not change."""
     last = SKIP + STEPS
     steps = [f"train.steps={last + 3}", "train.validate_every=8", "train.log_every=3"]
     plain, traced = tmp_path / "plain", tmp_path / "traced"
@@ -261,13 +264,13 @@ def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Pat
 def test_profile_of_a_short_run_says_so(forks: Forks, data: Toys, tmp_path: Path) -> None:
     line = training(SMOKE, data.text, tmp_path / "run", "train.steps=12", "system.profile=true")
     done = good(forks.run(*line))
-    assert f"no profile: it takes {SKIP + STEPS} steps, this run made 12" in done.err
+    assert f"no profile: it needs {SKIP + STEPS} steps, and this run made 12" in done.err
     assert not (tmp_path / "run/profile").exists()
 
 
 def test_profile_of_a_gpu() -> None:
-    """Kernels count for the operator that started them, else by their own name, and gaps are
-    idle time."""
+    """Kernels count for the operator that started them, else by their own name. Gaps are idle
+    time."""
 
     def kernel(name: str, begin: float, end: float) -> Any:
         span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
@@ -353,7 +356,7 @@ def test_kinds_of_work(name: str, kind: str) -> None:
 def test_threads_of_a_process(
     asked: str, setting: int, processes: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OMP_NUM_THREADS counts, but for torchrun's own 1; None: its share of the cores."""
+    """OMP_NUM_THREADS is used, except the 1 that torchrun sets. None: the share of the cores."""
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     before = torch.get_num_threads()

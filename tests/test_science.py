@@ -15,8 +15,9 @@ from test_tags import toy
 from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
-from xformer.analysis.command import Output, publish
+from xformer.analysis.subcommand import Output, publish
 from xformer.config import load, read_recipe, validate
+from xformer.data import style
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.store import open_store
@@ -51,13 +52,13 @@ def test_weight_decay_and_betas_follow_the_optimizer(
     for part in ("config", "identity"):
         assert content[part]["optim"]["weight_decay"] == decay
         assert content[part]["optim"]["betas"] == betas
-    assert f"{name}: highest rate 0.001 (linear), weight decay {decay:g}\n" in said
+    assert f"{name}: peak rate 0.001 (linear), weight decay {decay:g}\n" in said
     assert "L2" not in said
 
 
 def test_a_typed_weight_decay_is_an_l2_term(forks: Forks, data: Toys, tmp_path: Path) -> None:
     said = started(forks, data, tmp_path / "adam", "optim.name=adam", "optim.weight_decay=0.01")
-    assert "adam: highest rate 0.001 (linear), weight decay 0.01\n" in said
+    assert "adam: peak rate 0.001 (linear), weight decay 0.01\n" in said
     assert said.count("optim.weight_decay=0.01 with adam is an L2 term") == 1
     assert read_json(tmp_path / "adam/config.json")["config"]["optim"]["weight_decay"] == 0.01
     for name in ("adamw", "novograd"):
@@ -427,7 +428,7 @@ def test_an_infinite_label_is_named(
     np.save(path, labels)
     (store / "sums.json").unlink(missing_ok=True)
     done = forks.run("evaluate.py", learned["scores"], f"data={store}")
-    refused(done, "the split 'test': 2 labels are not finite, those of the rows 3, 5")
+    refused(done, "the split 'test': 2 labels are not finite, in the rows 3, 5")
 
 
 def test_correlations_refuse_what_is_not_finite() -> None:
@@ -456,7 +457,7 @@ def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
         publish(
             Output(out=str(tmp_path)),
             {"analysis": "toy"},
-            lambda *_: None,
+            lambda _: style.new_figure(1, 1),
             "",
             {"last": {"cka": np.nan}},
         )

@@ -1,4 +1,5 @@
-"""seed sets all seeds of a run; seed.weights, seed.order, seed.masks and seed.dropout set one."""
+"""`seed` sets all seeds of a run; `seed.weights`, `.order`, `.masks` and `.dropout` set one
+each."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def test_seed_is_what_it_was(data: Toys) -> None:
-    """A plain seed has the config.json, the identity and the study key of before."""
+    """A plain seed gives the same config.json, identity and study key as in earlier versions."""
     plain = recipe(data, "seed=3")
     assert plain.model_dump(mode="json")["seed"] == 3
     assert plain == recipe(data, "seed.all=3")
@@ -74,7 +75,7 @@ def test_seed_is_what_it_was(data: Toys) -> None:
 
 
 def test_a_run_with_seeds_apart_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Stopped and continued it equals one that never stopped; other seeds are refused."""
+    """A stopped and continued run equals one that never stopped. Other seeds are refused."""
     steps = ["train.steps=6", "train.checkpoint_every=3", "seed=1", "seed.dropout=2"]
     runs = [tmp_path / "whole", tmp_path / "parts"]
     good(forks.run(*training(SMOKE, data.text, runs[0], *steps)))

@@ -1,5 +1,5 @@
 """Answers as spans: the best span and the best window against slow loops, SQuAD's metrics against
-the official script's numbers, and a toy SQuAD learnt from end to end."""
+the numbers of the official script, and a toy SQuAD that is learnt and predicted."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def test_the_best_span_equals_a_triple_loop(length: int) -> None:
         assert found[row, 2:].tolist() == list(best[1:])
 
 
-def test_a_window_of_nothing_has_no_answer() -> None:
+def test_an_empty_window_has_no_answer() -> None:
     found = span.best_spans(torch.zeros(1, 4, 2), torch.tensor([3]), torch.tensor([0]))
     assert found[0, 1] == -torch.inf
     assert found[0, 2] < 0
 
 
 def squad(rng: np.random.Generator, paragraphs: int, questions: int) -> dict[str, object]:
-    """Which word follows this one? Of words that do not occur, none."""
-    found = []
+    """Questions: which word follows this one? A word that is not in the context has no answer."""
+    contexts = []
     for p in range(paragraphs):
         words = [str(word) for word in rng.permutation(toys.WORDS)]
         asked, context = words[:questions], " ".join(words[2:])
@@ -65,8 +65,8 @@ def squad(rng: np.random.Generator, paragraphs: int, questions: int) -> dict[str
             text = context[place:].split()[0]
             answers = [{"text": text, "answer_start": place}] if place else []
             qas.append({"id": f"{p}-{q}", "question": word, "answers": answers})
-        found.append({"context": context, "qas": qas})
-    return {"version": "v2.0", "data": [{"title": "toy", "paragraphs": found}]}
+        contexts.append({"context": context, "qas": qas})
+    return {"version": "v2.0", "data": [{"title": "toy", "paragraphs": contexts}]}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,7 @@ def store(forks: Forks, data: toys.Toys, tmp_path_factory: pytest.TempPathFactor
 
 
 def slow_answers(outputs: np.ndarray, split: Split) -> tuple[list[str], list[float]]:
+    """The best answer to each question over its windows, and by how much no answer is better."""
     groups, texts, margins = split.columns["group"], [], []
     for group in range(int(np.max(groups)) + 1):
         best, null, text = -np.inf, np.inf, ""
@@ -129,7 +130,7 @@ def random_outputs(split: Split, seed: int) -> np.ndarray:
     return np.column_stack([scores, first, last, losses]).astype(np.float32)
 
 
-def kept(outputs: np.ndarray, split: Split, threshold: float | None = None) -> Predictions:
+def predictions(outputs: np.ndarray, split: Split, threshold: float | None = None) -> Predictions:
     return task("span").predictions(outputs, split, threshold)
 
 
@@ -142,11 +143,11 @@ def test_windows_are_merged_by_question(store: Path) -> None:
         slow = slow_answers(outputs, split)
         assert texts == slow[0]
         assert margins == pytest.approx(slow[1])
-        found = span.by_question(outputs, split)
+        by_question = span.by_question(outputs, split)
         wanted = ["" if m > 0 else t for t, m in zip(*slow, strict=True)]
-        assert list(found.values()) == wanted
-        assert list(found)[:6] == ["0-0", "0-1", "0-2", "0-3", "0-4", "1-0"]
-        scores = kept(outputs, split).metrics()
+        assert list(by_question.values()) == wanted
+        assert list(by_question)[:6] == ["0-0", "0-1", "0-2", "0-3", "0-4", "1-0"]
+        scores = predictions(outputs, split).metrics()
         golds = [g or [] for g in span.right_answers(split)]
         assert scores["exact_match"] == span.squad(wanted, golds)["exact_match"]
 
@@ -156,17 +157,17 @@ def test_a_threshold_is_applied(store: Path) -> None:
     outputs = random_outputs(split, 7)
     texts, margins = slow_answers(outputs, split)
     golds = [g or [] for g in span.right_answers(split)]
-    best = kept(outputs, split).metrics()["best_threshold"]
+    best = predictions(outputs, split).metrics()["best_threshold"]
     for threshold in (best, -99.0, 99.0, sorted(margins)[4]):
         wanted = ["" if m > threshold else t for t, m in zip(texts, margins, strict=True)]
         assert list(span.by_question(outputs, split, threshold).values()) == wanted
         loss = {"loss": outputs[:, 4].mean()}
-        assert kept(outputs, split, threshold).metrics() == pytest.approx(
+        assert predictions(outputs, split, threshold).metrics() == pytest.approx(
             loss | span.squad(wanted, golds) | spans_best(texts, margins, golds)
         )
-    found = kept(outputs, split, best).metrics()
-    assert found["f1"] == pytest.approx(found["best_f1"])
-    # also where nobody knows the answers: there all questions are answered by default
+    scores = predictions(outputs, split, best).metrics()
+    assert scores["f1"] == pytest.approx(scores["best_f1"])
+    # a threshold also works if the answers are not known; without one all questions are answered
     hidden = open_store(store).split("test")
     outputs = random_outputs(hidden, 7)
     _, margins = slow_answers(outputs, hidden)
@@ -182,7 +183,7 @@ def spans_best(texts: list[str], margins: list[float], golds: list[list[str]]) -
 def test_hidden_answers_are_not_scored(store: Path) -> None:
     split = open_store(store).split("test")
     with pytest.raises(BadInput, match="the split 'test' has no answers to score against"):
-        kept(random_outputs(split, 0), split).metrics()
+        predictions(random_outputs(split, 0), split).metrics()
     assert set(span.by_question(random_outputs(split, 0), split)) == {"0-0", "0-1", "0-2"}
 
 
@@ -210,7 +211,7 @@ def test_the_best_threshold_equals_trying_all(ties: bool) -> None:
         assert span.squad(chosen, wanted)["f1"] == pytest.approx(found["best_f1"])
 
 
-# what the official script says, in percent: EM and F1 of all, with an answer, without
+# the official script's EM and F1 in percent: of all questions, with an answer, without one
 OFFICIAL = {
     "BERT": [
         78.74168280973637,
@@ -249,7 +250,7 @@ def test_metrics_equal_the_official_script(shared: Path, name: str) -> None:
 
 
 def official(shared: Path, name: str) -> tuple[list[str], list[list[str]]]:
-    """The answers of a public model to dev-v2.0, and those that are right."""
+    """The answers of a public model to dev-v2.0, and the right answers."""
     data = json.loads((shared / "squad/dev-v2.0.rebuilt.json").read_text(encoding="utf-8"))["data"]
     file = next(
         f for f in (shared / "squad").glob("predictions*") if name.lower() in f.name.lower()
@@ -261,11 +262,11 @@ def official(shared: Path, name: str) -> tuple[list[str], list[list[str]]]:
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
-    """What `evaluate-v2.0.py --na-prob-file` does: above the threshold a question gets the score
-    that no answer has, 1 where there is none; the best threshold is found by going through all."""
+    """What `evaluate-v2.0.py --na-prob-file` does. A question above the threshold counts as not
+    answered, which is right if it has no answer. The best threshold comes from trying all."""
     texts, wanted = official(shared, name)
     rng = np.random.default_rng(3)
-    # as a model would say it: mostly high where its answer is none
+    # like a model's: mostly high if its answer is empty
     margin = np.array([(1.0 if text == "" else -1.0) for text in texts]) + rng.normal(size=11873)
     each = np.array([span.answer_scores(t, w) for t, w in zip(texts, wanted, strict=True)])
     none = np.array([float(not w) for w in wanted])
@@ -275,7 +276,7 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
         assert [found["exact_match"], found["f1"]] == pytest.approx(scores.mean(0), rel=1e-12)
         for kind, which in (("answerable_", none == 0), ("unanswerable_", none == 1)):
             assert found[f"{kind}f1"] == pytest.approx(scores[which, 1].mean(), rel=1e-12)
-    everything = span.answered(texts, margin, 99.0)  # a threshold that all stay below
+    everything = span.answered(texts, margin, 99.0)  # all margins are below this threshold
     assert 100 * span.squad(everything, wanted)["f1"] == pytest.approx(OFFICIAL[name][1])
     nothing = span.squad(span.answered(texts, margin, -99.0), wanted)
     assert nothing["exact_match"] == nothing["f1"] == pytest.approx(5945 / 11873)
@@ -321,7 +322,7 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     )
     assert "train exact_match 1.0000" in done.out
     assert "train unanswerable_f1 1.0000" in done.out
-    a_threshold_is_kept(forks, run, store, tmp_path / "kept.npz")
+    the_threshold_is_recorded(forks, run, store, tmp_path / "kept.npz")
     raw = json.loads((store.parent / "train.json").read_text())
     wanted = {
         qa["id"]: qa["answers"][0]["text"] if qa["answers"] else ""
@@ -330,8 +331,8 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     }
     assert json.loads(said.read_text()) == wanted
     assert "" in wanted.values()
-    assert answered_there(forks, run, raw, tmp_path) == wanted
-    # above all margins, so that every question is answered; below, so that none is
+    assert answers_of_transformers(forks, run, raw, tmp_path) == wanted
+    # above all margins every question is answered, and below all none
     for threshold, unanswerable in (("1e9", 0.0), ("-1e9", 1.0)):
         done = good(
             forks.run(
@@ -349,7 +350,7 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     refused(forks.run("evaluate.py", run, "input=x.tsv"), "x.tsv does not exist")
 
 
-def a_threshold_is_kept(forks: Forks, run: Path, store: Path, file: Path) -> None:
+def the_threshold_is_recorded(forks: Forks, run: Path, store: Path, file: Path) -> None:
     for limit in ("-1e9", "1e9"):
         done = good(
             forks.run(
@@ -375,8 +376,10 @@ def a_threshold_is_kept(forks: Forks, run: Path, store: Path, file: Path) -> Non
     assert said == span.by_question(outputs, split, 1e9)
 
 
-def answered_there(forks: Forks, run: Path, raw: dict[str, Any], directory: Path) -> dict[str, str]:
-    """The answers of the exported model, by the means of transformers alone."""
+def answers_of_transformers(
+    forks: Forks, run: Path, raw: dict[str, Any], directory: Path
+) -> dict[str, str]:
+    """The answers of the exported model in transformers, with nothing of ours."""
     transformers = pytest.importorskip("transformers")
     good(forks.run("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory / "theirs").eval()
@@ -384,7 +387,7 @@ def answered_there(forks: Forks, run: Path, raw: dict[str, Any], directory: Path
     found = {}
     for paragraph in raw["data"][0]["paragraphs"]:
         for qa in paragraph["qas"]:
-            # windows as the store has them: they all begin at a fifth word
+            # the windows of the store, which start at every fifth word
             best, null, text = -np.inf, np.inf, ""
             given = tokenizer(
                 qa["question"],

@@ -163,7 +163,7 @@ def test_without_a_row_to_validate_on(forks: Forks, tmp_path: Path) -> None:
     path = write(flip(60, 0, 9), tmp_path / "a.csv")
     done = good(task(forks, "protein", path, "--kind", "score"))
     assert sizes(open_store(tmp_path / "store")) == {"train": 60, "test": 9}
-    assert "warning: no row is for validation: train with train.select=last" in done.err
+    assert "warning: there is no validation split; train with train.select=last" in done.err
 
 
 def test_a_file_beside_its_test_set(forks: Forks, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_file_beside_its_test_set(forks: Forks, tmp_path: Path) -> None:
     good(task(forks, "protein", path, "--kind", "score", "--test", str(test)))
     assert sizes(open_store(tmp_path / "store")) == {"train": 90, "valid": 10, "test": 9}
     again = task(forks, "protein", path, "--kind", "score", "--valid", str(test), "--overwrite")
-    refused(again, "--valid goes with a directory", "dev.csv is a file")
+    refused(again, "--valid cannot be combined with --input", "dev.csv, which is a file")
 
 
 def test_another_column_or_none(forks: Forks, tmp_path: Path) -> None:
@@ -257,12 +257,12 @@ REFUSED: list[tuple[Rows, str, list[str], str]] = [
     ),
     (flip(60, 9, 9), "a.csv", ["--split-column", "sett"], "no column 'sett'"),
     (flip(60, 9, 9), "a.fasta", ["--split-column", "set"], "a.fasta has no named columns"),
-    ([*LATE, *flip(1, 1, 1)], "a.jsonl", [], "a.jsonl:61: this row has 'set', which the first"),
+    ([*LATE, *flip(1, 1, 1)], "a.jsonl", [], "a.jsonl:61: this row has 'set', but the first"),
     (
         flip(60, 9, 9),
         "train.csv",
         ["--train", "--split-column", "set"],
-        "is named as a file of the split train; give the file alone",
+        "is already given as a file of the split train; give it as --input FILE",
     ),
     (flip(60, 9, 9), "a.csv", ["--stratify"], "but the task has no classes"),
 ]
@@ -306,7 +306,7 @@ def test_a_file_given_as_one_split_keeps_it(forks: Forks, tmp_path: Path) -> Non
             )
         )
         assert sizes(open_store(tmp_path / f"{name}.store")) == {"train": 78}
-        assert "are of the split train, as the file is given: its" in done.err
+        assert "was given as the split train, so all its rows belong to it; its" in done.err
         assert "is not read" in done.err
 
 

@@ -1,4 +1,4 @@
-"""`preprocess.py task squad`: windows, labels, and answers given back as the exact text."""
+"""`preprocess.py task squad`: windows, labels, and answers turned back into their exact text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = "abcdefghijklmnopqrstuvwxyz0123456789\u5317\u4eac.,;()'?"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """WordPiece over single characters and a few words, so that answers fall inside of words."""
+    """WordPiece over single characters and a few words, so that answers may be parts of words."""
     pieces = [*tokenizers.BERT_SPECIAL.values(), *WORDS, *(f"##{c}" for c in WORDS), "cafe", "cups"]
     path = tmp_path_factory.mktemp("tokenizer")
     vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True).save(path)
@@ -63,9 +63,9 @@ def rows_of(split: Split, number: int) -> np.ndarray:
     return np.flatnonzero(split.columns["group"] == number)
 
 
-def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, tokenizer):
+def test_windows_cover_the_context_and_give_answers_back(monkeypatch, tmp_path, tokenizer):
     last = CONTEXT.rindex("branch did")
-    found = make(
+    store = make(
         monkeypatch,
         tmp_path,
         tokenizer,
@@ -83,9 +83,9 @@ def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, 
         "--max-question",
         7,
     )
-    assert (found.kind, found.metric) == ("span", "f1")
-    split = found.split("train")
-    context = found.tokenizer().encode_batch([CONTEXT])[0]
+    assert (store.kind, store.metric) == ("span", "f1")
+    split = store.split("train")
+    context = store.tokenizer().encode_batch([CONTEXT])[0]
     assert split.columns["context.text"].text(0) == CONTEXT
     room = 60 - 7 - 3
     texts = ["1973", "branch did", "", "\u00c9milie's caf\u00e9 (opened", "\u5317\u4eac"]
@@ -107,15 +107,15 @@ def test_windows_cover_the_context_and_answers_come_back(monkeypatch, tmp_path, 
         [text] if text else [] for text in texts
     ]
     rows = np.arange(split.rows)
-    sizes = Assembler(split, found.tokenizer(), 60).sizes(rows)
+    sizes = Assembler(split, store.tokenizer(), 60).sizes(rows)
     assert sizes.max() == 60  # nothing is truncated when a batch is built
-    assert Assembler(split, found.tokenizer(), 60).truncation("batch.max_tokens=60", 512) == ""
+    assert Assembler(split, store.tokenizer(), 60).truncation("batch.max_tokens=60", 512) == ""
 
 
 def test_a_label_is_in_every_window_that_holds_the_answer(monkeypatch, tmp_path, tokenizer):
     start = CONTEXT.index("3,000", 150)
     value = squad(question(0, "3,000 cups", start))
-    found = make(
+    store = make(
         monkeypatch,
         tmp_path,
         tokenizer,
@@ -127,7 +127,7 @@ def test_a_label_is_in_every_window_that_holds_the_answer(monkeypatch, tmp_path,
         "--max-question",
         10,
     )
-    split = found.split("train")
+    split = store.split("train")
     starts, ends = (split.columns[f"context.{name}"][0] for name in ("starts", "ends"))
     held = 0
     for row in range(split.rows):
@@ -147,14 +147,14 @@ def test_hidden_and_several_answers(monkeypatch, tmp_path, tokenizer):
     plausible = question(2, "1973", is_impossible=True)
     held_out = write(tmp_path / "held-out.json", squad(hidden, several))
     value = squad(several, plausible)
-    found = make(monkeypatch, tmp_path, tokenizer, value, "--valid", held_out)
+    store = make(monkeypatch, tmp_path, tokenizer, value, "--valid", held_out)
     for name, wanted in (
         ("train", [["1973", "in 1973"], []]),
         ("valid", [None, ["1973", "in 1973"]]),
     ):
-        columns = found.split(name).columns
+        columns = store.split(name).columns
         assert [json.loads(columns["question.answers"].text(i)) for i in range(2)] == wanted
-    split = found.split("train")
+    split = store.split("train")
     assert split.columns["label"][rows_of(split, 1)].max() == -1
 
 
@@ -183,7 +183,7 @@ def test_dev_sets_of_squad(shared, tmp_path):
     assert np.array_equal(np.unique(columns["group"]), np.arange(11_873))
     assert len(columns["context.text"]) == 1_204
     answers = [json.loads(columns["question.answers"].text(i)) for i in range(11_873)]
-    assert sum(not found for found in answers) == 5_945
+    assert sum(not texts for texts in answers) == 5_945
     exact, seen = 0, set()
     for row in np.flatnonzero(columns["label"][:, 0] >= 0):
         text = answer(split, int(row), *columns["label"][row])
@@ -205,7 +205,7 @@ def test_dev_sets_of_squad(shared, tmp_path):
         ({"data": [{"title": "x"}]}, "not of SQuAD's form .* KeyError\\('paragraphs'\\)"),
         ([1], "not of SQuAD's form"),
         ({"data": []}, "raw.json holds no question that can be used"),
-        (squad({"id": "q", "question": "?"}), "raw.json:1: q: there are no 'answers' to train on"),
+        (squad({"id": "q", "question": "?"}), "raw.json:1: q: it has no 'answers' to train on"),
     ],
 )
 def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
@@ -220,7 +220,7 @@ def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
         (["--stride", 400], "--stride 400 would leave gaps: .* hold only 317"),
         (["--max-tokens", 70], "--stride 128 would leave gaps"),
         (["--valid", "missing.json"], "missing.json does not exist"),
-        (["--input", "nowhere"], "nowhere is no directory"),
+        (["--input", "nowhere"], "nowhere is not a directory"),
     ],
 )
 def test_refused_options(monkeypatch, tmp_path, tokenizer, options, phrase):
@@ -231,8 +231,8 @@ def test_refused_options(monkeypatch, tmp_path, tokenizer, options, phrase):
 
 def test_bad_questions_are_skipped_and_counted(monkeypatch, tmp_path, tokenizer, capsys):
     value = squad(question(0, "1973", 3), question(1, "1973"), question(1, None))
-    found = make(monkeypatch, tmp_path, tokenizer, value, "--skip-bad")
-    assert found.meta["origin"]["skipped_rows"] == 2
+    store = make(monkeypatch, tmp_path, tokenizer, value, "--skip-bad")
+    assert store.meta["origin"]["skipped_rows"] == 2
     assert "raw.json:1: q0" in capsys.readouterr().err
-    assert len(found.split("train").columns["question.id"]) == 1
-    assert found.split("train").columns["label"][0, 0] >= 0
+    assert len(store.split("train").columns["question.id"]) == 1
+    assert store.split("train").columns["label"][0, 0] >= 0

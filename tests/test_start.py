@@ -23,15 +23,15 @@ LIMIT = 30  # seconds that a busy machine has for what takes ten
 
 def ranks_of(run: Path) -> list[int]:
     """The processes, other than torchrun, whose command line names a run's directory."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().split("\0")
         except OSError:
             continue
         if f"run={run}" in words and "torch.distributed.run" not in words:
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")

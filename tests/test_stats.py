@@ -16,7 +16,7 @@ from xformer.data import display, files, store, vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
-from xformer.preprocess import cli, figure, stats
+from xformer.preprocess import cli, stats, stats_figure
 
 LABELS = ["cat", "dog", "a label so long that it is cut somewhere"]
 SPLITS = {"train": 300, "valid": 40, "test": 20}
@@ -65,7 +65,7 @@ def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
 def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
     found, rows = write(tmp_path / "s", "class")
     monkeypatch.setattr(stats, "BLOCK", block)
-    described = stats.describe(found)
+    described = stats.describe_store(found)
     assert described["store"] == "s"
     for name, split in rows.items():
         texts = [split["tokens"], split["tokens_b"]]
@@ -95,7 +95,7 @@ def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
 def test_scores_and_spans(tmp_path, monkeypatch):
     found, rows = write(tmp_path / "s", "score")
     monkeypatch.setattr(stats, "BLOCK", 7)
-    described = stats.describe(found)["splits"]
+    described = stats.describe_store(found)["splits"]
     for name, split in rows.items():
         scores = np.array(split["label"], np.float32).astype(float)
         known = scores[~np.isnan(scores)]
@@ -134,7 +134,7 @@ def test_ranks_are_sorted_counts_and_zipf_has_their_sum():
     for number in (1, 2, 4, 30, 100):
         counts = np.random.default_rng(number).integers(1, 1000, number)
         axes: Any = Figure().add_subplot()
-        figure._draw_ranks(axes, "train", np.concatenate([[0, 0], counts, [0]]))
+        stats_figure._draw_ranks(axes, "train", np.concatenate([[0, 0], counts, [0]]))
         drawn, guide = axes.get_lines()
         assert drawn.get_xdata().tolist() == list(range(1, number + 1))
         assert drawn.get_ydata().tolist() == sorted(counts.tolist(), reverse=True)
@@ -153,13 +153,13 @@ def test_every_row_is_in_one_bin(lengths):
     from matplotlib.figure import Figure
 
     values = sorted(lengths)
-    bounds = figure.edges(values[0], values[-1], values[len(values) // 2])
-    assert len(bounds) <= figure.BINS + 1
+    bounds = stats_figure.edges(values[0], values[-1], values[len(values) // 2])
+    assert len(bounds) <= stats_figure.BINS + 1
     assert bounds[0] < values[0]
     assert values[-1] < bounds[-1]
     assert not set(bounds.tolist()) & set(map(float, values))  # between whole numbers
     axes: Any = Figure().add_subplot()
-    figure._draw_lengths(axes, {"train": Counter(lengths), "test": Counter({values[0]: 1})})
+    stats_figure._draw_lengths(axes, {"train": Counter(lengths), "test": Counter({values[0]: 1})})
     heights = [patch.get_data().values for patch in axes.patches if not patch.get_fill()]
     assert [sum(height) for height in heights] == [sum(lengths.values()), 1]
     assert axes.get_xscale() == ("log" if values[-1] == 5000 else "linear")
@@ -176,13 +176,13 @@ def test_many_classes_are_summed_up():
             "test": {"labels": {f"class {i}": 1 for i in range(100)}},
         },
     }
-    shown = figure._classes(found)
-    assert shown == [f"class {i}" for i in range(figure.CLASSES)]
+    shown = stats_figure._classes(found)
+    assert shown == [f"class {i}" for i in range(stats_figure.CLASSES)]
     axes: Any = Figure().add_subplot()
-    figure._draw_classes(axes, found, shown)
+    stats_figure._draw_classes(axes, found, shown)
     assert axes.get_yticklabels()[-1].get_text() == "76 others"
     widths = [patch.get_width() for patch in axes.patches]
-    assert len(widths) == 2 * (figure.CLASSES + 1)
+    assert len(widths) == 2 * (stats_figure.CLASSES + 1)
     assert (sum(widths[:25]), sum(widths[25:])) == (sum(train.values()), 100)
     assert widths[24] == sum(1000 - i for i in range(24, 100))
 
@@ -191,7 +191,7 @@ def test_many_classes_are_summed_up():
     ("option", "file", "phrase"),
     [
         ("--figure", "nowhere/f.png", "nowhere does not exist, so f.png cannot be written there"),
-        ("--figure", "f.xyz", "f.xyz: there is no figure of this ending; give .png, .pdf or .svg"),
+        ("--figure", "f.xyz", "f.xyz: no figure can have this ending; give .png, .pdf or .svg"),
         ("--figure", "f", "give .png, .pdf or .svg"),
         ("--figure", "s", "s is a directory; give a file"),
         ("--json", "nowhere/f.json", "nowhere does not exist"),

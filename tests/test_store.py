@@ -1,4 +1,4 @@
-"""The store: what is written is read back; it is whole or absent; damage is found."""
+"""The store: it reads back what was written, is whole or absent, and notices damage."""
 
 import json
 import os
@@ -38,12 +38,12 @@ def write(
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    found = open_store(write(tmp_path / "s"))
-    assert (found.kind, found.labels, found.metric) == ("class", ["no", "yes"], "accuracy")
-    assert found.splits == ["train", "valid"]
-    assert found.vocab_size == len(found.tokenizer()) == 100
-    assert found.fingerprint == found.tokenizer().fingerprint
-    train = found.split("train")
+    actual = open_store(write(tmp_path / "s"))
+    assert (actual.kind, actual.labels, actual.metric) == ("class", ["no", "yes"], "accuracy")
+    assert actual.splits == ["train", "valid"]
+    assert actual.vocab_size == len(actual.tokenizer()) == 100
+    assert actual.fingerprint == actual.tokenizer().fingerprint
+    train = actual.split("train")
     assert (train.rows, train.tokens) == (4, 34)
     tokens = train.columns["tokens"]
     assert isinstance(tokens, Ragged)
@@ -51,13 +51,13 @@ def test_what_is_written_is_read_back(tmp_path):
     assert tokens.lengths(np.array([3, 0])).tolist() == [13, 3]
     assert train.columns["label"].tolist() == [0, 1, 0, 1]
     with pytest.raises(BadInput, match="no split 'test'; it has train, valid"):
-        found.split("test")
+        actual.split("test")
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
 def test_ids_take_the_space_they_need(tmp_path, size, dtype):
-    found = open_store(write(tmp_path / "s", [[5, size - 1]] * 4, size))
-    values = found.split("train").columns["tokens"].values
+    actual = open_store(write(tmp_path / "s", [[5, size - 1]] * 4, size))
+    values = actual.split("train").columns["tokens"].values
     assert values.dtype == dtype
     assert values.max() == size - 1
 
@@ -90,9 +90,9 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
 
 
 def test_empty_columns_and_splits(tmp_path):
-    found = open_store(write(tmp_path / "s", [[], [], []]))
-    assert found.split("train").tokens == 0
-    assert found.split("train").columns["tokens"].lengths(np.arange(3)).tolist() == [0, 0, 0]
+    actual = open_store(write(tmp_path / "s", [[], [], []]))
+    assert actual.split("train").tokens == 0
+    assert actual.split("train").columns["tokens"].lengths(np.arange(3)).tolist() == [0, 0, 0]
     with pytest.raises(BadInput, match="'train' would be empty"):
         write(tmp_path / "empty", [])
     assert os.listdir(tmp_path) == ["s"]
@@ -125,7 +125,9 @@ def test_an_output_that_exists(tmp_path):
         write(path)
     with pytest.raises(BadInput, match="would be empty"):
         write(path, [], overwrite=True)
-    assert (path / "store.json").read_bytes() == before  # the old one stays until the new is whole
+    assert (
+        path / "store.json"
+    ).read_bytes() == before  # the old store stays until the new one is whole
     write(path, [[9]], overwrite=True)
     assert open_store(path).split("train").rows == 1
     (tmp_path / "mine").mkdir()
@@ -172,7 +174,7 @@ def garble_header(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "phrase"),
     [
-        (truncate, r"tokens\.npy is 160 bytes, not 162"),
+        (truncate, r"tokens\.npy has 160 bytes, not 162"),
         (garble_header, r"label\.npy is not a \.npy file"),
         (lambda p: (p / "train/label.npy").unlink(), r"label\.npy is missing"),
         (lambda p: (p / "store.json").unlink(), "is not a store"),
@@ -194,13 +196,13 @@ def garble_header(path: Path) -> None:
         ),
         (
             lambda p: edit(p, lambda m: m["splits"]["train"].update(rows=3)),
-            "contradicts|not 3 rows",
+            "contradicts|4 rows, not 3",
         ),
     ],
 )
 def test_damage_is_refused_on_opening(tmp_path, damage, phrase):
     path = write(tmp_path / "s")
-    (path / "sums.json").unlink()  # as in a store made before there was one
+    (path / "sums.json").unlink()  # as in a store of an early version
     damage(path)
     with pytest.raises(BadInput, match=phrase):
         open_store(path)
@@ -210,15 +212,15 @@ def test_one_flipped_bit_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 256)
     monkeypatch.setattr(store, "BLOCK", 256)
     path = write(tmp_path / "s", [[5, 6, 7] * 200] * 2)
-    found = open_store(path)
-    assert all(good for _, _, good in found.verify())
+    actual = open_store(path)
+    assert all(good for _, _, good in actual.verify())
     file = path / "valid/tokens.npy"
     data = bytearray(file.read_bytes())
     data[1000] ^= 4
     file.write_bytes(data)
-    found = open_store(path)  # sizes and headers are as they were
-    bad = [(name, block) for name, block, good in found.verify() if not good]
+    actual = open_store(path)  # sizes and headers are unchanged
+    bad = [(name, block) for name, block, good in actual.verify() if not good]
     assert bad == [("valid/tokens.npy", 3)]
     reports: list[str] = []
-    found.verify_in_background(reports.append).join()
-    assert reports == [f"{file} is damaged in block 3 of 256 bytes"]
+    actual.verify_in_background(reports.append).join()
+    assert reports == [f"{file} is damaged in block 3 of 256 bytes: {store.REMEDY}"]

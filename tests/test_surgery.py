@@ -1,4 +1,4 @@
-"""Operations on weights, against tiny matrices written out and scipy; partial training.
+"""Operations on weights, against small matrices written out by hand and scipy; partial training.
 
 C hidden size, H heads, D = C / H, V pieces, E embedding size.
 """
@@ -22,6 +22,7 @@ from toys import Toys
 from xformer import checkpoint as checkpoints
 from xformer import surgery
 from xformer.checkpoint import Checkpoint, Head
+from xformer.config import Settings, validate
 from xformer.convert.names import FAMILIES
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput
@@ -30,23 +31,8 @@ from xformer.data.writing import create_store
 from xformer.freeze import chosen
 from xformer.model.config import ModelConfig
 from xformer.surgery import draws
-from xformer.surgery.operations import (
-    CLASSES,
-    FUNCTIONS,
-    Clean,
-    CleanEmbeddings,
-    KeepLayers,
-    Operation,
-    OracleShuffle,
-    ReinitHead,
-    ReinitLastLayers,
-    ReinitScaled,
-    ReverseLayers,
-    ShuffleEmbeddings,
-    SubstituteUnused,
-    Transplant,
-    parse,
-)
+from xformer.surgery.operations import AnyOperation
+from xformer.surgery.registry import FUNCTIONS, SCHEMAS, parse_operation, split_docstring
 
 WORD, BIAS = "encoder.embeddings.word.weight", "mlm_head.bias"
 PIECES = [*tokenizers.BERT_SPECIAL.values(), "[unused1]", "a", "##b", "Cd", "1", "##2", "é", "x"]
@@ -61,31 +47,31 @@ def tokenizer(pieces: list[str] = PIECES) -> Tokenizer:
 def counted(
     config: ModelConfig = SHAPE, known: Tokenizer | None = None, head: Head | None = None
 ) -> Checkpoint:
-    """A checkpoint in which no two elements are the same: its weights count from 1."""
-    made = checkpoints.fresh(config, known or tokenizer(), seed=0)
-    made, _, _ = made.with_head(head or Head("mlm"), seed=0)
-    sizes = [weight.numel() for weight in made.weights.values()]
+    """A checkpoint whose elements all differ: they count from 1."""
+    checkpoint = checkpoints.fresh(config, known or tokenizer(), seed=0)
+    checkpoint, _, _ = checkpoint.with_head(head or Head("mlm"), seed=0)
+    sizes = [weight.numel() for weight in checkpoint.weights.values()]
     numbers = torch.arange(1.0, sum(sizes) + 1).split(sizes)
-    shapes = [weight.shape for weight in made.weights.values()]
+    shapes = [weight.shape for weight in checkpoint.weights.values()]
     values = [n.view(shape) for n, shape in zip(numbers, shapes, strict=True)]
-    return replace(made, weights=dict(zip(made.weights, values, strict=True)))
+    return replace(checkpoint, weights=dict(zip(checkpoint.weights, values, strict=True)))
 
 
 def same(one: Checkpoint, two: Checkpoint) -> bool:
-    """The same names with the same values."""
+    """Whether both have the same weights, by name and value."""
     return one.weights.keys() == two.weights.keys() and all(
         torch.equal(weight, two.weights[name]) for name, weight in one.weights.items()
     )
 
 
 def differing(one: Checkpoint, two: Checkpoint) -> set[str]:
-    """The names of the weights that are not the very tensors of the other."""
+    """The names of the weights that are not the same tensor objects in both."""
     assert one.weights.keys() == two.weights.keys()
     return {name for name, weight in one.weights.items() if weight is not two.weights[name]}
 
 
 def ids(store: Path, rows: list[list[int]], known: Tokenizer) -> Path:
-    """A store of these rows of ids."""
+    """Write a store with these rows of ids."""
     with create_store(store, known, {"tokens": ""}, ("tokens",)) as writer:
         with writer.split("train") as split:
             values = np.array([i for row in rows for i in row], np.int64)
@@ -99,7 +85,7 @@ def ids(store: Path, rows: list[list[int]], known: Tokenizer) -> Path:
 
 def test_reversing_puts_the_last_layer_first() -> None:
     before = counted()
-    after = surgery.apply(before, [ReverseLayers()])
+    after = surgery.reverse_layers(before)
     assert after.config == before.config
     assert after.weights.keys() == before.weights.keys()
     for name, weight in before.weights.items():
@@ -107,12 +93,12 @@ def test_reversing_puts_the_last_layer_first() -> None:
         if name.startswith("encoder.layers."):
             parts[2] = str(3 - int(parts[2]))
         assert after.weights[".".join(parts)] is weight, name  # renamed, not copied
-    assert surgery.apply(after, [ReverseLayers()]).weights == before.weights
+    assert surgery.reverse_layers(after).weights == before.weights
     after.model()
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given", "numbers"),
     [
         ({"first": 1}, [1]),
         ({"first": 3}, [1, 2, 3]),
@@ -124,12 +110,12 @@ def test_reversing_puts_the_last_layer_first() -> None:
         ({"layers": [2, 4]}, [2, 4]),
     ],
 )
-def test_the_layers_that_are_kept(given: dict[str, Any], kept: list[int]) -> None:
+def test_the_layers_that_are_kept(given: dict[str, Any], numbers: list[int]) -> None:
     before = counted()
-    after = surgery.apply(before, [KeepLayers(**given)])
-    assert after.config.layers == len(kept)
+    after = surgery.keep_layers(before, **given)
+    assert after.config.layers == len(numbers)
     expected = {n: w for n, w in before.weights.items() if not n.startswith("encoder.layers.")}
-    for place, layer in enumerate(kept):
+    for place, layer in enumerate(numbers):
         old = f"encoder.layers.{layer - 1}."
         for name, weight in before.weights.items():
             if name.startswith(old):
@@ -141,10 +127,10 @@ def test_the_layers_that_are_kept(given: dict[str, Any], kept: list[int]) -> Non
 
 
 @pytest.mark.parametrize("first", [1, 3, 4, 5])
-def test_layers_from_one_to_the_last_are_drawn_anew(first: int) -> None:
-    """Huang et al. 2021 number them so that one more than there are means none."""
+def test_the_last_layers_are_reinitialised(first: int) -> None:
+    """Huang et al. 2021: the number after the last layer re-initialises none."""
     before = counted()
-    after = surgery.apply(before, [ReinitLastLayers(from_layer=first, seed=2)])
+    after = surgery.reinit_last_layers(before, from_layer=first, seed=2)
     expected = {
         name
         for name in before.weights
@@ -164,9 +150,9 @@ def test_layers_from_one_to_the_last_are_drawn_anew(first: int) -> None:
 
 @pytest.mark.parametrize(("layer", "head"), [(1, 1), (2, 3), (4, 2)])
 def test_one_head_is_its_rows_and_columns(layer: int, head: int) -> None:
-    """Of 3 heads of 2: written out, the rows of head 2 of q, k, v are 2, 3; 8, 9; 14, 15."""
+    """With 3 heads of size 2, head 2 has rows 2 and 3 of q, 8 and 9 of k, 14 and 15 of v."""
     before = counted()
-    after = surgery.apply(before, [ReinitHead(layer=layer, head=head, seed=5)])
+    after = surgery.reinit_head(before, layer=layer, head=head, seed=5)
     prefix = f"encoder.layers.{layer - 1}.attention."
     names = {f"{prefix}{part}" for part in ("qkv.weight", "qkv.bias", "out.weight")}
     assert differing(after, before) == names
@@ -189,14 +175,14 @@ def test_one_head_is_its_rows_and_columns(layer: int, head: int) -> None:
 
 
 def test_a_head_acts_through_its_rows_and_columns_alone() -> None:
-    """The attention of a layer is the sum over heads: with all but one head's columns of the output
-    projection at 0, only re-initialising that head changes what the layer adds."""
+    """Attention adds up the heads. If the output projection is 0 for heads 1 and 2, only
+    re-initialising head 3 changes the hidden states."""
     from tiny import random_batch
 
-    made = checkpoints.fresh(
+    before = checkpoints.fresh(
         SHAPE.model_copy(update={"vocab_size": 97, "max_positions": 17}), tokenizer(), seed=3
     )
-    out = made.weights["encoder.layers.0.attention.out.weight"]
+    out = before.weights["encoder.layers.0.attention.out.weight"]
     out[:, :4] = 0  # heads 1 and 2 of 3 are cut off
     batch = random_batch()
 
@@ -205,11 +191,11 @@ def test_a_head_acts_through_its_rows_and_columns_alone() -> None:
 
     inputs = ("qkv.weight", "qkv.bias")
     for head, changes in ((1, False), (2, False), (3, True)):
-        after = surgery.apply(made, [ReinitHead(layer=1, head=head, seed=1)])
-        weights = dict(made.weights)  # without the new columns of the output projection
+        after = surgery.reinit_head(before, layer=1, head=head, seed=1)
+        weights = dict(before.weights)  # but keep the old columns of the output projection
         weights |= {n: after.weights[n] for n in weights if n.endswith(inputs)}
-        found = states(replace(made, weights=weights))
-        assert torch.equal(found, states(made)) is not changes, head
+        changed = states(replace(before, weights=weights))
+        assert torch.equal(changed, states(before)) is not changes, head
 
 
 # ------------------------------------------------------------------------- word embeddings
@@ -217,19 +203,19 @@ def test_a_head_acts_through_its_rows_and_columns_alone() -> None:
 
 def test_clean_embeddings_touches_the_word_embeddings_alone() -> None:
     before = counted()
-    after = surgery.apply(before, [CleanEmbeddings(seed=8)])
+    after = surgery.clean_embeddings(before, seed=8)
     assert after.history[-1] == {"op": "clean_embeddings", "seed": 8, "distribution": "normal"}
     assert differing(after, before) == {WORD}
     assert abs(float(after.weights[WORD].std()) - 0.02) < 0.005
-    # not those that a model from scratch with this seed begins with: that would undo its training
+    # other values than a from-scratch model with this seed has: those would undo its training
     assert not torch.equal(
         after.weights[WORD], checkpoints.fresh(SHAPE, tokenizer(), 8).weights[WORD]
     )
 
 
 def moved(checkpoint: Checkpoint, **arguments: Any) -> tuple[list[int], Checkpoint]:
-    """Which rows of the table lie elsewhere after a shuffle."""
-    after = surgery.apply(checkpoint, [ShuffleEmbeddings(**arguments)])
+    """The rows of the table that a shuffle changed, and the shuffled checkpoint."""
+    after = surgery.shuffle_embeddings(checkpoint, **arguments)
     assert differing(after, checkpoint) == {WORD}
     old, new = checkpoint.weights[WORD], after.weights[WORD]
     assert sorted(map(tuple, new.tolist())) == sorted(map(tuple, old.tolist()))  # whole rows
@@ -247,13 +233,13 @@ def test_only_english_like_pieces_exchange_their_vectors() -> None:
 
 def test_all_pieces_but_special_and_unused_ones_exchange_theirs() -> None:
     wide = SHAPE.model_copy(update={"vocab_size": len(PIECES) + 3})
-    found = {
+    shuffled = {
         i for seed in range(30) for i in moved(counted(wide), seed=seed, english_only=False)[0]
     }
-    assert found == set(range(6, len(PIECES)))
+    assert shuffled == set(range(6, len(PIECES)))
     free = {"english_only": False, "keep_special": False}
-    found = {i for seed in range(30) for i in moved(counted(wide), seed=seed, **free)[0]}
-    assert found == {*range(5), *range(6, len(PIECES))}
+    shuffled = {i for seed in range(30) for i in moved(counted(wide), seed=seed, **free)[0]}
+    assert shuffled == {*range(5), *range(6, len(PIECES))}
 
 
 def test_english_like_pieces_of_other_vocabularies() -> None:
@@ -270,18 +256,18 @@ def test_english_like_pieces_of_other_vocabularies() -> None:
     assert {i for seed in range(20) for i in moved(known, seed=seed)[0]} == {6, 7, 9}
     letters = counted(SHAPE, vocabularies.symbols("ACGT"))
     with pytest.raises(BadInput, match="needs a tokenizer of words"):
-        surgery.apply(letters, [ShuffleEmbeddings()])
+        surgery.shuffle_embeddings(letters)
     shuffled = {"english_only": False}
     assert {i for s in range(20) for i in moved(letters, seed=s, **shuffled)[0]} == {5, 6, 7, 8}
 
 
 def test_a_transplant_takes_tokenizer_and_word_embeddings(tmp_path: Path) -> None:
-    """Written out: table and bias are the source's, all else is the patient's."""
+    """Table and bias are the source's; all other weights stay."""
     foreign, pieces = counted(), [*PIECES[:5], "the", "of", "##s"]
     english = counted(SHAPE.model_copy(update={"layers": 2, "vocab_size": 10}), tokenizer(pieces))
     english = replace(english, weights={n: -w for n, w in english.weights.items()})
     checkpoints.save(english, tmp_path / "en")
-    after = surgery.apply(foreign, [Transplant(source=str(tmp_path / "en"))])
+    after = surgery.transplant(foreign, source=str(tmp_path / "en"))
     assert after.config == SHAPE.model_copy(update={"vocab_size": 10})
     assert after.tokenizer.pieces == pieces
     for name, weight in after.weights.items():
@@ -298,17 +284,17 @@ def test_a_transplant_takes_tokenizer_and_word_embeddings(tmp_path: Path) -> Non
 def test_a_source_without_an_lm_head_gives_no_bias(tmp_path: Path) -> None:
     bare = checkpoints.fresh(SHAPE, tokenizer(), seed=1)
     checkpoints.save(bare, tmp_path / "en")
-    after = surgery.apply(counted(), [Transplant(source=str(tmp_path / "en"))])
+    after = surgery.transplant(counted(), source=str(tmp_path / "en"))
     assert (after.weights[BIAS] == 0).all()
-    bias_free = surgery.apply(bare, [Transplant(source=str(tmp_path / "en"))])
+    bias_free = surgery.transplant(bare, source=str(tmp_path / "en"))
     assert BIAS not in bias_free.weights
 
 
 def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
-    """Of 16 vectors, pieces 6 and 9 are used; special ones neither give nor get."""
+    """Of 16 vectors, 6 and 9 are used. Those of special tokens are neither copied nor replaced."""
     before = counted(SHAPE.model_copy(update={"vocab_size": 16}))
     store = ids(tmp_path / "s", [[6, 9, 6], [9, 1]], before.tokenizer)
-    after = surgery.apply(before, [SubstituteUnused(store=str(store), seed=4)])
+    after = surgery.substitute_unused(before, store=str(store), seed=4)
     assert differing(after, before) == {WORD}
     old, new = before.weights[WORD], after.weights[WORD]
     for i in [*range(5), 6, 9]:
@@ -323,13 +309,13 @@ def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
     assert (record["store"], record["split"], record["seed"]) == (str(store), "train", 4)
 
 
-def test_used_is_what_the_mapping_says(tmp_path: Path) -> None:
+def test_usage_is_counted_after_the_mapping(tmp_path: Path) -> None:
     """A model of words pre-trained on letters: A and C are used, as pieces 7 and 8."""
     letters = vocabularies.symbols("ACGT")
     store = ids(tmp_path / "s", [[5, 6, 5]], letters)
     mapping = np.array([0, 1, 2, 3, 4, 7, 8, 9, 10])
     before = replace(counted(), source=letters, mapping=mapping)
-    after = surgery.apply(before, [SubstituteUnused(store=str(store))])
+    after = surgery.substitute_unused(before, store=str(store))
     old, new = before.weights[WORD], after.weights[WORD]
     for i in range(5, len(old)):
         assert any(torch.equal(new[i], old[j]) for j in (7, 8)), i
@@ -341,7 +327,7 @@ def test_used_is_what_the_mapping_says(tmp_path: Path) -> None:
 def test_the_clean_twin_is_drawn_from_either_distribution() -> None:
     before = counted()
     normal, truncated = (
-        surgery.apply(before, [Clean(seed=3, distribution=d)]) for d in ("normal", "truncated")
+        surgery.clean(before, seed=3, distribution=d) for d in ("normal", "truncated")
     )
     scratch, _, _ = checkpoints.fresh(SHAPE, tokenizer(), 3).with_head(Head("mlm"), 3)
     assert same(normal, scratch)
@@ -352,13 +338,13 @@ def test_the_clean_twin_is_drawn_from_either_distribution() -> None:
 
 def test_an_oracle_shuffle_keeps_the_elements_of_each_matrix() -> None:
     before = counted()
-    after = surgery.apply(before, [OracleShuffle(seed=6)])
+    after = surgery.oracle_shuffle(before, seed=6)
     assert after.weights.keys() == before.weights.keys()
     for name, old in before.weights.items():
         new = after.weights[name]
         assert new.shape == old.shape
         assert not torch.equal(new, old), name
-        parts = 3 if ".qkv." in name else 1  # q, k and v are matrices of their own
+        parts = 3 if ".qkv." in name else 1  # q, k and v are three matrices
         for one, two in zip(old.chunk(parts), new.chunk(parts), strict=True):
             assert torch.equal(one.flatten(), two.flatten().sort().values), name
     assert same(before, counted())
@@ -366,36 +352,36 @@ def test_an_oracle_shuffle_keeps_the_elements_of_each_matrix() -> None:
 
 @pytest.mark.parametrize("size", [draws.BUCKET, 2 * draws.BUCKET + 1, 300_001])
 def test_a_large_shuffle_keeps_its_elements_and_no_order(size: int) -> None:
-    """Also through buckets: places are uniform and neighbours do not stay neighbours."""
+    """Also with buckets: places are uniform, and neighbours do not stay neighbours."""
     values = torch.arange(float(size))
     after = draws.shuffled(values.view(1, -1), 3).squeeze(0)
     assert torch.equal(after.sort().values, values)
     assert torch.equal(draws.shuffled(values, 3), after)
     assert not torch.equal(draws.shuffled(values, 4), after)
-    tenth = size // 10  # of the first tenth, as many come to each tenth
+    tenth = size // 10  # the first tenth is spread evenly over all tenths
     places = after.argsort()[:tenth]
     counts = np.bincount((places * 10 // size).numpy(), minlength=10)
     assert stats.chisquare(counts).pvalue > 1e-4
     assert abs(stats.spearmanr(after[:-1], after[1:]).statistic) < 5 / size**0.5
 
 
-def test_every_order_of_a_shuffle_through_buckets_is_as_likely(
+def test_all_orders_of_a_shuffle_through_buckets_are_equally_likely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draws, "BUCKET", 2)  # four elements in two buckets
-    found: dict[tuple[float, ...], int] = {}
+    counts: dict[tuple[float, ...], int] = {}
     for seed in range(6000):
         order = tuple(draws.shuffled(torch.arange(4.0), seed).tolist())
-        found[order] = found.get(order, 0) + 1
-    assert len(found) == 24
-    assert stats.chisquare(list(found.values())).pvalue > 1e-4
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 24
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("match", ["magnitude", "variance"])
 def test_a_scaled_matrix_keeps_its_size(match: Any) -> None:
-    """Zhang et al. 2021, section 5.1: fresh values times one number a matrix."""
+    """Zhang et al. 2021, section 5.1: fresh values, each matrix times one number."""
     before = counted()
-    scaled = surgery.apply(before, [ReinitScaled(match=match, seed=1)])
+    scaled = surgery.reinit_scaled(before, match=match, seed=1)
     for name, old in before.weights.items():
         new, fresh = (
             scaled.weights[name],
@@ -419,7 +405,7 @@ def test_a_matrix_of_zeros_stays_one() -> None:
     before = counted()
     name = "encoder.layers.0.mlp.up.weight"
     before.weights[name].zero_()
-    after = surgery.apply(before, [ReinitScaled(match="variance")])
+    after = surgery.reinit_scaled(before, match="variance")
     assert (after.weights[name] == 0).all()
 
 
@@ -437,15 +423,15 @@ def test_a_truncated_normal_has_its_bounds(size: int) -> None:
 
 
 def test_a_truncated_normal_is_scipys() -> None:
-    """Devlin's: standard deviation 0.02 before the cut at 0.04 either side."""
+    """As in Devlin et al.: standard deviation 0.02 before truncation at ±0.04."""
     config = SHAPE.model_copy(update={"initializer_range": 0.02})
-    found = checkpoints.initialise("x.weight", torch.Size([500, 400]), config, 1, "truncated")
-    values = found.flatten().double().numpy()
+    weight = checkpoints.initialise("x.weight", torch.Size([500, 400]), config, 1, "truncated")
+    values = weight.flatten().double().numpy()
     oracle = stats.truncnorm(-2, 2, loc=0, scale=0.02)
     assert stats.kstest(values, oracle.cdf).pvalue > 1e-3
     assert np.isclose(values.std(), oracle.std(), rtol=0.01)
     assert 0.0399 < np.abs(values).max() <= 0.04
-    # the tails, where a mistake in drawing again would show
+    # the tails would show a mistake in drawing rejected values again
     tail = np.abs(values)[np.abs(values) > 0.035]
     expected = 2 * oracle.sf(0.035) * len(values)
     assert abs(len(tail) - expected) < 5 * expected**0.5
@@ -455,20 +441,20 @@ def test_a_truncated_normal_is_scipys() -> None:
 
 # ------------------------------------------------------------------------ lists and history
 
-RANDOM: list[Operation] = [
-    Clean(seed=7),
-    CleanEmbeddings(seed=7),
-    ShuffleEmbeddings(seed=7, english_only=False),
-    ReinitScaled(seed=7, match="variance"),
-    OracleShuffle(seed=7),
-    ReinitLastLayers(seed=7, from_layer=2),
-    ReinitHead(seed=7, layer=2, head=1),
+RANDOM = [
+    "clean(seed=7)",
+    "clean_embeddings(seed=7)",
+    "shuffle_embeddings(seed=7, english_only=false)",
+    "reinit_scaled(seed=7, match=variance)",
+    "oracle_shuffle(seed=7)",
+    "reinit_last_layers(seed=7, from_layer=2)",
+    "reinit_head(seed=7, layer=2, head=1)",
 ]
 
 
-@pytest.mark.parametrize("operation", RANDOM, ids=lambda o: o.op)
-def test_a_seed_gives_the_same_numbers_every_time(operation: Operation) -> None:
-    before = counted()
+@pytest.mark.parametrize("text", RANDOM)
+def test_a_seed_gives_the_same_numbers_every_time(text: str) -> None:
+    before, operation = counted(), parse_operation(text)
     once, twice = (surgery.apply(before, [operation]) for _ in range(2))
     other = surgery.apply(before, [operation.model_copy(update={"seed": 8})])
     unnamed = surgery.apply(before, [operation.model_copy(update={"seed": None})], seed=7)
@@ -479,17 +465,17 @@ def test_a_seed_gives_the_same_numbers_every_time(operation: Operation) -> None:
     assert not same(once, before)
 
 
-def test_an_operation_draws_the_same_wherever_it_stands() -> None:
-    """Its numbers hang on its own seed, not on what was drawn before it."""
-    before, head = counted(), ReinitHead(seed=7, layer=2, head=1)
-    alone = surgery.apply(before, [head])
-    for others in (
-        [Clean(seed=1)],
-        [OracleShuffle(seed=7)],
-        [ReverseLayers()],
-        [ReinitHead(seed=7, layer=1, head=2)],
+def test_an_operation_draws_the_same_numbers_anywhere_in_a_list() -> None:
+    """Its numbers depend on its own seed, not on what was drawn before it."""
+    before = counted()
+    alone = surgery.reinit_head(before, layer=2, head=1, seed=7)
+    for changed in (
+        surgery.clean(before, seed=1),
+        surgery.oracle_shuffle(before, seed=7),
+        surgery.reverse_layers(before),
+        surgery.reinit_head(before, layer=1, head=2, seed=7),
     ):
-        after = surgery.apply(before, [*others, head])
+        after = surgery.reinit_head(changed, layer=2, head=1, seed=7)
         for part, axis in (("qkv.weight", 0), ("out.weight", 1)):
             name = f"encoder.layers.1.attention.{part}"
             one, two = (c.weights[name].narrow(axis, 0, 2) for c in (after, alone))
@@ -497,17 +483,18 @@ def test_an_operation_draws_the_same_wherever_it_stands() -> None:
 
 
 def test_operations_with_one_seed_do_not_share_their_numbers() -> None:
-    last = ReinitLastLayers(seed=7, from_layer=1, distribution="normal")
+    before, name = counted(), "encoder.layers.2.mlp.up.weight"
     drawn = [
-        surgery.apply(counted(), [o]).weights["encoder.layers.2.mlp.up.weight"].flatten()
-        for o in (Clean(seed=7), last)
+        surgery.clean(before, seed=7),
+        surgery.reinit_last_layers(before, from_layer=1, seed=7, distribution="normal"),
     ]
-    assert abs(np.corrcoef(torch.stack(drawn).numpy())[0, 1]) < 0.6
+    values = torch.stack([checkpoint.weights[name].flatten() for checkpoint in drawn])
+    assert abs(np.corrcoef(values.numpy())[0, 1]) < 0.6
 
 
 def test_the_order_matters_and_is_kept() -> None:
     before = counted()
-    both: list[Operation] = [KeepLayers(first=2), ReverseLayers()]
+    both = [parse_operation(text) for text in ("keep_layers(first=2)", "reverse_layers")]
     one, other = surgery.apply(before, both), surgery.apply(before, both[::-1])
     name = "encoder.layers.0.mlp.up.weight"
     assert torch.equal(one.weights[name], before.weights["encoder.layers.1.mlp.up.weight"])
@@ -517,17 +504,45 @@ def test_the_order_matters_and_is_kept() -> None:
     assert surgery.apply(before, []) is before
 
 
-def test_every_operation_is_a_function_with_its_fields_as_arguments() -> None:
-    assert CLASSES.keys() == FUNCTIONS.keys()
+def test_the_signature_is_the_schema_and_the_docstring_is_the_help() -> None:
+    assert SCHEMAS.keys() == FUNCTIONS.keys()
     for name, function in FUNCTIONS.items():
-        arguments = list(inspect.signature(function).parameters)
-        assert function.__name__ == name
-        assert arguments[0] == "checkpoint"
-        assert set(arguments[1:]) == set(CLASSES[name].model_fields) - {"op"}
-        defaults = {n: p.default for n, p in inspect.signature(function).parameters.items()}
-        for key, field in CLASSES[name].model_fields.items():
+        schema, (about, sentences) = SCHEMAS[name], split_docstring(function)
+        parameters = inspect.signature(function).parameters
+        first, *arguments = parameters
+        assert (function.__name__, first) == (name, "checkpoint")
+        assert getattr(surgery, name).__doc__ == function.__doc__
+        assert set(arguments) == set(sentences) == set(schema.model_fields) - {"op"}
+        assert schema.__doc__ == about.split("\n\n")[0]
+        for key, field in schema.model_fields.items():
+            if key != "op":
+                assert field.description == sentences[key]
             if key not in ("op", "seed") and not field.is_required():
-                assert field.default == defaults[key], (name, key)
+                assert field.default == parameters[key].default, (name, key)
+
+
+def test_a_call_in_python_is_checked_and_recorded_like_a_recipe() -> None:
+    before = counted()
+    called = surgery.keep_layers(surgery.clean(before, distribution="truncated"), layers=(1, 3))
+    recipe = [{"op": "clean", "distribution": "truncated"}, {"op": "keep_layers", "layers": [1, 3]}]
+    listed = surgery.apply(before, validate(Listed, {"surgery": recipe}).surgery)
+    assert same(called, listed)
+    assert called.history == listed.history
+    assert [record["op"] for record in called.history[-2:]] == ["clean", "keep_layers"]
+    with pytest.raises(BadInput, match="reinit_head: layer=9: the model has layers 1 to 4"):
+        surgery.reinit_head(before, layer=9, head=1)
+    with pytest.raises(BadInput, match="clean: distribution='uniform'"):
+        surgery.clean(before, distribution="uniform")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="clean: seed=-1"):
+        surgery.clean(before, seed=-1)
+    with pytest.raises(TypeError, match="frist"):
+        surgery.keep_layers(before, frist=2)  # type: ignore[call-arg]
+
+
+class Listed(Settings):
+    """A recipe that holds nothing but operations."""
+
+    surgery: tuple[AnyOperation, ...] = ()
 
 
 # --------------------------------------------------------------------------------- families
@@ -559,15 +574,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", ALL)
-def test_every_family_bears_what_makes_sense(kind: str, operation: str) -> None:
+def test_operations_on_every_family(kind: str, operation: str) -> None:
     assert set(FAMILIES) <= set(KINDS)
     head = Head("classify", ("no", "yes"))
     before = counted(SHAPE.model_copy(update=KINDS[kind]), head=head)
     if kind == "albert" and operation in LAYERED:
         with pytest.raises(BadInput, match=r"one set of weights \(ALBERT\)"):
-            surgery.apply(before, [parse(operation)])
+            surgery.apply(before, [parse_operation(operation)])
         return
-    after = surgery.apply(before, [parse(operation)])
+    after = surgery.apply(before, [parse_operation(operation)])
     assert not same(after, before)
     model = after.model()
     assert len(model.encoder.layers) == after.config.stored_layers
@@ -580,7 +595,7 @@ def test_a_hilbert_cnn_is_refused(operation: str) -> None:
     config = ModelConfig(architecture="hilbert_cnn", kmer=2, max_positions=63)
     made = checkpoints.fresh(config, vocabularies.symbols("ACGT"), seed=1)
     with pytest.raises(BadInput, match="this model is a Hilbert-CNN"):
-        surgery.apply(made, [parse(operation)])
+        surgery.apply(made, [parse_operation(operation)])
 
 
 # ------------------------------------------------------------------------- the command line
@@ -609,15 +624,9 @@ def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
         "reinit_scaled(match=magnitude)",
     ]
     done = good(command("-m", "xformer.surgery", saved, tmp_path / "new", *given, "--seed", "9"))
-    expected = surgery.apply(
-        counted(),
-        [
-            ReverseLayers(),
-            ShuffleEmbeddings(seed=1),
-            KeepLayers(layers=(1, 4)),
-            ReinitScaled(match="magnitude", seed=9),
-        ],
-    )
+    expected = surgery.shuffle_embeddings(surgery.reverse_layers(counted()), seed=1)
+    expected = surgery.keep_layers(expected, layers=(1, 4))
+    expected = surgery.reinit_scaled(expected, match="magnitude", seed=9)
     made = checkpoints.load(tmp_path / "new")
     assert same(made, expected)
     assert made.history == expected.history
@@ -639,11 +648,11 @@ def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
         assert line in shown, shown
 
 
-def test_what_is_not_touched_is_not_loaded(saved: Path, tmp_path: Path) -> None:
+def test_unchanged_weights_are_not_loaded(saved: Path, tmp_path: Path) -> None:
     """The weights are mapped from the file; changing one in place leaves the file as it is."""
     file = (saved / "model.safetensors").read_bytes()
     opened = checkpoints.load(saved)
-    after = surgery.apply(opened, [ReverseLayers(), ShuffleEmbeddings()])
+    after = surgery.shuffle_embeddings(surgery.reverse_layers(opened))
     mapped = {weight.data_ptr() for weight in opened.weights.values()}
     assert sum(weight.data_ptr() not in mapped for weight in after.weights.values()) == 1
     opened.weights[WORD].zero_()
@@ -654,8 +663,8 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["revers_layers"], ["unknown operation 'revers_layers'", "did you mean reverse_layers?"]),
     (["xyz"], ["unknown operation 'xyz'", "there are clean,"]),
     (["keep_layers(frist=2)"], ["keep_layers: unknown key frist", "did you mean first?"]),
-    (["keep_layers"], ["keep_layers takes one of first, every and layers"]),
-    (["keep_layers(first=2, every=2)"], ["keep_layers takes one of"]),
+    (["keep_layers"], ["keep_layers takes exactly one of first, every and layers"]),
+    (["keep_layers(first=2, every=2)"], ["keep_layers takes exactly one of"]),
     (["keep_layers(layers=[1,4)"], ["a bracket that is not closed"]),
     (["keep_layers(first=true)"], ["first", "integer"]),
     (["keep_layers(2)"], ["keep_layers: '2' is not argument=value", "first=..., every=..."]),
@@ -664,8 +673,11 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["keep_layers(first=0)"], ["first=0: the model has layers 1 to 4"]),
     (["keep_layers(every=5)"], ["every=5: the model has layers 1 to 4"]),
     (["keep_layers(layers=[1,5])"], ["layers=5: the model has layers 1 to 4"]),
-    (["keep_layers(layers=[2,1])"], ["layers=[2, 1]: give each layer once, in rising order"]),
-    (["keep_layers(layers=[])"], ["keep_layers: layers=[]: give one layer at least"]),
+    (
+        ["keep_layers(layers=[2,1])"],
+        ["layers=[2, 1]: give at least one layer, each once, in rising"],
+    ),
+    (["keep_layers(layers=[])"], ["keep_layers: layers=[]: give at least one layer"]),
     (["keep_layers(first=x)"], ["keep_layers: first='x'", "integer"]),
     (["keep_layers(first=2"], ["'keep_layers(first=2' is not of the form name or name("]),
     (["keep_layers(first=2, first=3)"], ["first is given twice"]),
@@ -694,7 +706,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
 
 
 def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
-    """By the command's own main, in this process: importing torch for each would take a minute."""
+    """Runs main in this process: importing torch for each case would take a minute."""
     from xformer.surgery.__main__ import main
 
     checkpoints.save(
@@ -712,9 +724,9 @@ def test_bad_input_costs_one_line(saved: Path, tmp_path: Path) -> None:
             patch.setattr(
                 "sys.argv", ["xformer.surgery", str(saved), str(tmp_path / "new"), *arguments]
             )
-            with pytest.raises(BadInput) as found:
+            with pytest.raises(BadInput) as caught:
                 main()
-        message = str(found.value)
+        message = str(caught.value)
         assert "\n" not in message
         for word in expected:
             assert word in message, (given, message)
@@ -727,7 +739,7 @@ def test_outputs_that_are_refused(operate: Operate, saved: Path, tmp_path: Path)
     checkpoints.save(counted(), tmp_path / "deep/new")
     refused(operate(saved, saved, "clean"), "old exists", "--overwrite")
     refused(operate(saved, saved, "clean", "--overwrite"), "which is read: give another output")
-    refused(operate(saved, tmp_path / "other", "clean", "--overwrite"), "is no checkpoint")
+    refused(operate(saved, tmp_path / "other", "clean", "--overwrite"), "is not a checkpoint")
     refused(operate(tmp_path / "none", tmp_path / "new", "clean"), "none does not exist")
     assert same(checkpoints.load(saved), counted())
     good(operate(saved, tmp_path / "deep/new", "clean", "--overwrite"))
@@ -748,7 +760,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(
 def test_help_names_every_operation_and_argument(operate: Operate) -> None:
     lines = good(operate("--help")).out.splitlines()
     assert max(map(len, lines)) <= 100
-    for name, kind in CLASSES.items():
+    for name, kind in SCHEMAS.items():
         start = next(i for i, line in enumerate(lines) if line.strip().split("(")[0] == name)
         own = lines[start : start + 20]
         for key in set(kind.model_fields) - {"op"}:
@@ -761,7 +773,7 @@ def test_help_names_every_operation_and_argument(operate: Operate) -> None:
 def test_a_recipe_operates_on_what_it_starts_from(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """Half the layers, reversed, one head drawn anew; the run says so and goes through the loop."""
+    """Reversed layers, one fresh head, half the layers: the run trains and its history says so."""
     listed = (
         '[{op="reverse_layers"}, {op="reinit_head", layer=2, head=1, seed=5}, '
         '{op="keep_layers", every=2}]'
@@ -814,10 +826,10 @@ def started(learned: dict[str, Path], data: Toys, run: Path, *more: str) -> list
 WORDS_ONLY = 'train.only=["embeddings.word", "mlm_head"]'
 
 
-def test_what_is_not_trained_does_not_change_by_a_bit(
+def test_weights_that_are_not_trained_keep_every_bit(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """Words and LM head (Chiang & Lee 2020, section 4.4): the decoder is the table of words."""
+    """Word embeddings and MLM head (Chiang & Lee 2020, section 4.4). They share one table."""
     done = good(forks.run(*started(learned, data, tmp_path / "run", WORDS_ONLY)))
     before, after = (checkpoints.load(p) for p in (learned["text"], tmp_path / "run"))
     changed = {
@@ -868,15 +880,15 @@ def test_partial_training_resumes_exactly(
         ("embeddings.word.weight", {"word"}),
     ],
 )
-def test_patterns_are_names_and_their_beginnings(pattern: str, chosen_names: set[str]) -> None:
-    found = chosen(counted(), [pattern])
-    short = {n.removeprefix("encoder.embeddings.").removesuffix(".weight") for n in found}
+def test_patterns_match_names_and_their_beginnings(pattern: str, chosen_names: set[str]) -> None:
+    names = chosen(counted(), [pattern])
+    short = {n.removeprefix("encoder.embeddings.").removesuffix(".weight") for n in names}
     assert short == {n.removesuffix(".weight") for n in chosen_names}
 
 
 def test_a_pattern_for_one_layer_and_for_a_part_of_all() -> None:
     wide = counted(SHAPE.model_copy(update={"layers": 12}))
-    first = chosen(wide, ["layers.1"])  # and not layers 10 and 11
+    first = chosen(wide, ["layers.1"])  # not layers 10 and 11
     assert {name.split(".")[2] for name in first} == {"1"}
     biases = chosen(wide, ["layers.*.attention.*.bias", "mlm_head"])
     assert len([n for n in biases if "attention" in n]) == 24
@@ -889,8 +901,8 @@ def test_patterns_that_are_refused(
     for given, expected in (
         ('["embedding.word"]', ["'embedding.word'", "did you mean embeddings.word?"]),
         ('["mlmhead"]', ["'mlmhead'", "did you mean mlm_head?"]),
-        ('["layers.2"]', ["'layers.2' is the name of no weight", "did you mean layers."]),
-        ('["zzz"]', ["'zzz' is the name of no weight; there are embeddings, layers, mlm_head"]),
+        ('["layers.2"]', ["'layers.2' matches no weight", "did you mean layers."]),
+        ('["zzz"]', ["'zzz' matches no weight; there are embeddings, layers, mlm_head"]),
         ("mlm_head", ["train.only='mlm_head'", "list"]),
     ):
         line = started(learned, data, tmp_path / "run", f"train.only={given}")

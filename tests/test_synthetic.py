@@ -26,8 +26,9 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.writing import create_store
-from xformer.preprocess import stats, synthetic
-from xformer.preprocess.synthetic import Alias, Corpus
+from xformer.preprocess import stats
+from xformer.preprocess.corpora import synthetic
+from xformer.preprocess.corpora.synthetic import AliasTable, Corpus
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,7 +101,7 @@ def test_the_table_holds_the_probabilities_exactly(generator, counts, options):
     found = synthetic.weights(corpus, 1000, counts)
     wanted = drawn_from(generator, counts, **options)
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
-    table = synthetic.alias(found)
+    table = synthetic.alias_table(found)
     columns = len(table.keep)
     assert (columns, table.step.dtype) == (1024, np.uint16)
     keep = table.keep / 2.0**64
@@ -115,7 +116,7 @@ def test_the_table_holds_the_probabilities_exactly(generator, counts, options):
 
 @pytest.mark.parametrize(("generator", "counts", "options"), CASES)
 def test_tokens_are_as_frequent_as_they_should_be(generator, counts, options):
-    table = synthetic.alias(drawn_from(generator, counts, **options))
+    table = synthetic.alias_table(drawn_from(generator, counts, **options))
     made = table.draw(np.random.default_rng(1), 500_000)
     wanted = drawn_from(generator, counts, **options)
     assert fits(np.bincount(made, minlength=1000), 500_000 * wanted)
@@ -124,7 +125,7 @@ def test_tokens_are_as_frequent_as_they_should_be(generator, counts, options):
 
 def test_more_than_65536_ids():
     wanted = np.append(np.zeros(5), np.arange(1, 69_996))
-    table = synthetic.alias(wanted / wanted.sum())
+    table = synthetic.alias_table(wanted / wanted.sum())
     made = table.draw(np.random.default_rng(1), 500_000)
     assert made.dtype == np.uint32
     bins = np.bincount(made // 1000, minlength=70)
@@ -137,7 +138,7 @@ def test_neighbours_are_independent():
     corpus = Corpus("zipf", 1, (10, 10), 0)
     lengths = np.full(30_000, 10)
     generator = np.random.default_rng(3)
-    made = synthetic.independent(generator, synthetic.alias(wanted), lengths, corpus)
+    made = synthetic.independent(generator, synthetic.alias_table(wanted), lengths, corpus)
     pairs = np.bincount(made[:-1].astype(int) * 12 + made[1:], minlength=144)
     assert fits(pairs, len(made) * np.outer(wanted, wanted).ravel())
 
@@ -160,7 +161,7 @@ LENGTH = 60
 
 
 @dataclass(frozen=True)
-class Counting(Alias):
+class Counting(AliasTable):
     """A table that never draws a token twice, so that every pair is known by its token."""
 
     keep: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint64))
@@ -417,7 +418,7 @@ def test_frequencies_of_a_store(tmp_path, source, name):
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "BLOCK", 2**11)
+    monkeypatch.setattr(synthetic, "BLOCK_TOKENS", 2**11)
     monkeypatch.setattr(synthetic, "LEAST_ROWS", 8)
 
 
@@ -426,21 +427,21 @@ def test_the_same_bytes_whatever_the_number_of_workers(monkeypatch, tmp_path, na
     small_blocks(monkeypatch)
     corpus = Corpus(name, 50_000, (5, 40), 3)
     for workers in (1, 2, 3, 8):
-        synthetic.write_store(tmp_path / f"{workers}", corpus, 500, None, {}, workers=workers)
+        synthetic.write_corpus(tmp_path / f"{workers}", corpus, 500, None, {}, workers=workers)
     found = {w: (tmp_path / f"{w}/train/tokens.npy").read_bytes() for w in (1, 2, 3, 8)}
     assert found[1] == found[2] == found[3] == found[8]
     stores = [open_store(tmp_path / f"{workers}") for workers in (1, 2)]
     assert stores[0].key == stores[1].key  # the checksums of all files
     train, valid = rows(stores[0], "train"), rows(stores[0], "valid")
     assert len(set(map(tuple, train)) & set(map(tuple, valid))) < len(valid) / 10
-    synthetic.write_store(tmp_path / "other", replace(corpus, seed=4), 500, None, {}, workers=2)
+    synthetic.write_corpus(tmp_path / "other", replace(corpus, seed=4), 500, None, {}, workers=2)
     assert rows(open_store(tmp_path / "other"), "train")[:20] != train[:20]
 
 
 def test_blocks_differ(monkeypatch):
     small_blocks(monkeypatch)
     corpus = Corpus("uniform", 1, (40, 40), 0)
-    table = synthetic.alias(drawn_from("uniform", None))
+    table = synthetic.alias_table(drawn_from("uniform", None))
     blocks = list(synthetic.make_blocks(corpus, table, "train", 20_000))
     assert len(blocks) > 5
     assert len({block[:40].tobytes() for block in blocks}) == len(blocks)
@@ -458,7 +459,7 @@ def test_a_worker_that_dies_is_one_failure(monkeypatch, tmp_path):
     monkeypatch.setitem(synthetic.GENERATORS, "uniform", dies)
     corpus = Corpus("uniform", 50_000, (5, 40), 3)
     with pytest.raises(Failure, match=r"a worker process ended with status -9 .* --workers 1"):
-        synthetic.write_store(tmp_path / "s", corpus, 500, None, {}, workers=2)
+        synthetic.write_corpus(tmp_path / "s", corpus, 500, None, {}, workers=2)
     assert not os.listdir(tmp_path)
 
 
@@ -535,7 +536,7 @@ def test_shuffle_dyck_is_balanced_within_its_depth():
     `depth` are open, all kinds open alike, and any open bracket closes alike."""
     kinds, deepest, length = 16, 8, 100
     corpus = Corpus("shuffle", 0, (length, length), 0, kinds, 0.5, deepest)
-    table = synthetic.alias(synthetic.weights(corpus, 5 + 2 * kinds, None))
+    table = synthetic.alias_table(synthetic.weights(corpus, 5 + 2 * kinds, None))
     lengths = np.full(4000, length)
     made = synthetic.parentheses(np.random.default_rng(3), table, lengths, corpus)
     made = made.reshape(-1, length).astype(int) - 5
@@ -574,4 +575,4 @@ def test_the_shuffle_command_and_a_vocabulary_too_small(tmp_path):
     assert np.flatnonzero(found).tolist() == list(range(5, 25))
     corpus = Corpus("shuffle", 5000, (90, 120), 0, 10, 0.5, 8)
     with pytest.raises(BadInput, match="--vocab-size 20 has no room for --distinct 10 kinds"):
-        synthetic.write_store(tmp_path / "small", corpus, 20, None, {})
+        synthetic.write_corpus(tmp_path / "small", corpus, 20, None, {})

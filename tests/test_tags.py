@@ -1,5 +1,5 @@
-"""Labels of words: the two published forms, the token that carries a label, batches, metrics
-against slow loops, and a toy task learnt, predicted and exported from end to end."""
+"""Labels of words: the two published formats, the token that carries a label, batches, metrics
+against slow loops, and a toy task that is learnt, predicted and exported."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Make = Callable[..., Store]
 
 @pytest.fixture(scope="module")
 def pieces() -> Tokenizer:
-    """A WordPiece whose words fall into several pieces."""
+    """A WordPiece tokenizer that splits words into several pieces."""
     texts = ["EU rejects German call to boycott British lamb . Peter Blackburn"] * 3
     letters = set("".join(texts).lower())
-    return vocabularies.train("wordpiece", texts, 48, True, letters)
+    return vocabularies.learn("wordpiece", texts, 48, True, letters)
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pieces: Tokenizer) -> 
 
 
 def words(store: Store, split: str) -> list[list[tuple[str, str]]]:
-    """Of every row its words, as their pieces, and their labels."""
+    """(word, label) of every word of every row; words are decoded from their pieces."""
     tokenizer, columns = store.tokenizer(), store.split(split).columns
-    found = []
+    read = []
     for row in range(store.split(split).rows):
         ids, labels = columns["tokens"][row], columns["labels"][row]
         assert len(ids) == len(labels)
@@ -79,12 +79,12 @@ def words(store: Store, split: str) -> list[list[tuple[str, str]]]:
             for i in labels
             if i != IGNORED
         ]
-        spelt = [tokenizer.decode(ids[a:b]) for a, b in pairwise(starts)]
-        found.append(list(zip(spelt, names, strict=True)))
-    return found
+        decoded = [tokenizer.decode(ids[a:b]) for a, b in pairwise(starts)]
+        read.append(list(zip(decoded, names, strict=True)))
+    return read
 
 
-# ------------------------------------------------------------------------------ CoNLL's form
+# ------------------------------------------------------------------------------ CoNLL's format
 
 CONLL = """-DOCSTART- -X- -X- O
 
@@ -104,8 +104,8 @@ SENTENCES = [
 
 
 def test_conll_2003(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    valid = "Zürich NNP B-NP B-MISC\nEU NNP B-NP B-ORG"  # a class that training has not
-    hidden = "British\nlamb\n\nPeter"  # words alone
+    valid = "Zürich NNP B-NP B-MISC\nEU NNP B-NP B-ORG"  # a class that is not in training
+    hidden = "British\nlamb\n\nPeter"  # no labels
     files = {"train.txt": CONLL, "dev.txt": valid, "test.txt": hidden}
     store = make(files, "conll", "--input", ".")
     assert (store.kind, store.metric) == ("tag", "entity_f1")
@@ -113,10 +113,10 @@ def test_conll_2003(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert words(store, "train") == SENTENCES
     assert words(store, "valid") == [[("[UNK]", "unseen"), ("eu", "B-ORG")]]
     assert words(store, "test") == [[("british", "none"), ("lamb", "none")], [("peter", "none")]]
-    assert "valid: words of classes that training has not count as wrong: 'B-MISC' 1" in (
+    assert "valid: words whose class is not in training count as wrong: 'B-MISC' 1" in (
         capsys.readouterr().err
     )
-    # pieces inside of a word carry nothing
+    # only the first piece of a word has a label
     assert store.split("train").tokens > sum(map(len, SENTENCES))
     other = make({}, "conll", "--input", ".", "--label", "2", "--overwrite")
     assert words(other, "train")[1] == [("peter", "NNP"), ("blackburn", "NNP")]
@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, str], list[str], str, bool]] = [
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--label", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": TSV}, ["--train", "a.tsv", "--word", "3"], "2 columns, by its .* column 3", False),
     ({"a.tsv": "a\nb\n"}, ["--train", "a.tsv"], "1 column, by its .* column 2", False),
-    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "there is one class only, O", False),
+    ({"a.tsv": "a\tO\n"}, ["--train", "a.tsv"], "one class only, O", False),
     (
         {"a.tsv": TSV, "b.tsv": "a\n"},
         ["--train", "a.tsv", "--valid", "b.tsv"],
@@ -207,7 +207,7 @@ def test_flip(make: Make, tmp_path: Path) -> None:
         ("sequences", ">d-D", ">e", "d-D is not in sequences.fasta"),
         ("sequences", "MKV", "MK1", "a-A: letters other than .*: '1'"),
         ("sampled", "SET=test", "SET=best", r"sampled\.fasta:7: c-C: SET is 'best'"),
-        ("sampled", "SET=test", "", "c-C: its header says neither SET=train nor SET=test"),
+        ("sampled", "SET=test", "", "c-C: its header has neither SET=train nor SET=test"),
         ("sampled", ">a-A", "a-A", "sampled.fasta:1: text before the first header"),
         ("mask", "1101", "0000", "the label is empty"),
     ],
@@ -218,8 +218,8 @@ def test_bad_files_of_flip(file: str, old: str, new: str, phrase: str, make: Mak
         make(files, "protein/secondary", "--input", ".")
 
 
-def test_flip_takes_a_directory_alone(make: Make) -> None:
-    with pytest.raises(BadInput, match="--train has no meaning here"):
+def test_flip_takes_only_a_directory(make: Make) -> None:
+    with pytest.raises(BadInput, match="--train cannot be used here"):
         make(FLIP, "protein/secondary", "--train", "sampled.fasta")
     with pytest.raises(BadInput, match="give --input DIR with FLIP's"):
         make(FLIP, "protein/secondary", "--input", "sampled.fasta")
@@ -255,8 +255,8 @@ def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
 
 def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = published.read(shared / "vocabs/bert-base-uncased.vocab.txt")
-    published.write(ours, tmp_path, 512)
+    ours = published.import_tokenizer(shared / "vocabs/bert-base-uncased.vocab.txt")
+    published.export_tokenizer(ours, tmp_path, 512)
     theirs = transformers.BertTokenizer.from_pretrained(tmp_path)
     lines = (shared / "english_wikipedia/valid.txt").read_text(encoding="utf-8").splitlines()
     texts = [line for line in lines if line.strip()][:200]
@@ -265,7 +265,7 @@ def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path
         given = theirs(text.split(), is_split_into_words=True, add_special_tokens=False)
         places = given.word_ids()
         starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
-        if len(starts) == len(text.split()):  # else a word has no piece there
+        if len(starts) == len(text.split()):  # else transformers gives a word no piece
             assert ids.tolist() == given["input_ids"]
             assert first.tolist() == starts
     assert np.mean([len(first) for _, first in encoded]) > 10
@@ -277,7 +277,7 @@ def test_every_word_has_a_token(kind: str) -> None:
     tokenizer = (
         vocabularies.symbols(corpus[0].split(), separated=True)
         if kind == "separated"
-        else vocabularies.train(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
+        else vocabularies.learn(kind, corpus, {"bpe": 290, "unigram": 26}.get(kind, 45))
     )
     texts = ["it's a \u200d été ", "", "  words\tof \u200b\u200b\n", "\u00ad", "ftx ﬁne 中文 a"]
     plain = tokenizer.encode_batch(texts)
@@ -288,11 +288,11 @@ def test_every_word_has_a_token(kind: str) -> None:
         assert [i for i in ids if i != unknown] == [i for i in bare if i != unknown]
         for word, start, end in zip(text.split(), first, [*first, len(ids)][1:], strict=True):
             alone = tokenizer.encode_batch([word])[0].tolist() or [unknown]
-            if kind not in ("bpe", "unigram"):  # whose pieces know the space before a word
+            if kind not in ("bpe", "unigram"):  # their pieces depend on the space before a word
                 assert ids[start:end].tolist() == alone
 
 
-def test_batches_hold_labelled_tokens_alone(pieces: Tokenizer) -> None:
+def test_batches_hold_only_labelled_tokens(pieces: Tokenizer) -> None:
     draw = np.random.default_rng(3)
     lengths = draw.integers(0, 12, 30)
     offsets = np.cumsum([0, *lengths])
@@ -303,21 +303,21 @@ def test_batches_hold_labelled_tokens_alone(pieces: Tokenizer) -> None:
     batch = assembler.batch(draw.permutation(30))
     assert batch.places is not None
     assert batch.targets is not None
-    found = dict(zip(batch.places.tolist(), batch.targets.tolist(), strict=True))
+    targets = dict(zip(batch.places.tolist(), batch.targets.tolist(), strict=True))
     expected = {}
     for row, start in zip(batch.rows, batch.cu_seqlens, strict=False):
         for i, label in enumerate(labels[offsets[row] : offsets[row + 1]][:7]):
             if label >= 0:
                 expected[int(start) + 1 + i] = int(label)
-    assert found == expected
-    assert len(found) > 40
+    assert targets == expected
+    assert len(targets) > 40
 
 
 # ------------------------------------------------------------------------------------- metrics
 
 
 def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
-    """Entities by the rules of the shared task's script, written out: where one ends and begins."""
+    """(first, last, kind) of the entities, by the rules of the shared task's script written out."""
     padded = ["O", *labels, "O"]
     start = 0
     for i, (before, label) in enumerate(pairwise(padded)):
@@ -340,7 +340,7 @@ def test_entities() -> None:
         assert tag.entities(labels) == set(chunks_of(labels))
 
 
-def kept(outputs: np.ndarray, split: Split, names: tuple[str, ...]) -> Predictions:
+def predictions(outputs: np.ndarray, split: Split, names: tuple[str, ...]) -> Predictions:
     task = task_of(Head("tag", names))
     assert task is not None
     return task.predictions(outputs, split)
@@ -352,36 +352,36 @@ def test_scores_equal_slow_loops() -> None:
     lengths = draw.integers(0, 9, 40)
     offsets = np.cumsum([0, *lengths])
     gold = draw.choice([IGNORED, UNLABELLED, UNSEEN, *range(5)], offsets[-1]).astype(np.int16)
-    said = draw.integers(-1, 5, offsets[-1])  # -1: it was cut
+    said = draw.integers(-1, 5, offsets[-1])  # -1: the word was truncated
     losses = draw.random(offsets[-1]).astype(np.float32)
     split = Split("x", 40, len(gold), {"labels": Ragged(gold, offsets)})
     outputs = np.column_stack([said + 1, losses]).astype(np.float32)
-    found = kept(outputs, split, names).metrics()
+    metrics = predictions(outputs, split, names).metrics()
     scored = [i for i in range(len(gold)) if gold[i] not in (IGNORED, UNLABELLED) and said[i] >= 0]
-    assert found["accuracy"] == np.mean([gold[i] == said[i] for i in scored])
-    assert found["loss"] == pytest.approx(np.mean([losses[i] for i in scored if gold[i] >= 0]))
+    assert metrics["accuracy"] == np.mean([gold[i] == said[i] for i in scored])
+    assert metrics["loss"] == pytest.approx(np.mean([losses[i] for i in scored if gold[i] >= 0]))
     each = []
     for k in range(5):
         both = sum(gold[i] == said[i] == k for i in scored)
         each.append(2 * both / sum(int(gold[i] == k) + int(said[i] == k) for i in scored))
-    assert found["f1"] == pytest.approx(np.mean(each))
+    assert metrics["f1"] == pytest.approx(np.mean(each))
     right = total = 0
     for a, b in pairwise(offsets):
         row = [i for i in range(a, b) if i in scored]
         ours = set(chunks_of([names[said[i]] for i in row]))
         wanted = set(chunks_of([names[gold[i]] if gold[i] >= 0 else "O" for i in row]))
         right, total = right + len(ours & wanted), total + len(ours) + len(wanted)
-    assert 0 < found["entity_f1"] == pytest.approx(2 * right / total)
-    assert "entity_f1" not in kept(outputs, split, ("a", "b", "c", "d", "e")).metrics()
+    assert 0 < metrics["entity_f1"] == pytest.approx(2 * right / total)
+    assert "entity_f1" not in predictions(outputs, split, ("a", "b", "c", "d", "e")).metrics()
     with pytest.raises(BadInput, match="the split 'x' has no labels to score against"):
-        kept(outputs * 0, split, names).metrics()
+        predictions(outputs * 0, split, names).metrics()
 
 
 # ---------------------------------------------------------------------------------- end to end
 
 
 def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
-    """Words of one topic are names, those of another places."""
+    """Sentences in which the words of one topic are names, and those of another are places."""
     named = {
         word: label
         for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
@@ -433,8 +433,10 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     assert f"test accuracy {result['test']['accuracy']:.4f}" in done.out
     assert cut.format("the checkpoint's batch.max_tokens=20") in done.err
     table = [line.split("\t") for line in said.read_text().splitlines()]
-    assert table[0] == ["labels", "row"]
-    lines = [labels.split() for labels, _ in table[1:]]
+    assert table[0] == ["labels", "row", "gold"]
+    lines = [labels.split() for labels, *_ in table[1:]]
+    gold = [labels.split() for *_, labels in table[1:]]
+    assert gold == [[pair[1] for pair in row] for row in rows]
     assert [len(line) for line in lines] == [len(row) for row in rows]
     pairs = [
         (label, pair[1])
@@ -443,7 +445,7 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
         if label != "_"
     ]
     assert np.mean([a == b for a, b in pairs]) == pytest.approx(result["test"]["accuracy"])
-    # what batch.max_tokens cuts has no label
+    # words beyond batch.max_tokens have no label
     assert [label == "_" for line in lines for label in line] == [
         i >= 18 for row in rows for i in range(len(row))
     ]
@@ -456,20 +458,20 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
     assert cut.format("the checkpoint's batch.max_tokens=20") in done.err
     read = list(csv.reader(io.StringIO(done.out), delimiter="\t"))
     assert read[0] == ["labels", "input"]
-    assert [labels for labels, _ in read[1:]] == [labels for labels, _ in table[1:]] + [
+    assert [labels for labels, _ in read[1:]] == [labels for labels, *_ in table[1:]] + [
         "",
         "B-PLACE",
     ]
-    labelled_there(forks, run, rows, lines, tmp_path)
+    transformers_agrees(forks, run, rows, lines, tmp_path)
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     refused(forks.run("evaluate.py", run, f"input={empty}"), "empty.txt is empty")
 
 
-def labelled_there(
+def transformers_agrees(
     forks: Forks, run: Path, rows: list[list[list[str]]], lines: list[list[str]], place: Path
 ) -> None:
-    """The exported model says the same, by the means of transformers alone."""
+    """The exported model gives the same labels in transformers, with nothing of ours."""
     transformers = pytest.importorskip("transformers")
     good(forks.run("-m", "xformer.convert", "to-hf", run, place / "theirs"))
     auto = transformers.AutoModelForTokenClassification

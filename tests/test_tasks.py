@@ -1,5 +1,5 @@
-"""Labelled tasks of `preprocess.py task NAME`: each published form read right, the splits drawn
-right, what is wrong named; oracles are plain readings of the raw files."""
+"""Labelled tasks of `preprocess.py task NAME`: every published format is read, splits are drawn,
+and errors name what is wrong. The oracles read the raw files in a few plain lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import Ragged, Store, open_store
-from xformer.preprocess import cli, dna, protein, stats
+from xformer.preprocess import cli, stats
+from xformer.preprocess.tasks import dna, protein
 
 Make = Callable[..., Store]
 Raw = list[list[str]]
@@ -33,10 +34,10 @@ Raw = list[list[str]]
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer: what it decodes is the text, letter for letter."""
+    """A byte-level tokenizer, which decodes ids to exactly the text that was encoded."""
     place = tmp_path_factory.mktemp("bpe")
     words = ["the quick brown fox jumps over the lazy dog and does so again"] * 9
-    vocabularies.train("bpe", words, 280).save(place)
+    vocabularies.learn("bpe", words, 280).save(place)
     return place
 
 
@@ -56,46 +57,46 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bpe: Path) -> Make:
 
 
 def texts(store: Store, split: str, column: str = "tokens") -> list[str]:
-    """The texts of a split, by its own tokenizer."""
+    """The texts of a split, decoded by the store's tokenizer."""
     values = store.split(split).columns[column]
     assert isinstance(values, Ragged)
     tokenizer = store.tokenizer()
     if tokenizer.kind == "symbols":
-        between = " " if max(map(len, tokenizer.pieces[5:])) > 1 else ""
+        separator = " " if max(map(len, tokenizer.pieces[5:])) > 1 else ""
         pieces = np.array(tokenizer.pieces)[np.asarray(values.values)].tolist()
         ends = values.offsets.tolist()
-        return [between.join(pieces[a:b]) for a, b in pairwise(ends)]
+        return [separator.join(pieces[a:b]) for a, b in pairwise(ends)]
     return [tokenizer.decode(values[row]) for row in range(len(values))]
 
 
 def labels(store: Store, split: str) -> list[Any]:
-    """Class names (a negative number where there is none), or scores."""
-    found = store.split(split).columns["label"].tolist()
-    return [store.labels[i] if i >= 0 else i for i in found] if store.labels else found
+    """Class names (negative numbers for rows without one), or scores."""
+    values = store.split(split).columns["label"].tolist()
+    return [store.labels[i] if i >= 0 else i for i in values] if store.labels else values
 
 
 def content(store: Store) -> dict[str, list[tuple[Any, ...]]]:
     """split -> rows (texts and label)."""
-    found = {}
+    rows = {}
     for split in store.splits:
         columns = [texts(store, split)]
         if "tokens_b" in store.split(split).columns:
             columns.append(texts(store, split, "tokens_b"))
-        found[split] = list(zip(*columns, labels(store, split), strict=True))
-    return found
+        rows[split] = list(zip(*columns, labels(store, split), strict=True))
+    return rows
 
 
 def ids(store: Store, split: str) -> list[tuple[Any, ...]]:
-    """As `content`, with ids for texts: quicker where no text is of interest."""
+    """The rows of a split as in `content`, but with ids for texts, which is quicker."""
     columns = store.split(split).columns
-    found = [columns[c] for c in ("tokens", "tokens_b") if c in columns]
+    tokens = [columns[c] for c in ("tokens", "tokens_b") if c in columns]
     rows = range(store.split(split).rows)
-    keys = [[column[row].tobytes() for row in rows] for column in found]
+    keys = [[column[row].tobytes() for row in rows] for column in tokens]
     return list(zip(*keys, labels(store, split), strict=True))
 
 
 def write(place: Path, files: dict[str, str | bytes]) -> Path:
-    """Files below a new directory."""
+    """Write files below a directory, by their paths in it."""
     for name, text in files.items():
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +117,8 @@ def raw_rows(path: Path, header: bool) -> Raw:
     return rows[1:] if header else rows
 
 
-# directory; places of the texts and the label in train and dev; of the texts in test; rows; rows of
-# each class in train; whether train has a header
+# directory; columns of the texts, and of the label, in train and dev; columns of the texts in test;
+# rows per split; rows per class in train; whether train has a header
 GLUE: dict[str, tuple[str, list[int], int, list[int], list[int], dict[str, int], bool]] = {
     "cola": (
         "CoLA",
@@ -160,23 +161,23 @@ NUMBERED = {
 
 @pytest.mark.parametrize("name", GLUE)
 def test_glue_as_published(name: str, shared: Path, make: Make) -> None:
-    """Every label, and the texts of rows at random, are those of the raw file."""
+    """Every label equals the raw file's, and so do the texts of 40 random rows per split."""
     folder, places, label, test_places, sizes, classes, header = GLUE[name]
     store = make(f"glue/{name}", "--input", shared / "glue" / folder)
     assert store.splits == ["train", "valid", "test"]
     assert [store.split(split).rows for split in store.splits] == sizes
     for split, file in (("train", "train"), ("valid", "dev"), ("test", "test")):
         raw = raw_rows(shared / f"glue/{folder}/{file}.tsv", header or split == "test")
-        found = labels(store, split)
+        read = labels(store, split)
         if split == "test":
-            assert np.isnan(found).all() if name == "stsb" else set(found) == {-1}
+            assert np.isnan(read).all() if name == "stsb" else set(read) == {-1}
         elif name == "stsb":
-            assert found == pytest.approx([float(row[label]) for row in raw], abs=1e-6)
+            assert read == pytest.approx([float(row[label]) for row in raw], abs=1e-6)
         else:
-            there = [row[label] for row in raw]
+            expected = [row[label] for row in raw]
             if name in NUMBERED:
-                there = [NUMBERED[name][int(value)] for value in there]
-            assert found == there
+                expected = [NUMBERED[name][int(value)] for value in expected]
+            assert read == expected
         encode = store.tokenizer().encode_batch
         draw = np.random.default_rng(len(raw)).integers(len(raw), size=40)
         for column, place in zip(
@@ -192,17 +193,17 @@ def test_glue_as_published(name: str, shared: Path, make: Make) -> None:
 
 
 def test_mrpc_from_microsofts_files(shared: Path, make: Make, tmp_path: Path) -> None:
-    """The same rows in the same splits as GLUE's, and a test set with labels."""
+    """The rows and splits are those of GLUE, and the test set has labels."""
     raw = tmp_path / "Microsoft's own"
     raw.mkdir()
     for name in ("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "dev_ids.tsv"):
         (raw / name).symlink_to(shared / "glue/MRPC" / name)
-    found = make("glue/mrpc", "--input", raw, name="original")
+    original = make("glue/mrpc", "--input", raw, name="original")
     expected = make("glue/mrpc", "--input", shared / "glue/MRPC")
     for split in ("train", "valid"):
-        assert Counter(ids(found, split)) == Counter(ids(expected, split))
-    assert [row[:2] for row in ids(found, "test")] == [row[:2] for row in ids(expected, "test")]
-    assert Counter(labels(found, "test")) == {"equivalent": 1147, "not_equivalent": 578}
+        assert Counter(ids(original, split)) == Counter(ids(expected, split))
+    assert [row[:2] for row in ids(original, "test")] == [row[:2] for row in ids(expected, "test")]
+    assert Counter(labels(original, "test")) == {"equivalent": 1147, "not_equivalent": 578}
     (raw / "mine.tsv").write_text("Quality\t#1 String\t#2 String\n1\ta\tb\n")
     given = make("glue/mrpc", "--input", raw, "--valid", raw / "mine.tsv", name="given")
     assert [given.split(s).rows for s in given.splits] == [4076, 1, 1725]
@@ -224,7 +225,8 @@ MNLI = ["neutral", "entailment", "contradiction", "neutral"]
 
 
 def mnli_file(rows: int, votes: int, seed: str) -> str:
-    """GLUE's file: parses first, then the sentences, so many votes, and the label they give."""
+    """A file of MNLI: parses, then the sentences, the labels of `votes` people, and the gold
+    label."""
     marks = [f"label{i + 1}" for i in range(votes)] + (["gold_label"] if votes else [])
     lines = [[*MNLI_HEAD, *marks]]
     for i in range(rows):
@@ -293,10 +295,10 @@ def test_qqp_and_its_broken_rows(
     assert content(store)["train"] == expected
     assert content(store)["test"] == [("u", "v", -1), ("w", "x", -1)]
     assert store.meta["origin"]["skipped_rows"] == 3
-    told = capsys.readouterr().err
-    assert "3 bad rows were left out" in told
+    err = capsys.readouterr().err
+    assert "3 bad rows were left out" in err
     for line, columns in ((7, "4 columns"), (8, "3 columns"), (9, "2 columns")):
-        assert f"train.tsv:{line}: {columns} instead of 6" in told
+        assert f"train.tsv:{line}: {columns} instead of 6" in err
 
 
 def test_qnli(make: Make, tmp_path: Path) -> None:
@@ -318,7 +320,7 @@ def test_qnli(make: Make, tmp_path: Path) -> None:
 
 
 def in_form(form: str, rows: list[dict[str, Any]], place: Path) -> None:
-    """Rows as csv, JSON lines, JSON or parquet."""
+    """Write rows as csv, JSON lines, JSON or parquet."""
     place.parent.mkdir(exist_ok=True)
     if form == "parquet":
         pa = pytest.importorskip("pyarrow")
@@ -350,7 +352,7 @@ HF: dict[str, tuple[list[str], list[Any], list[str]]] = {  # columns, labels, th
 
 @pytest.mark.parametrize("name", HF)
 def test_glue_as_hugging_face_names_it(name: str, make: Make, tmp_path: Path) -> None:
-    """Numbers for classes, -1 in the test set, files in parts."""
+    """Classes are numbers, the test set has -1, and files come in parts."""
     columns, numbers, classes = HF[name]
     matched = ["_matched", "_mismatched"] if name == "glue/mnli" else [""]
     splits = [("train", ["train"], 9)] + [
@@ -381,11 +383,11 @@ def test_glue_as_hugging_face_names_it(name: str, make: Make, tmp_path: Path) ->
             else:
                 middle = "" if form == "csv" else "-00000-of-00001"
                 in_form(form, rows, raw / f"{file}{middle}.{form}")
-        found = content(make(name, "--input", raw, name=f"{form}.store"))
+        rows_by_split = content(make(name, "--input", raw, name=f"{form}.store"))
         if name == "glue/stsb":
-            assert np.isnan([row[-1] for row in found["test"]]).all()
-            found["test"] = [(*row[:-1], -1) for row in found["test"]]
-        assert found == expected
+            assert np.isnan([row[-1] for row in rows_by_split["test"]]).all()
+            rows_by_split["test"] = [(*row[:-1], -1) for row in rows_by_split["test"]]
+        assert rows_by_split == expected
 
 
 def test_packed_files(make: Make, tmp_path: Path) -> None:
@@ -403,8 +405,8 @@ def test_packed_files(make: Make, tmp_path: Path) -> None:
             assert content(make("glue/sst2", "--input", raw, name=f"{folder}.s")) == expected
 
 
-def test_train_alone(make: Make, tmp_path: Path) -> None:
-    """--train without --input gives that split and no other; what is given goes before."""
+def test_only_train(make: Make, tmp_path: Path) -> None:
+    """--train without --input gives only that split. With --input it replaces the directory's."""
     text = "sentence\tlabel\n" + "".join(f"film {i}\t{i % 2}\n" for i in range(8))
     raw = write(tmp_path / "a b", {"train.tsv": text, "dev.tsv": text, "more.tsv": text})
     assert make("glue/sst2", "--train", raw / "train.tsv", name="one").splits == ["train"]
@@ -417,7 +419,8 @@ def test_train_alone(make: Make, tmp_path: Path) -> None:
 
 
 def test_odd_delimited_files(make: Make, tmp_path: Path) -> None:
-    """Windows ends, a mark at the start, line ends in quotes, tabs at the end, line separators."""
+    """Windows line ends, a byte-order mark, line ends in quotes, tabs at the end of lines, and
+    Unicode line separators."""
     pair = ["--text", "text", "--label", "label"]
     odd = "x\u2028y\x0b\x0c\x85z"
     raw = write(
@@ -479,7 +482,7 @@ def test_json_of_columns_and_of_rows(make: Make, tmp_path: Path) -> None:
         assert content(store)["train"] == [("a 0", 0), ("a 1", 0.25), ("a 2", 0.5), ("a 3", 0.75)]
 
 
-def test_texts_in_two_splits_are_told(
+def test_texts_in_two_splits_are_reported(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [f"text {i}\t{'xy'[i % 2]}\n" for i in range(30)]
@@ -496,9 +499,9 @@ def test_texts_in_two_splits_are_told(
     assert [store.split(s).rows for s in store.splits] == [20, 6, 10]
     twice = store.meta["origin"]["in_two_splits"]
     assert twice == {"valid": {"train": 2}, "test": {"train": 3, "valid": 1}}
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
-    assert len(told) == 1
-    assert "3 of the 10 rows of test are in train" in told[0]
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert len(notes) == 1
+    assert "3 of the 10 rows of test are in train" in notes[0]
 
 
 # ------------------------------------------------------------------------------ DNA
@@ -510,14 +513,14 @@ def letters(seed: int, number: int, length: int = 30, alphabet: str = "ACGT") ->
 
 
 def test_alphabets() -> None:
-    for found in (dna.LETTERS, dna.IUPAC, protein.LETTERS):
-        assert len(set(found)) == len(found)
+    for alphabet in (dna.LETTERS, dna.IUPAC, protein.LETTERS):
+        assert len(set(alphabet)) == len(alphabet)
     assert set(protein.LETTERS) == {*map(chr, range(65, 91)), "*"}
     assert set(dna.IUPAC) == set("ACGT") | set("RYSWKMBDHVN")
 
 
 def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hilbert-CNN's text: blank lines, windows line ends, a record cut short."""
+    """Hilbert-CNN's text, with blank lines, Windows line ends, and a record that is cut short."""
     made = letters(0, 100)
     text = "".join(
         f">i{i}\r\n{s.lower()}\r\n{i % 2}\r\n" + "\r\n" * (i % 3) for i, s in enumerate(made)
@@ -541,7 +544,7 @@ def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFi
         assert Counter(row for r in rows.values() for row in r) == Counter(expected)
     for name, more in (("cut", 0), ("inner", 1)):
         line = text.count("\n") + 1
-        with pytest.raises(BadInput, match=rf"{name}\.txt:{line}: the record has not three lines"):
+        with pytest.raises(BadInput, match=rf"{name}\.txt:{line}: the record does not have three"):
             make("dna/h3", "--input", raw / f"{name}.txt", name="x")
         store = make("dna/h3", "--input", raw / f"{name}.txt", "--skip-bad", name=f"{name}.s")
         assert store.meta["origin"]["skipped_rows"] == 1
@@ -549,7 +552,7 @@ def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_dna_in_wrapped_fasta(make: Make, tmp_path: Path) -> None:
-    """FASTA in a .txt file is told from three lines, also where sequences take several lines."""
+    """FASTA in a .txt file is not taken for three lines per record, wrapped or not."""
     made = letters(1, 60)
     plain = "".join(f">i{i} {'NA'[i % 2]}\n{s}\n" for i, s in enumerate(made))
     wrapped = "".join(
@@ -565,17 +568,17 @@ def test_dna_in_wrapped_fasta(make: Make, tmp_path: Path) -> None:
             "e.fa.gz": gzip.compress(wrapped.encode()),
         },
     )
-    found = [
+    stores = [
         content(make("dna", "--input", path, name=f"{path.name}.s"))
         for path in sorted(raw.iterdir())
     ]
-    assert all(rows == found[0] for rows in found)
+    assert all(rows == stores[0] for rows in stores)
     expected = Counter((s, "NA"[i % 2]) for i, s in enumerate(made))
-    assert Counter(row for rows in found[0].values() for row in rows) == expected
+    assert Counter(row for rows in stores[0].values() for row in rows) == expected
 
 
 def test_dna_as_published(shared: Path, make: Make) -> None:
-    """The files of GUE: every row of two published splits."""
+    """The files of GUE are read row by row."""
     for name, rows in (("H3", 1497), ("H4", 1461)):
         folder = shared / "dna/GUE/EMP" / name
         store = make(
@@ -603,7 +606,8 @@ def test_dna_as_published(shared: Path, make: Make) -> None:
 
 
 def test_deeploc(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own test marks; a tenth of the rest to validate on; proteins of two places left out."""
+    """The headers mark the test set, a tenth of the rest is for validation, and proteins of two
+    places are left out."""
     places = ["Cell.membrane-M", "Nucleus-U", "Lysosome/Vacuole-S", "Cytoplasm-S"]
     made = letters(2, 400, 40, "ACDEFGHIKLMNPQRSTVWY")
     records = [
@@ -644,7 +648,7 @@ def test_both_ends_are_kept(longest: int, make: Make, tmp_path: Path) -> None:
 
 
 def test_multiloc_as_published(shared: Path, make: Make) -> None:
-    """A FASTA file a class; no sequence in two splits."""
+    """One FASTA file per class, and no sequence in two splits."""
     folder = shared / "protein/localization_multiloc/multiloc"
     store = make("protein/localization", "--input", folder, "--longest", 4000)
     rows = content(store)
@@ -678,8 +682,8 @@ def test_multiloc_as_published(shared: Path, make: Make) -> None:
 def test_classes_by_file_names_and_a_training_file(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Packed files and capital endings; with a training file the files are splits, and it is said
-    what is not read."""
+    """One file per class, compressed or with a capital ending. If one is called train, the files
+    are splits, and a note lists those that are not read."""
     made = letters(4, 40)
     body = ["".join(f">i{i} {'xy'[i % 2]}\n{made[i]}\n" for i in range(k, 40, 2)) for k in (0, 1)]
     raw = write(
@@ -704,13 +708,13 @@ def test_classes_by_file_names_and_a_training_file(
     store = make("dna", "--input", raw, name="splits")
     assert content(store)["test"] == [("ACGT", -1)]
     assert store.split("train").rows == 40
-    told = capsys.readouterr().err
-    assert "holds train.fasta, so its files are splits" in told
-    assert raw_names in told
+    err = capsys.readouterr().err
+    assert "holds train.fasta, so its files are splits" in err
+    assert raw_names in err
 
 
 def test_tape(make: Make, tmp_path: Path, shared: Path) -> None:
-    """JSON lines whose score is a list of one; csv with a column of another name."""
+    """The score in JSON lines is a list of one number. In csv its column has another name."""
     folder = shared / "protein/fluorescence"
     file = folder / "fluorescence_valid.jsonl"
     store = make("protein/fluorescence", "--train", file)
@@ -737,9 +741,9 @@ def test_tape(make: Make, tmp_path: Path, shared: Path) -> None:
             (r["sequence"], float(r["stabilityscore_cnn_calibrated"]))
             for r in csv.DictReader(opened)
         )
-    found = sorted(row for r in content(store).values() for row in r)
-    assert [s for s, _ in found] == [s for s, _ in expected]
-    assert sum(n for _, n in found) == pytest.approx(sum(n for _, n in expected), abs=1e-2)
+    rows = sorted(row for r in content(store).values() for row in r)
+    assert [s for s, _ in rows] == [s for s, _ in expected]
+    assert sum(n for _, n in rows) == pytest.approx(sum(n for _, n in expected), abs=1e-2)
     lines = "".join(
         json.dumps({"primary": s, "stability_score": [0.5]}) + "\n" for s in letters(5, 3)
     )
@@ -754,7 +758,8 @@ def test_tape(make: Make, tmp_path: Path, shared: Path) -> None:
 
 
 def read_midi(path: Path) -> list[int]:
-    """Pitches by tick, then pitch, without channel 10, which is drums: the standard read afresh."""
+    """Pitches in order of tick, then pitch, without channel 10 (drums), read from the bytes by the
+    MIDI standard."""
     data = path.read_bytes()
     assert data[:4] == b"MThd"
     notes: list[tuple[int, int]] = []
@@ -808,18 +813,18 @@ def by_two(pitches: list[int]) -> list[int]:
 
 
 def pieces_of(store: Store, split: str) -> dict[str, str]:
-    """name -> its segments end to end, checked to be whole but the last, in order, of one group."""
+    """name -> its segments, concatenated, after checking that they are in order and one group."""
     columns = store.split(split).columns
-    found: dict[str, list[str]] = {}
+    segments: dict[str, list[str]] = {}
     groups: dict[str, int] = {}
     for row, text in enumerate(texts(store, split)):
         name, _, number = columns["id"].text(row).rpartition(":")
-        parts = found.setdefault(name, [])
+        parts = segments.setdefault(name, [])
         assert int(number) == len(parts)
         assert groups.setdefault(name, int(columns["group"][row])) == columns["group"][row]
         parts.append(text)
     assert len(set(groups.values())) == len(groups)
-    return {name: " ".join(parts) for name, parts in found.items()}
+    return {name: " ".join(parts) for name, parts in segments.items()}
 
 
 def test_maestro_as_published(shared: Path, make: Make) -> None:
@@ -830,11 +835,11 @@ def test_maestro_as_published(shared: Path, make: Make) -> None:
     splits = {"train": "train", "validation": "valid", "test": "test"}
     composers = {row["midi_filename"]: row["canonical_composer"] for row in table}
     for split, pieces in (("train", 145), ("valid", 22), ("test", 26)):
-        found = pieces_of(store, split)
-        assert len(found) == pieces
-        assert set(found) == {r["midi_filename"] for r in table if splits[r["split"]] == split}
-        for name in sorted(found)[::12]:
-            assert found[name].split() == [str(pitch) for pitch in read_midi(folder / name)]
+        read = pieces_of(store, split)
+        assert len(read) == pieces
+        assert set(read) == {r["midi_filename"] for r in table if splits[r["split"]] == split}
+        for name in sorted(read)[::12]:
+            assert read[name].split() == [str(pitch) for pitch in read_midi(folder / name)]
         columns = store.split(split).columns
         lengths = np.diff(columns["tokens"].offsets)
         last = np.append(np.diff(columns["group"]) != 0, True)
@@ -852,7 +857,8 @@ def test_maestro_as_published(shared: Path, make: Make) -> None:
 
 
 def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """csv; json as v1 writes it (pieces) and as v2 and v3 do (columns); pieces that are wrong."""
+    """csv, json as version 1 writes it (pieces) and as versions 2 and 3 do (columns), and pieces
+    that cannot be read."""
     rows: list[dict[str, Any]] = [
         {
             "canonical_composer": ["Bach", "Chopin"][i % 2],
@@ -913,9 +919,9 @@ def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     store = make("music/maestro", "--input", raw, "--skip-bad", name="left")
     assert store.meta["origin"]["skipped_rows"] == 6
-    told = capsys.readouterr().err
-    assert "maestro.csv:10: 20/8.midi: there is no such file" in told
-    assert all(name in told for name in wrong)
+    err = capsys.readouterr().err
+    assert "maestro.csv:10: 20/8.midi: there is no such file" in err
+    assert all(name in err for name in wrong)
     assert [list(pieces_of(store, s)) for s in store.splits] == [
         ["20/6.midi", "20/7.midi"],
         ["20/3.midi"],
@@ -923,8 +929,8 @@ def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
-def test_a_directory_a_composer(make: Make, tmp_path: Path) -> None:
-    """A piece lies in one split, under whatever name."""
+def test_one_directory_per_composer(make: Make, tmp_path: Path) -> None:
+    """Copies of a piece under other names are in the same split."""
     files: dict[str, str | bytes] = {
         f"Composer {i % 3}/opus/{i}.{['mid', 'MID', 'Midi'][i % 3]}": midi(tune(i, 60))
         for i in range(60)
@@ -933,18 +939,18 @@ def test_a_directory_a_composer(make: Make, tmp_path: Path) -> None:
     raw = write(tmp_path / "r", {**files, "Composer 0/._1.mid": "junk", "top.mid": midi([1])})
     store = make("music/maestro", "--input", raw, "--segment", 16)
     assert store.labels == ["Composer 0", "Composer 1", "Composer 2"]
-    found = {split: pieces_of(store, split) for split in store.splits}
-    assert {n for pieces in found.values() for n in pieces} == set(files)
-    assert {split: len(pieces) for split, pieces in found.items()} == pytest.approx(
+    by_split = {split: pieces_of(store, split) for split in store.splits}
+    assert {n for pieces in by_split.values() for n in pieces} == set(files)
+    assert {split: len(pieces) for split, pieces in by_split.items()} == pytest.approx(
         {"train": 72, "valid": 4, "test": 4}, abs=2
     )
-    tunes = [set(pieces.values()) for pieces in found.values()]
+    tunes = [set(pieces.values()) for pieces in by_split.values()]
     assert not tunes[0] & tunes[1] | tunes[0] & tunes[2] | tunes[1] & tunes[2]
     with pytest.raises(BadInput, match=r"holds neither maestro\*\.csv or \.json nor a directory"):
         make("music/maestro", "--input", raw / "Composer 0/opus", name="x")
 
 
-# ------------------------------------------------------------------------------ splits drawn
+# ------------------------------------------------------------------------------ drawn splits
 
 
 def test_splits_are_drawn_by_the_seed(make: Make, tmp_path: Path) -> None:
@@ -960,17 +966,17 @@ def test_splits_are_drawn_by_the_seed(make: Make, tmp_path: Path) -> None:
     ]
     assert content(stores[0]) == content(stores[1]) != content(stores[2])
     for store in stores:
-        found = content(store)
-        assert {s: len(r) / 480 for s, r in found.items()} == pytest.approx(
+        by_split = content(store)
+        assert {s: len(r) / 480 for s, r in by_split.items()} == pytest.approx(
             {"train": 0.9, "valid": 0.05, "test": 0.05}, abs=0.005
         )
-        sets = [{text for text, _ in r} for r in found.values()]
+        sets = [{text for text, _ in r} for r in by_split.values()]
         assert sum(map(len, sets)) == len(set().union(*sets)) == 400
         assert "in_two_splits" not in store.meta["origin"]
     assert [s.meta["origin"]["seed"] for s in stores] == [0, 0, 1]
 
 
-# ------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------ bad input
 
 SEQ = [*letters(7, 40)]
 FASTA = "".join(f">i{i} {'xy'[i % 2]}\n{s}\n" for i, s in enumerate(SEQ))
@@ -1028,7 +1034,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.jsonl": '[1]\n{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n'},
         [*T, "--input", "."],
-        r"train\.jsonl:1: this is no JSON object",
+        r"train\.jsonl:1: this is not a JSON object",
         2,
     ),
     (
@@ -1046,13 +1052,13 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "\\ud83d", "l": 1}\n'},
         [*T, "--input", "."],
-        r"train\.jsonl:3: half a surrogate pair",
+        r"train\.jsonl:3: column 't' holds half of a surrogate pair",
         2,
     ),
     (
         {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": ["a", "b"], "l": 1}\n'},
         [*T, "--input", "."],
-        r"train\.jsonl:3: .* is neither text nor a number",
+        r"train\.jsonl:3: column 't' is .*, which is neither text nor a number",
         2,
     ),
     ({"train.jsonl": "no JSON\n"}, [*T, "--input", "."], r"train\.jsonl:1: not valid JSON", None),
@@ -1062,10 +1068,15 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         r"train\.json:3: there is no 't'",
         2,
     ),
-    ({"train.json": "[1, 2]"}, [*T, "--input", "."], r"train\.json:1: this is no JS", None),
+    (
+        {"train.json": "[1, 2]"},
+        [*T, "--input", "."],
+        r"train\.json:1: this is not a JSON object",
+        None,
+    ),
     ({"train.json": '[{"t": "a", "l": 0},'}, [*T, "--input", "."], "train.json:1: not valid", None),
     ({"train.parquet": b"PAR1 not really"}, [*T, "--input", "."], "is not a parquet file", None),
-    ({"train.tsv.gz": TSV}, [*T, "--input", "."], r"train\.tsv\.gz is damaged, or no \.gz", None),
+    ({"train.tsv.gz": TSV}, [*T, "--input", "."], r"\.tsv\.gz is damaged, or not a \.gz", None),
     ({"train.tsv": TSV}, [*T, "--train"], "argument --train: expected at least one argument", None),
     ({"d/train.tsv": TSV}, [*T, "--train", "d"], "d is a directory; give a file", None),
     ({"a.tsv": TSV}, [*T, "--valid", "a.tsv"], "give --input FILE|DIR, or --train FILE", None),
@@ -1097,7 +1108,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         "lacks dev_ids.tsv",
         None,
     ),
-    ({"a.fa": FASTA + ">j x\nAC1T\n"}, ["dna", "--input", "a.fa"], r"a\.fa:82: '1' is no l", 40),
+    ({"a.fa": FASTA + ">j x\nAC1T\n"}, ["dna", "--input", "a.fa"], r"a\.fa:82: '1' is not a l", 40),
     (
         {"a.fa": FASTA + ">j x\nACQT\n"},
         ["dna", "--input", "a.fa"],
@@ -1132,7 +1143,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"x.fa": FASTA, "y.fa": FASTA},
         ["protein", "--input", ".", "--valid", "x.fa"],
-        "holds a FASTA file a class, which takes no --valid or --test",
+        "holds one FASTA file per class; it cannot be combined with --valid",
         None,
     ),
     (
@@ -1159,7 +1170,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         "has no column 'canonical_composer'",
         None,
     ),
-    ({"a.mid": b"MThd\xff"}, ["music/maestro", "--input", "a.mid"], "is no table", None),
+    ({"a.mid": b"MThd\xff"}, ["music/maestro", "--input", "a.mid"], "is not a table", None),
     ({"train.tsv": TSV}, ["glue/cola", "--input", "."], "has no column 'sentence'; it", None),
     ({"maestro.csv": "x\n"}, ["music/maestro", "--train", "maestro.csv"], "give --input", None),
 ]
@@ -1173,7 +1184,8 @@ def test_what_is_wrong_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line with file and line, nothing written; --skip-bad goes on without those rows."""
+    """The error is one line that names file and line, and nothing is written. --skip-bad goes on
+    without those rows."""
     files, arguments, phrase, left = case
     raw = write(tmp_path / "raw", files)
     if "parquet" in str(files):
@@ -1192,9 +1204,9 @@ def test_what_is_wrong_is_named(
     store = make(*arguments, "--skip-bad")
     assert sum(store.split(split).rows for split in store.splits) == left
     skipped = store.meta["origin"]["skipped_rows"]
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert skipped > 0
-    assert f"{skipped} bad row{'s were' if skipped > 1 else ' was'} left out" in told
+    assert f"{skipped} bad row{'s were' if skipped > 1 else ' was'} left out" in err
 
 
 def test_a_damaged_parquet_file(make: Make, tmp_path: Path) -> None:
@@ -1210,7 +1222,8 @@ def test_a_damaged_parquet_file(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_whose_text_is_not_utf_8(make: Make, tmp_path: Path) -> None:
-    """Parquet's own writer does not look; a footer that is not UTF-8 is refused as a whole."""
+    """Parquet's writer does not check texts. If the footer is not UTF-8, the whole file is
+    refused."""
     place = tmp_path / "raw/train.parquet"
     place.parent.mkdir()
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -1226,7 +1239,7 @@ def test_a_parquet_file_whose_text_is_not_utf_8(make: Make, tmp_path: Path) -> N
         make(*T, "--input", place.parent, name="other")
 
 
-def test_overwrite_spares_what_is_no_store(make: Make, tmp_path: Path) -> None:
+def test_overwrite_spares_other_directories(make: Make, tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"train.tsv": TSV})
     with pytest.raises(BadInput, match="is something else than this command writes"):
         make(*T, "--input", raw, "--overwrite", name="raw")
@@ -1242,7 +1255,7 @@ def test_overwrite_spares_what_is_no_store(make: Make, tmp_path: Path) -> None:
     assert open_store(tmp_path / "store").split("train").rows == 3
 
 
-# ------------------------------------------------------------------------------ to the end
+# ------------------------------------------------------------------------------ end to end
 
 LIVELY = ["optim.lr=5e-3", "batch.rows=16", "train.epochs=2", "optim.warmup=0.1"]
 
@@ -1271,9 +1284,9 @@ def of_split(forks: Forks, run: Path, store: Path, split: str) -> list[list[str]
     return [line.split("\t")[:2] for line in out.read_text().split("\n")[1:-1]]
 
 
-def test_mnli_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """Both sets to validate on are scored, the unlabelled ones are not; raw files are read by the
-    names of their columns."""
+def test_mnli_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
+    """Both validation sets are scored, and the unlabelled test sets are not. Raw files are read by
+    the names of their columns."""
     files = {
         "train": (40, 1),
         "dev_matched": (9, 5),
@@ -1302,8 +1315,8 @@ def test_mnli_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
         assert len(predicted(forks, run, raw / f"{file}.tsv")) == files[file][0]
 
 
-def test_cola_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """Its training file has no header, its test file has one."""
+def test_cola_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
+    """The training file has no header, and the test file has one."""
     rows = [
         ["gj04", str(i % 2), "*"[: i % 2], f"words {['good', 'bad'][i % 2]} {i}"] for i in range(60)
     ]
@@ -1330,9 +1343,9 @@ def test_cola_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     assert predicted(forks, run, raw / "test.tsv") == of_split(forks, run, store.path, "valid")
 
 
-def test_sequences_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """A raw file of one column, with a header or without, in small letters, cut as in training; and
-    rows of classes that training has not are wrong, in all scores."""
+def test_sequences_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
+    """Raw files of one column, with or without a header, in lower case, are cut as in training.
+    Rows whose class is not in training are wrong in all scores."""
     made = letters(8, 100, 24, "ACDEFGHIKLMNPQRSTVWY")
     train = "".join(f">i{i} {'xy'[i % 2]}\n{s}\n" for i, s in enumerate(made[:60]))
     test = "".join(f">i{i} {'xyz'[i % 3]}\n{s}\n" for i, s in enumerate(made[60:]))
@@ -1363,7 +1376,7 @@ def test_sequences_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     assert scores["accuracy"] == pytest.approx(right / 40)
     hits, claimed = pairs["y", "y"], given.count("y")
     assert scores["f1"] == pytest.approx(2 * hits / (claimed + truth.count("y")))
-    # Gorodkin's coefficient of K classes, from the counts
+    # the Matthews correlation of several classes (Gorodkin 2004), from the counts
     classes: list[Any] = ["x", "y", -2]
     a = np.array([given.count(c) for c in classes], float)
     b = np.array([truth.count(c) for c in classes], float)
@@ -1374,28 +1387,26 @@ def test_sequences_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     assert f"test accuracy {right / 40:.4f}" in shown
 
 
-def test_unseen_classes_are_told(
+def test_unseen_classes_are_reported(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While the store is made, in it, and by `preprocess.py stats`."""
+    """When the store is made, in its origin, and by `preprocess.py stats`."""
     raw = write(tmp_path / "r", {"train.tsv": TSV, "dev.tsv": TSV + "c\tz\nd\tz\ne\tw\n"})
     store = make(*T, "--input", raw)
     assert store.labels == ["x", "y"]
     assert labels(store, "valid") == ["x", "y", -2, -2, -2]
     assert store.meta["origin"]["unseen"] == {"valid": {"w": 1, "z": 2}}
-    told = capsys.readouterr().err
-    assert (
-        "warning: valid: rows of classes that training has not count as wrong: 'w' 1, 'z' 2" in told
-    )
-    assert stats.describe(store)["splits"]["valid"]["labels"] == {
+    err = capsys.readouterr().err
+    assert "warning: valid: rows whose class is not in training count as wrong: 'w' 1, 'z' 2" in err
+    assert stats.describe_store(store)["splits"]["valid"]["labels"] == {
         "x": 1,
         "y": 1,
         "(not in training)": 3,
     }
 
 
-def test_music_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """Metrics are of pieces, by their segments' votes; a raw file holds pitches."""
+def test_music_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
+    """Metrics count pieces, whose segments vote. A raw file may hold pitches."""
     files: dict[str, str | bytes] = {}
     rows = []
     for i in range(60):
@@ -1434,8 +1445,8 @@ def test_music_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
         assert predicted(forks, run, file) == of_split(forks, run, store.path, "test")
 
 
-def test_scores_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """Hugging Face's STS-B hides its test scores as -1: they are not scored."""
+def test_scores_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
+    """Hugging Face's STS-B has -1 for hidden test scores, which are not scored."""
     rows = [{"sentence1": f"a {i}", "sentence2": f"b {i % 7}", "label": i % 6} for i in range(40)]
     raw = tmp_path / "r"
     in_form("jsonl", rows, raw / "train.jsonl")
@@ -1447,17 +1458,18 @@ def test_scores_to_the_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     assert list(read_json(run / "result.json")["metrics"]) == ["valid"]
     file = tmp_path / "rows.tsv"
     file.write_text("\n".join(["sentence1\tsentence2", *(f"a {i}\tb {i % 7}" for i in range(10))]))
-    found = evaluated(forks, run, f"input={file}").split("\n")[1:-1]
+    lines = evaluated(forks, run, f"input={file}").split("\n")[1:-1]
     out = tmp_path / "p.tsv"
     evaluated(forks, run, f"data={store.path}", "split=valid", f"predictions={out}")
-    assert [line.split("\t")[0] for line in found] == [
+    assert [line.split("\t")[0] for line in lines] == [
         line.split("\t")[0] for line in out.read_text().split("\n")[1:-1]
     ]
 
 
 @pytest.mark.parametrize("form", ["tsv", "csv", "jsonl", "fasta"])
-def test_memory_holds_no_rows(form: str, make: Make, tmp_path: Path) -> None:
-    """Until the last row, which is bad, a row has cost a few bytes, not the 400 of its text."""
+def test_rows_are_not_held_in_memory(form: str, make: Make, tmp_path: Path) -> None:
+    """A row costs a few bytes of memory, not the 400 of its text. The last row is bad, so that
+    reading stops there."""
     peaks = []
     text = "ACGT" * 100
     for rows in (1000, 4000):
@@ -1477,5 +1489,5 @@ def test_memory_holds_no_rows(form: str, make: Make, tmp_path: Path) -> None:
             make(*(["dna"] if form == "fasta" else T), "--input", file)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    a_row = 250 if form == "fasta" else 50  # the hash of its name, 8 bytes of that of its text
-    assert peaks[1] - peaks[0] < 3000 * a_row
+    per_row = 250 if form == "fasta" else 50  # a hash of the name, and 8 bytes for the text
+    assert peaks[1] - peaks[0] < 3000 * per_row

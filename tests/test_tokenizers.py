@@ -1,5 +1,5 @@
-"""Tokenizers: learnt, saved, loaded, decoded; the word table gives the tokenizer's own ids; those
-which are published give the ids of transformers, on real text and on odd Unicode; offsets."""
+"""Tokenizers: learning, saving, loading, decoding and offsets. The word table gives the tokenizer's
+own ids. Imported tokenizers give the ids of transformers, on real text and on odd Unicode."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xformer.data import published, tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.preprocess import words
-from xformer.preprocess.words import Encoder
+from xformer.preprocess.words import CachedEncoder
 
 TEXTS = [
     "It's the first of 17 tests, isn't it? Don't panic: we're done.",
@@ -36,11 +36,11 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
     corpus = TEXTS * 3
     seen = set("".join(corpus))
     return {
-        "wordpiece": vocabularies.train("wordpiece", corpus, 200, True, seen),
-        "cased": vocabularies.train("wordpiece", corpus, 200, False, seen),
-        "bpe": vocabularies.train("bpe", corpus, 400),
-        "unigram": vocabularies.train("unigram", corpus, 100),
-        "symbols": vocabularies.train("symbols", corpus, 200),
+        "wordpiece": vocabularies.learn("wordpiece", corpus, 200, True, seen),
+        "cased": vocabularies.learn("wordpiece", corpus, 200, False, seen),
+        "bpe": vocabularies.learn("bpe", corpus, 400),
+        "unigram": vocabularies.learn("unigram", corpus, 100),
+        "symbols": vocabularies.learn("symbols", corpus, 200),
         "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
     }
 
@@ -52,7 +52,7 @@ KINDS = ["wordpiece", "cased", "bpe", "unigram", "symbols", "separated"]
 def test_saved_and_loaded_it_is_the_same(learned, kind, tmp_path):
     tokenizer = learned[kind]
     tokenizer.save(tmp_path)
-    again = tokenizers.load(tmp_path)
+    again = tokenizers.load_tokenizer(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     assert again.pieces == tokenizer.pieces
     assert again.special == tokenizer.special
@@ -106,9 +106,9 @@ def test_learning_is_repeatable():
     generator = np.random.default_rng(0)
     letters = list("abcdefghij")
     corpus = ["".join(generator.choice(letters, 6)) for _ in range(400)]
-    found = [vocabularies.train("wordpiece", corpus, 120, True, letters) for _ in range(4)]
-    assert len({tokenizer.fingerprint for tokenizer in found}) == 1
-    assert len({vocabularies.train("bpe", corpus, 320).fingerprint for _ in range(4)}) == 1
+    actual = [vocabularies.learn("wordpiece", corpus, 120, True, letters) for _ in range(4)]
+    assert len({tokenizer.fingerprint for tokenizer in actual}) == 1
+    assert len({vocabularies.learn("bpe", corpus, 320).fingerprint for _ in range(4)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,36 +124,36 @@ def test_learning_is_repeatable():
 )
 def test_vocabularies_that_cannot_be(kind, size, phrase):
     with pytest.raises(BadInput, match=phrase):
-        vocabularies.train(kind, ["hello world", "words"], size)
+        vocabularies.learn(kind, ["hello world", "words"], size)
 
 
 def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
     with pytest.raises(BadInput, match="holds no tokenizer"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     learned["wordpiece"].save(tmp_path)
     text = (
         (tmp_path / "tokenizer.json").read_text().replace('"lowercase":true', '"lowercase":false')
     )
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadInput, match="was changed"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadInput, match="not a tokenizer file"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match="does not exist"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
     meta = json.loads((tmp_path / tokenizers.META).read_text())
     del meta["kind"]
     (tmp_path / tokenizers.META).write_text(json.dumps(meta))
     with pytest.raises(BadInput, match="not a tokenizer's description"):
-        tokenizers.load(tmp_path)
+        tokenizers.load_tokenizer(tmp_path)
 
 
 # ------------------------------------------------------------------------------ the word table
 
 
-def same_as_direct(encoder: Encoder, texts: list[str]) -> None:
+def same_as_direct(encoder: CachedEncoder, texts: list[str]) -> None:
     values, lengths = encoder.encode(texts)
     direct = encoder.tokenizer.encode_batch(texts)
     assert lengths.tolist() == [len(ids) for ids in direct]
@@ -162,9 +162,9 @@ def same_as_direct(encoder: Encoder, texts: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_word_table_gives_the_same_ids(learned, kind):
-    encoder = Encoder(learned[kind])
+    encoder = CachedEncoder(learned[kind])
     assert (encoder.rules is None) == (kind in ("unigram", "symbols", "separated"))
-    for _ in range(2):  # once learning the words, once knowing them
+    for _ in range(2):  # first with new words, then with known ones
         same_as_direct(encoder, TEXTS)
     same_as_direct(encoder, [])
     same_as_direct(encoder, ["", ""])
@@ -175,17 +175,17 @@ def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: P
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    tokenizer = published.read(tmp_path / "vocab.json")
-    ids, lengths = Encoder(tokenizer).encode(["ab ba", "a a\nb"])
+    tokenizer = published.import_tokenizer(tmp_path / "vocab.json")
+    ids, lengths = CachedEncoder(tokenizer).encode(["ab ba", "a a\nb"])
     direct = tokenizer.encode_batch(["ab ba", "a a\nb"])
     np.testing.assert_array_equal(ids, np.concatenate(direct))
     assert lengths.tolist() == [len(each) for each in direct]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
-def test_the_word_table_starts_anew_when_full(learned, kind, monkeypatch):
+def test_the_word_table_starts_again_when_full(learned, kind, monkeypatch):
     monkeypatch.setattr(words, "LIMIT", 20)
-    encoder = Encoder(learned[kind])
+    encoder = CachedEncoder(learned[kind])
     for text in TEXTS * 2:
         same_as_direct(encoder, [text])
     assert encoder.characters < 600
@@ -202,7 +202,7 @@ odd = st.text(
 
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
 def test_the_word_table_on_odd_unicode(learned, kind):
-    encoder = Encoder(learned[kind])
+    encoder = CachedEncoder(learned[kind])
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(st.lists(odd, max_size=4))
@@ -213,12 +213,12 @@ def test_the_word_table_on_odd_unicode(learned, kind):
 
 
 def test_a_tokenizer_with_other_rules_has_no_word_table(learned):
-    """A byte-level BPE that puts a space before every text is encoded text by text."""
+    """A byte-level BPE that puts a space before every text has no word table."""
     from tokenizers import pre_tokenizers
 
     tokenizer = vocabularies.byte_bpe({**learned["bpe"].ids}, [])
     tokenizer._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    encoder = Encoder(tokenizer)
+    encoder = CachedEncoder(tokenizer)
     assert encoder.rules is None
     same_as_direct(encoder, TEXTS)
 
@@ -238,7 +238,7 @@ def strings(value: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def corpora(shared: Path) -> dict[str, list[str]]:
-    """Some real text of every sort, cut into texts as its own format says."""
+    """Some real text of every kind, split into texts according to its format."""
 
     def read(name: str) -> str:
         return (shared / name).read_text(encoding="utf-8-sig")
@@ -269,7 +269,7 @@ def corpora(shared: Path) -> dict[str, list[str]]:
 
 
 def spiece(corpora: dict[str, list[str]], user_defined: str) -> bytes:
-    """A model in ALBERT's layout, learnt from real text of many sorts."""
+    """A model in ALBERT's layout, learned from real text of many kinds."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -298,7 +298,7 @@ def spiece(corpora: dict[str, list[str]], user_defined: str) -> bytes:
 
 
 def bare_spiece(corpora: dict[str, list[str]]) -> bytes:
-    """A model in the layout that XLM-RoBERTa's has: its special pieces are <unk>, <s>, </s>."""
+    """A model in XLM-RoBERTa's layout: its special pieces are <unk>, <s>, </s>."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -316,7 +316,7 @@ def bare_spiece(corpora: dict[str, list[str]]) -> bytes:
 
 
 def extended(theirs: Any, path: Path) -> Any:
-    """Their tokenizer with words and a special token added, as they write it down."""
+    """A tokenizer of transformers, saved with added words and an added special token."""
     from tokenizers import AddedToken
 
     theirs.add_special_tokens({"additional_special_tokens": ["[ENT]"]})
@@ -335,22 +335,23 @@ def extended(theirs: Any, path: Path) -> Any:
 
 
 class Pair(NamedTuple):
-    """Our tokenizer and transformers' own, read from the same files."""
+    """A tokenizer of ours and one of transformers, read from the same files."""
 
     ours: tokenizers.Tokenizer
     theirs: Any
 
     def agree(self, texts: list[str]) -> int:
-        """Assert that both give the same ids, ours directly and by the word table: how many."""
+        """Assert that both give the same ids, ours directly and by the word table, and return how
+        many."""
         wanted = self.theirs(texts, add_special_tokens=False)["input_ids"]
         assert [ids.tolist() for ids in self.ours.encode_batch(texts)] == wanted
-        values, lengths = Encoder(self.ours).encode(texts)
+        values, lengths = CachedEncoder(self.ours).encode(texts)
         assert lengths.tolist() == list(map(len, wanted))
         assert values.tolist() == [i for ids in wanted for i in ids]
         return len(values)
 
     def spelt(self, text: str) -> bool:
-        """Does the text spell a special token, which is no special token to us?"""
+        """Whether the text spells a special token, which gets its id only in transformers."""
         return any(token in text for token in [*self.ours.meta["special"].values(), "[ENT]"])
 
 
@@ -407,14 +408,14 @@ def pairs(
         "albert symbols": (albert, {"spiece.model": symbols}, {}),
         "xlm": (xlm, {"sentencepiece.bpe.model": bare_spiece(corpora)}, {}),
     }
-    found = {}
+    actual = {}
     for name, (kind, files, options) in table.items():
         path = folder(tmp_path_factory.mktemp("published") / "x", files, options)
-        found[name] = Pair(published.read(path), kind.from_pretrained(path))
+        actual[name] = Pair(published.import_tokenizer(path), kind.from_pretrained(path))
         if f"{name} words" in PAIRS:
             theirs = extended(kind.from_pretrained(path), path / "words")
-            found[f"{name} words"] = Pair(published.read(path / "words"), theirs)
-    return found
+            actual[f"{name} words"] = Pair(published.import_tokenizer(path / "words"), theirs)
+    return actual
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -463,22 +464,22 @@ def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_pat
     wanted = [ids.tolist() for ids in ours.encode_batch(texts)]
     ours.save(tmp_path)
     theirs.save_pretrained(tmp_path / "fast")
-    # tokenizer.json alone, with nothing beside it, tells the same by its own steps
+    # tokenizer.json alone gives the same by its own steps
     shutil.copy(tmp_path / "fast/tokenizer.json", tmp_path / "alone.json")
     again = [
-        tokenizers.load(tmp_path),
-        published.read(tmp_path / "fast"),
-        published.read(tmp_path / "alone.json"),
+        tokenizers.load_tokenizer(tmp_path),
+        published.import_tokenizer(tmp_path / "fast"),
+        published.import_tokenizer(tmp_path / "alone.json"),
     ]
     for other in again:
         assert (other.kind, other.meta) == (ours.kind, ours.meta)
         assert [ids.tolist() for ids in other.encode_batch(texts)] == wanted
-        if name != "gpt2":  # which gets its special tokens in another order by transformers
+        if name != "gpt2":  # transformers gives it the special tokens in another order
             assert (other.pieces, other.fingerprint) == (ours.pieces, ours.fingerprint)
 
 
 def test_a_vocabulary_of_gpt2_and_one_of_roberta(pairs, shared, tmp_path):
-    """The same pieces and merges under other ids; GPT-2's gets the special tokens at its end."""
+    """The same pieces and merges with other ids. GPT-2 gets the special tokens at the end."""
     gpt2 = pairs["gpt2"].ours
     assert gpt2.pieces[-5:] == ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     inner = gpt2.pieces[:-5]
@@ -487,7 +488,7 @@ def test_a_vocabulary_of_gpt2_and_one_of_roberta(pairs, shared, tmp_path):
     pieces = ["<s>", "<pad>", "</s>", "<unk>", *inner[::-1], "madeupword0000", "<mask>"]
     vocabulary = json.dumps({piece: i for i, piece in enumerate(pieces)}).encode()
     files = {"vocab.json": vocabulary, "merges.txt": shared / "vocabs/gpt2.merges.txt"}
-    roberta = published.read(folder(tmp_path / "x", files, {"add_prefix_space": True}))
+    roberta = published.import_tokenizer(folder(tmp_path / "x", files, {"add_prefix_space": True}))
     assert [roberta.special[r] for r in ("cls", "pad", "sep", "unk", "mask")] == [0, 1, 2, 3, 50262]
     text = "It's  a\tstudy 中 "
     one, other = gpt2.encode_batch([f" {text}"])[0], roberta.encode_batch([text])[0]
@@ -509,11 +510,13 @@ def test_bert_s_options_are_those_of_transformers(tmp_path, lowercase, accents, 
     }
     path = folder(tmp_path / "x", {"vocab.txt": "\n".join(pieces).encode()}, options)
     theirs = transformers.BertTokenizer.from_pretrained(path)
-    Pair(published.read(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
-    # a name before vocab.txt goes before the names of what is beside it
+    Pair(published.import_tokenizer(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
+    # a prefix of vocab.txt is also that of its companions
     for file in path.iterdir():
         file.rename(path / f"my-{file.name}")
-    Pair(published.read(path / "my-vocab.txt"), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
+    Pair(published.import_tokenizer(path / "my-vocab.txt"), theirs).agree(
+        ["aÉe\u0301 A中文e É", "Aa中"]
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -531,18 +534,20 @@ def test_a_published_vocabulary_gives_text_no_special_id(pairs, name):
 
 
 def pieces_of(tokenizer: tokenizers.Tokenizer, text: str) -> list[tuple[str, str]]:
-    """(piece, the characters it is made of) of a text."""
+    """The pieces of a text, each with its characters."""
     ((ids, starts, ends),) = tokenizer.encode_with_offsets([text])
     assert ids.dtype == starts.dtype == ends.dtype == np.int32
     return [(tokenizer.pieces[i], text[s:e]) for i, s, e in zip(ids, starts, ends, strict=True)]
 
 
 def sound(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> None:
-    """Offsets lie in the text, never go back, hold no outer white space; ids are the usual ones."""
-    found = tokenizer.encode_with_offsets(texts)
-    assert len(found) == len(texts)
+    """Assert that offsets lie in the text, never decrease and exclude outer white space, and that
+    the
+    ids are the usual ones."""
+    actual = tokenizer.encode_with_offsets(texts)
+    assert len(actual) == len(texts)
     for text, bare, (ids, starts, ends) in zip(
-        texts, tokenizer.encode_batch(texts), found, strict=True
+        texts, tokenizer.encode_batch(texts), actual, strict=True
     ):
         assert ids.tolist() == bare.tolist()
         assert len(ids) == len(starts) == len(ends)
@@ -586,25 +591,25 @@ def test_offsets_of_byte_bpe(pairs):
         ("Ġx", "x"),
         ("Ġ", ""),
     ]
-    found = pieces_of(pairs["gpt2"].ours, "𓂀")  # each token is a part of the character's bytes
-    assert len(found) == 4
-    assert {span for _, span in found} == {"𓂀"}
+    actual = pieces_of(pairs["gpt2"].ours, "𓂀")  # each token is a part of the character's bytes
+    assert len(actual) == 4
+    assert {span for _, span in actual} == {"𓂀"}
 
 
 def test_offsets_of_unigram(pairs, learned):
     for tokenizer in (pairs["albert"].ours, learned["unigram"]):
         text = "  ﬁne ½ \u3000Été e\u0301te\u0301 "
-        found = pieces_of(tokenizer, text)
-        letters = [span for piece, span in found if piece.strip("▁")]
-        assert letters[0][0] == "ﬁ"  # each piece of a ligature has all of it
+        actual = pieces_of(tokenizer, text)
+        letters = [span for piece, span in actual if piece.strip("▁")]
+        assert letters[0][0] == "ﬁ"  # each piece of a ligature has the whole ligature
         assert all(letters)
         for word in ("ﬁne", "½", "Été"):
             start = text.index(word)
             ((_, starts, ends),) = tokenizer.encode_with_offsets([text])
             inside = (starts < start + len(word)) & (ends > start)
             assert (starts[inside].min(), ends[inside].max()) == (start, start + len(word))
-    found = [("1", "1"), ("▁", ""), ("1", "½"), ("<unk>", "½")]
-    assert pieces_of(learned["unigram"], "1 ½")[1:] == found
+    actual = [("1", "1"), ("▁", ""), ("1", "½"), ("<unk>", "½")]
+    assert pieces_of(learned["unigram"], "1 ½")[1:] == actual
 
 
 def test_offsets_of_symbols(learned):

@@ -1,4 +1,4 @@
-"""train.py as its users meet it: exact resuming, ranks, refusals, learning, monitoring."""
+"""train.py as users run it: exact resuming, ranks, refusals, learning, monitoring."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.data.files import read_json
 from xformer.monitor import SILENT
 from xformer.parallel.processes import ALONE, Ranks, slow_precision
@@ -46,19 +46,19 @@ SHORT = [
     "train.validate_every=6",
     "train.log_every=3",
 ]
-# of a run: what depends on the clock or on the moment of a restart
+# values that depend on the clock or on the moment of a restart
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib"}
 
-# Python that sends this process a signal when a step is done, and the checkpoint before it written
+# Python that sends this process a signal once a step is done and earlier checkpoints are written
 AT_STEP = """
 import os, signal
 from xformer.monitor import Monitor
-from xformer.writer import Writer
-quiet_advance, quiet_start, tasks = Monitor.advance, Writer.start, []
+from xformer.writer import BackgroundWriter
+quiet_advance, quiet_start, tasks = Monitor.advance, BackgroundWriter.start, []
 def start(self, *work):
     quiet_start(self, *work)
     tasks.append(self.task)
-Writer.start = start
+BackgroundWriter.start = start
 def advance(self, done):
     quiet_advance(self, done)
     if done == {step} and os.environ.get("RANK", "0") in "{ranks}":
@@ -69,7 +69,7 @@ Monitor.advance = advance
 
 
 def timeless(value: Any) -> Any:
-    """A JSON value without what the clock decides."""
+    """A JSON value without the entries that depend on the clock."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in CLOCK}
     return value
@@ -80,15 +80,15 @@ def log(run: Path) -> list[dict[str, Any]]:
 
 
 def content(run: Path) -> dict[str, Any]:
-    """All of a run that may not depend on whether it was stopped."""
-    found: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
-    found["predictions"] = {p.name: p.read_bytes() for p in (run / "predictions").iterdir()}
+    """Everything in a run that must not depend on whether it was stopped."""
+    actual: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
+    actual["predictions"] = {p.name: p.read_bytes() for p in (run / "predictions").iterdir()}
     for path in (run / "checkpoints").glob("step_*"):
-        found[path.name] = [
+        actual[path.name] = [
             (path / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")
         ]
-        found[path.name] += [timeless(read_json(path / f"{n}.json")) for n in ("state", "config")]
-    return found
+        actual[path.name] += [timeless(read_json(path / f"{n}.json")) for n in ("state", "config")]
+    return actual
 
 
 def timeless_log(run: Path) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def result(run: Path) -> dict[str, Any]:
 
 
 def board(run: Path) -> EventAccumulator:
-    """What TensorBoard shows."""
+    """The curves that TensorBoard shows."""
     shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     return shown.Reload()
 
@@ -114,16 +114,16 @@ def drawn_once(run: Path) -> None:
                 point = (record["step"], float(np.float32(value)))
                 expected.setdefault(f"{record['event']}/{name}", []).append(point)
     shown = board(run)
-    found = {t: [(e.step, e.value) for e in shown.Scalars(t)] for t in shown.Tags()["scalars"]}
-    assert found == expected
+    actual = {t: [(e.step, e.value) for e in shown.Scalars(t)] for t in shown.Tags()["scalars"]}
+    assert actual == expected
 
 
 def same(run: Path, reference: Path) -> None:
-    """Assert that two runs are one, bit for bit; the first difference is named."""
+    """Assert that two runs are the same bit for bit, naming the first difference."""
     a, b = content(run), content(reference)
     steps = [max(int(n.removeprefix("step_")) for n in c if "step" in n) for c in (a, b)]
     assert steps[0] == steps[1]
-    for name in set(a) & set(b):  # a stop leaves a checkpoint of its own among the newest
+    for name in set(a) & set(b):  # a stop writes one more checkpoint, which may be among the newest
         assert a[name] == b[name], name
 
 
@@ -144,7 +144,7 @@ VARIANTS: dict[str, tuple[int, str, list[str]]] = {
 def test_resumed_equals_never_stopped(
     variant: str, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """SIGTERM before step 5 (to one rank alone), then SIGKILL after step 11, dropout on."""
+    """SIGTERM before step 5 (to one rank only), then SIGKILL after step 11, with dropout."""
     ranks, store, overrides = VARIANTS[variant]
     recipe = SMOKE if store == "text" else CLASSIFY
     runs = [tmp_path / "straight", tmp_path / "stopped"]
@@ -169,7 +169,7 @@ def test_resumed_equals_never_stopped(
 
 
 def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """As a user does it: torchrun on 2 processes, SIGTERM to it, the same command again."""
+    """As users do it: torchrun with 2 processes, SIGTERM to torchrun, the same command again."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     steps = ["train.steps=80", "train.validate_every=40", "train.log_every=1"]
     reference = forks.start(*training(SMOKE, data.text, straight, *steps), ranks=2)
@@ -192,7 +192,7 @@ def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: P
 
 
 def test_best_and_patience_survive_a_restart(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """With these accuracies the sixth step is the best and the twelfth the end, stopped or not."""
+    """With these accuracies step 6 is the best and step 12 the last, stopped or not."""
     prescribed = """
 import numpy as np
 from xformer import train
@@ -200,13 +200,13 @@ from xformer.scoring import Scores
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import Head, Predictions
 accuracies = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.5, 10: 0.6, 12: 0.5}
-original = train.validate
+original = train.run_validation
 def validate(session, model):
     scores = {"loss": 1.0, "accuracy": accuracies[session.state.step], "perplexity": 1.0}
     kept = Predictions(MLM(Head("mlm")), "valid", {})
     train.score = lambda *_: Scores(scores, np.zeros((0, 5)), kept)
     return original(session, model)
-train.validate = validate
+train.run_validation = validate
 """
     patient = [
         "train.metric=accuracy",
@@ -228,14 +228,14 @@ train.validate = validate
     same(*runs)
     assert result(runs[1])["steps"] == 12
     steps = [record["step"] for record in log(runs[1]) if record["event"] == "train"]
-    assert steps == [5, 10, 12]  # the two steps that patience cut off are told too
+    assert steps == [5, 10, 12]  # the two steps before the early end are logged too
     assert result(runs[1])["selected"] == "checkpoints/step_6"
     kept = {p.name for p in (runs[1] / "checkpoints").iterdir()}
     assert kept == {"step_6", "step_10", "step_12"}  # the best, and the newest two
 
 
 def test_every_forward_pass_has_its_own_dropout(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Steps, micro-batches and ranks are seeded apart, and the same again in another run."""
+    """Steps, micro-batches and ranks have seeds of their own, and another run has the same ones."""
     spy = """
 import torch
 original = torch.manual_seed
@@ -252,7 +252,7 @@ torch.manual_seed = lambda seed: (print(seed), original(seed))
 
 
 def test_damaged_checkpoint_is_set_aside(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A flipped bit in the newest checkpoint, twice over: the one before it serves as well."""
+    """If a bit of the newest checkpoint is flipped, the run continues from the one before."""
     runs = [tmp_path / "straight", tmp_path / "damaged"]
     good(forks.run(*training(SMOKE, data.text, runs[0], *SHORT)))
     line = training(SMOKE, data.text, runs[1], *SHORT)
@@ -281,7 +281,8 @@ def flip(path: Path, place: int) -> None:
 def test_ranks_and_micro_batches_give_one_gradient(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Without dropout: 2 ranks, 3 ranks, 4 micro-batches, and 2 ranks after 1, against 1."""
+    """Without dropout, 2 ranks, 3 ranks, 4 micro-batches, and 2 ranks after 1 give the losses of
+    1."""
     runs = {"one": (1, "1"), "two": (2, "1"), "three": (3, "1"), "four": (1, "4")}
     lines = {
         name: training(
@@ -309,20 +310,20 @@ def test_ranks_and_micro_batches_give_one_gradient(
 
 @pytest.mark.parametrize("overrides", [[], ["batch.tokens=150"], ["head=classify"]])
 def test_ranks_share_one_batch(overrides: list[str], data: Toys, tmp_path: Path) -> None:
-    """World size and accumulation decide neither order nor masks: each row is there once."""
+    """Order and masks do not depend on world size and accumulation: each row occurs once."""
     line = training(SMOKE, data.classes, tmp_path / "run", *overrides)[1:]
     whole, _, _ = everything(line, 1, 1)
     for ranks, accumulate in ((2, 1), (1, 3), (3, 2), (5, 3)):
         rows, sizes, ends = everything(line, ranks, accumulate)
         assert rows == whole
         assert len(set(ends)) == 1
-        if ranks == 2:  # the tokens are shared as evenly as the rows allow
+        if ranks == 2:  # the tokens are divided as evenly as the rows allow
             assert abs(sizes[0] - sizes[1]) <= 2 * 20
 
 
 def everything(
     line: list[str], ranks: int, accumulate: int
-) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, Work]]]:
+) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, Workload]]]:
     """(row -> its tokens and targets, tokens of each rank, (position, work) by rank) of the
     second step."""
     recipe = load(Recipe, [*line, f"batch.accumulate={accumulate}"])
@@ -332,9 +333,9 @@ def everything(
         feed = prepare(recipe, Ranks(rank, ranks, torch.device("cpu"))).feed()
         step = feed.take(feed.take(0).end)
         for batch in step.batches:
-            found = by_row(batch)
-            assert not set(found) & set(rows)
-            rows |= found
+            actual = by_row(batch)
+            assert not set(actual) & set(rows)
+            rows |= actual
         sizes.append(sum(len(batch.tokens) for batch in step.batches))
         ends.append((step.end, step.work))
     return rows, sizes, ends
@@ -344,7 +345,7 @@ def everything(
 def test_a_step_is_the_same_wherever_a_run_goes_on(
     overrides: list[str], data: Toys, tmp_path: Path
 ) -> None:
-    """Many steps are made at once: each is what it is when made first, to the end of the run."""
+    """The feed makes many steps at once; each is the same as when it is made first."""
     line = training(SMOKE, data.text, tmp_path / "run", *overrides)[1:]
     job = prepare(load(Recipe, line), Ranks(0, 1, torch.device("cpu")))
     position, steps = 0, 0
@@ -353,8 +354,8 @@ def test_a_step_is_the_same_wherever_a_run_goes_on(
         assert (step.end, step.work, len(packed)) == (fresh.end, fresh.work, 1)
         assert step.work.tokens == len(fresh.batches[0].tokens)
         for name in ("tokens", "positions", "segments", "cu_seqlens", "places", "targets"):
-            found = getattr(packed[0], name)
-            assert np.array_equal(found.numpy(), getattr(fresh.batches[0], name)), name
+            actual = getattr(packed[0], name)
+            assert np.array_equal(actual.numpy(), getattr(fresh.batches[0], name)), name
         assert packed[0].longest == fresh.batches[0].longest
         position, steps = step.end, steps + 1
         if steps == 200:
@@ -364,7 +365,7 @@ def test_a_step_is_the_same_wherever_a_run_goes_on(
 
 
 def by_row(batch: Batch[np.ndarray]) -> dict[int, tuple[list[int], ...]]:
-    found: dict[int, tuple[list[int], ...]] = {}
+    actual: dict[int, tuple[list[int], ...]] = {}
     assert batch.rows is not None
     for i, row in enumerate(batch.rows):
         begin, end = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
@@ -373,8 +374,8 @@ def by_row(batch: Batch[np.ndarray]) -> dict[int, tuple[list[int], ...]]:
             for place, target in zip(batch.places, batch.targets, strict=True):
                 masks[place] = int(target)
         label = [] if batch.labels is None else [int(batch.labels[i])]
-        found[int(row)] = (batch.tokens[begin:end].tolist(), masks[begin:end], label)
-    return found
+        actual[int(row)] = (batch.tokens[begin:end].tolist(), masks[begin:end], label)
+    return actual
 
 
 # ------------------------------------------------------------------- what may change, what not
@@ -397,12 +398,12 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before
 
-    # stopped within what was added: by now there is no result, as the selected one is gone
+    # stopped among the added steps: there is no result, because the selected checkpoint is gone
     killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
     longer = [*line, "train.steps=30", "train.log_every=5", "train.checkpoint_every=10"]
     killed = forks.run(*longer, before=killer)
     assert killed.status == -signal.SIGKILL
-    assert "train.steps was 15 and is now 30: the schedule spans the longer run" in killed.err
+    assert "train.steps was 15 and is now 30: the schedule now spans the longer run" in killed.err
     assert not (run / "result.json").exists()
     done = good(forks.run(*longer, "system.precision=bf16"))
     assert "continuing" in done.err
@@ -422,8 +423,8 @@ def test_raised_steps_continue_and_other_settings_are_refused(
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
     """When every file below a directory was last written, and its size."""
-    found = {str(path): path.stat() for path in directory.rglob("*")}
-    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+    actual = {str(path): path.stat() for path in directory.rglob("*")}
+    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in actual.items()}
 
 
 # -------------------------------------------------------------------------------- bad input
@@ -437,7 +438,7 @@ def trained(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
-# what is put behind a good command line, and words of the answer
+# arguments after a good command line, and parts of the message
 BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim.rl=1"], ["unknown key optim.rl; did you mean optim.lr?"]),
     (["steps=1"], ["unknown key steps; did you mean train.steps?"]),
@@ -451,7 +452,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs 2 values"]),
     (["optim=3"], ["optim=3", "optim.KEY=VALUE"]),
     (["optim.lr.x=3"], ["optim.lr={'x': 3}"]),
-    (["model.heads=3"], ["model.hidden=32 is no multiple of model.heads=3"]),
+    (["model.heads=3"], ["model.hidden=32 is not a multiple of model.heads=3"]),
     (["head=clasify"], ["head='clasify'", "'classify'"]),
     (["data="], [" is not a store"]),
     (["nonsense"], ["'nonsense' is not of the form key=value"]),
@@ -481,13 +482,13 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["surgery=[{}]"], ["an operation is written like"]),
     (["surgery=clean"], ["surgery='clean'", "list"]),
     (["train.metric=f1"], ["train.metric='f1' is none of", "gives: loss, accuracy, perplexity"]),
-    (["data={no_valid}"], ["no split 'valid'", "train.select=last"]),
+    (["data={no_valid}"], ["needs a split 'valid'", "train.select=last"]),
 ]
 
 
 @pytest.fixture(scope="session")
 def no_valid(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the split train alone."""
+    """A store with only the split train."""
     store = tmp_path_factory.mktemp("no-valid") / "store"
     good(
         forks.run(
@@ -554,7 +555,7 @@ def test_bad_places_for_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_torchrun_says_it_once(data: Toys, tmp_path: Path) -> None:
-    """Rank 0 speaks, although another rank may fail before it; the launcher adds its report."""
+    """Rank 0 prints the error, even if another rank fails first; torchrun adds its report."""
     done = command(*training(SMOKE, data.text, tmp_path / "run", "optim.rl=1"), ranks=2)
     assert done.status == 1
     lines = [line for line in done.err.splitlines() if "error: " in line]
@@ -566,7 +567,8 @@ def test_torchrun_says_it_once(data: Toys, tmp_path: Path) -> None:
 
 
 def test_damaged_store(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A cut file is refused at once; a flipped bit stops the run and is named, with its block."""
+    """A truncated file is refused at once. A flipped bit stops the run with a line that names its
+    block."""
     store, run = tmp_path / "store", tmp_path / "run"
     shutil.copytree(data.text, store)
     tokens = store / "train/tokens.npy"
@@ -603,7 +605,8 @@ Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
 
 
 def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """No space left: one line, status 1; what was written before is whole and serves later."""
+    """No space left: one line, status 1; earlier checkpoints are complete, and the run continues
+    later."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("small file systems cannot be mounted here")
     straight, disk, rescued = (tmp_path / name for name in ("straight", "disk", "rescued"))
@@ -635,7 +638,8 @@ def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_learns_what_can_be_learnt(learned: dict[str, Path], data: Toys) -> None:
-    """A class that one token decides, a score that counts tokens, words that share a topic."""
+    """Each task is learned: a class decided by one token, a score that counts tokens, words of
+    topics."""
     scores = {name: result(run)["metrics"]["test"] for name, run in learned.items()}
     assert scores["classes"]["accuracy"] > 0.95
     assert scores["scores"]["spearman"] > 0.9
@@ -705,7 +709,7 @@ def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
 
 
 def test_help_explains_every_key() -> None:
-    """Each key with its type, default and sentence, in lines of at most 100 columns."""
+    """--help shows each key with its type, default and description, in at most 100 columns."""
     done = good(command("train.py", "--help"))
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 100
@@ -722,13 +726,13 @@ def test_help_explains_every_key() -> None:
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",
         '        {op = "clean", seed = int, distribution = "normal" | "truncated"}',
-        "batch.*: How many rows make a step, over all ranks and micro-batches.",
+        "batch.*: The size of a step, summed over all ranks and micro-batches.",
     ):
         assert line in lines
 
 
 def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The tokens of the rows that it trains on, and that nothing is pre-trained."""
+    """A run says how many tokens it trains on, and that its encoder is not pre-trained."""
     fresh = "no init= is given: the encoder starts from fresh weights"
     steps = ["train.steps=1", "train.select=last"]
     half = training(CLASSIFY, data.pairs, tmp_path / "half", *steps, "fraction=0.5")
@@ -748,7 +752,8 @@ def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Pa
 def test_overwrite_spares_what_is_no_run(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A checkpoint has a config.json too: it is no run, and overwrite=true does not empty it."""
+    """A checkpoint has a config.json too, but overwrite=true does not delete it: it is not a
+    run."""
     path = tmp_path / "checkpoint"
     shutil.copytree(checkpoints.resolve(learned["text"]), path)
     before = sorted(p.name for p in path.iterdir())

@@ -1,4 +1,4 @@
-"""Trajectories: the steps at which a run keeps its weights, and that keeping changes nothing."""
+"""Trajectories: the steps at which a run keeps its weights; keeping them changes no result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xformer.data.store import open_store
 from xformer.parallel.processes import ALONE
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
-from xformer.run import open_run
+from xformer.run import Run
 from xformer.study.plan import content_key, identity
 from xformer.trajectory import Course, Log, Mark, Trajectory, parse, steps_of
 
@@ -96,12 +96,12 @@ def test_forms(value: Any, wanted: Any) -> None:
     ],
 )
 def test_other_forms_are_refused(data: Toys, text: str, shown: str) -> None:
-    """By the command, in a line that names the value and shows the forms."""
+    """The command refuses a bad keep_at in one line that names the value and shows the forms."""
     with pytest.raises(BadInput) as caught:
         config.load(Recipe, training(SMOKE, data.text, Path("run"), f"train.keep_at={text}")[1:])
     assert str(caught.value).startswith(f"train.keep_at={shown}: give ")
     assert '"1M words"' in str(caught.value)
-    with pytest.raises(ValueError, match="this is not a whole number of words"):
+    with pytest.raises(ValueError, match="give a whole number of words"):
         parse(["1.5 words"])
 
 
@@ -166,7 +166,8 @@ def test_marks_in_tokens_and_words() -> None:
 
 
 def test_the_length_of_a_run_in_epochs() -> None:
-    """2.5 epochs of 6 rows are 15: by two 8 steps, by tokens as many as the rows of a step fill."""
+    """2.5 epochs of 6 rows are 15 rows: 8 steps of two rows, or as many as batches of tokens
+    need."""
     assert course(0, [5] * 6, epochs=2.5).length() == 8
     assert course(0, [5] * 6, tokens=14, epochs=2.5).length() == 8
     assert course(0, [5] * 6, tokens=15, epochs=2.5).length() == 5
@@ -181,7 +182,7 @@ def test_the_length_of_a_run_in_epochs() -> None:
 def test_marks_are_those_of_going_step_by_step(
     sizes: list[int], marks: list[int], tokens: int
 ) -> None:
-    """Against a plain sum over the rows in their order."""
+    """The walk equals a plain sum over the rows in their order."""
     run = course(0, sizes, 3, tokens, epochs=2)
     seen, position, wanted, totals = 0, 0, set(), [0]
     while position < 2 * len(sizes):
@@ -222,8 +223,8 @@ def test_what_lies_beyond_the_end_is_refused(keep_at: Any, said: str) -> None:
 
 
 def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """It is the run that keeps nothing, bit for bit; what it keeps are whole checkpoints of the
-    right steps, counted in advance."""
+    """The run equals one that keeps nothing, bit for bit. It keeps complete checkpoints at the
+    right steps, which are counted in advance."""
     runs = [tmp_path / "plain", tmp_path / "kept"]
     lines = [training(SMOKE, data.text, run, *SHORT, "train.keep_last=9") for run in runs]
     good(forks.run(*lines[0]))
@@ -257,7 +258,7 @@ def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> No
     (said,) = [line for line in done.err.splitlines() if line.startswith("trajectory: ")]
     assert said.startswith("trajectory: 6 checkpoints of 0.1 MB, 0.")
     assert said.endswith(f" MB, in {runs[1] / 'trajectory'}")
-    # what was said of their size is what they take
+    # their size is as announced
     told = prepare(config.load(Recipe, [*lines[1][1:], MARKS]), ALONE).trajectory.bytes
     size = sum(map(len, trajectory(runs[1]).values())) / 6
     assert told == pytest.approx(size, rel=0.05)
@@ -302,7 +303,7 @@ def test_a_killed_run_has_the_same_trajectory(
 
 
 def test_stopped_at_every_step(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A stop by a signal at a mark, before it and behind it."""
+    """A signal stops the run at a mark, before it and after it."""
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     lines = [training(SMOKE, data.text, run, *SHORT, "train.keep_at=log:4") for run in runs]
     good(forks.run(*lines[0]))
@@ -333,8 +334,8 @@ def test_what_becomes_of_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) 
 
 
 def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Known in advance the run is refused, and nothing is touched. Found on the way the run goes
-    on, and what is missing is said at its end."""
+    """If it is known in advance, the run is refused and nothing changes. If the disk is full later,
+    the run goes on, and its end says what is missing."""
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *SHORT, "train.keep_at=[0, 2, 3, 9]")
     little = (
@@ -352,7 +353,7 @@ def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert not run.exists()
     done = good(forks.run(*line, before=FULL.format(steps=["step_2", "step_3"])))
     assert kept(run) == [0, 9]
-    assert "no trajectory checkpoint of step 2, older ones are kept" in done.err
+    assert "the trajectory checkpoint of step 2 is not written, older ones are kept" in done.err
     assert f"{run / 'trajectory'} lacks step 2, 3: the disk refused it" in done.err
     # what overwrite= deletes counts as room, and a refusal deletes nothing
     held = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -426,14 +427,14 @@ def test_keep_at_belongs_to_no_key(data: Toys, tmp_path: Path) -> None:
         again = config.validate(Recipe, recipe.model_dump(mode="json"))
         assert again == recipe
         content = {"identity": recipe.model_dump(mode="json"), "config": {}}
-        opened = open_run(tmp_path / "run", content, False)
+        opened = Run.open(tmp_path / "run", content, False)
         write_json(tmp_path / "run/config.json", content)
         assert opened.path == tmp_path / "run"
         del opened  # and its lock
 
 
 def test_a_store_of_before_words_were_counted(data: Toys, tmp_path: Path) -> None:
-    """It opens, has the same key, and does not know its words."""
+    """A store of an older version opens, has the same key, and does not know its words."""
     old = shutil.copytree(data.text, tmp_path / "old")
     meta = read_json(old / "store.json")
     for split in meta["splits"].values():

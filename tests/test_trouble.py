@@ -1,4 +1,4 @@
-"""Numerical trouble in training: noticed, traced, and dropped or the end of the run."""
+"""Numerical trouble in training: detected, traced, and then dropped or the end of the run."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ BAD_WEIGHT = """
 import torch
 from xformer import train
 loss_of, done = train.loss_of, []
-def spoil(job, model, batch, step, i):
+def spoil(setup, model, batch, step, i):
     if step == 5 and not done:
         done.append(step)
         with torch.no_grad():
             model.copy.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
-    return loss_of(job, model, batch, step, i)
+    return loss_of(setup, model, batch, step, i)
 train.loss_of = spoil
 """
 # Python that makes every loss after the fifth step infinite
@@ -69,8 +69,8 @@ from xformer import train
 from xformer.tasks.task import Loss
 from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 loss_of = train.loss_of
-def spoil(job, model, batch, step, i):
-    loss = loss_of(job, model, batch, step, i)
+def spoil(setup, model, batch, step, i):
+    loss = loss_of(setup, model, batch, step, i)
     return loss if step < 5 else Loss(loss.total / 0, loss.count, loss.correct)
 train.loss_of = spoil
 """
@@ -81,7 +81,7 @@ def guard(spike: float, seen: list[float] | None = None) -> Guard:
 
 
 def judged(one: Guard, loss: float, norm: float) -> bool:
-    """Whether a step with this loss, over 2 tokens, and norm is dropped."""
+    """Whether a step with this norm, and this loss over 2 tokens, is dropped."""
     sums = Sums(torch.device("cpu"))
     sums.add(Loss(torch.tensor(2 * loss), 2, torch.tensor(1.0)))
     return float(one.judge(sums, torch.tensor(norm))) == 1.0
@@ -103,7 +103,7 @@ def test_a_guard_leaves_dropped_steps_out() -> None:
 
 
 def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
-    """Mean and deviation are numpy's over the first steps; none is judged before WINDOW."""
+    """Mean and deviation equal numpy's over the first steps. No step is judged before WINDOW."""
     draw = np.random.default_rng(0)
     losses, norms = draw.normal(5, 0.5, WINDOW).tolist(), draw.normal(2, 0.1, WINDOW).tolist()
     one = guard(4.0)
@@ -160,7 +160,7 @@ def test_the_first_layer_is_named() -> None:
         1,
         "the output of layers.0",
     )
-    assert model.seen == 0  # a pass that is only looked at leaves no trace
+    assert model.seen == 0  # tracing leaves the buffers as they were
     stage, _, where = first_layer(model, 1, lambda i: model(inputs[0]))
     assert stage == NOWHERE
     assert "the largest gradient is that of layers." in where
@@ -197,8 +197,8 @@ def weights(run: Path) -> dict[str, Tensor]:
 
 
 def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Of step 6. A run that is killed after step 11 and continued from a checkpoint before step 6
-    drops the same update again; so does one that stopped at it."""
+    """The row is in step 6. A run that is killed after step 11 and continues from a checkpoint
+    before step 6 drops the same update again; so does a run that stopped there."""
     rows = sorted(in_step(6))
     bad = BAD_ROW.format(row=rows[3])
     runs = {name: tmp_path / name for name in ("stop", "skip", "killed")}
@@ -222,9 +222,9 @@ def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path)
     for line in lines.values():
         good(forks.run(*line, before=bad))
     for run in runs.values():
-        (found,) = troubles(run)
-        assert found["rows"] == rows
-        assert (found["where"], found["step"]) == ("the output of encoder.layers.1.mlp", 6)
+        (actual,) = troubles(run)
+        assert actual["rows"] == rows
+        assert (actual["where"], actual["step"]) == ("the output of encoder.layers.1.mlp", 6)
         assert result(run)["dropped"] == 1
         assert all(np.isfinite(record.get("loss", 0)) for record in log(run))
         drawn_once(run)
@@ -233,7 +233,7 @@ def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path)
 
 
 def test_a_bad_weight_ends_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Skipping cannot mend a weight. The checkpoint from before is good, and serves."""
+    """A bad weight ends a run under both policies. It can continue from the checkpoint before."""
     good(forks.run(*training(SMOKE, data.text, tmp_path / "good", *STEPS)))
     for policy in ("stop", "skip"):
         line = training(SMOKE, data.text, tmp_path / policy, *STEPS, f"train.trouble={policy}")
@@ -265,7 +265,7 @@ def test_rollback_is_gone(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The row is in rank 1's part: all ranks drop the step, and train as one process would."""
+    """The row is in the part of rank 1. All ranks drop the step, and train as one process would."""
     rows = in_step(6)
     recipe = load(Recipe, training(SMOKE, data.text, tmp_path / "run", *STEPS)[1:])
     feed = prepare(recipe, Ranks(1, 2, torch.device("cpu"))).feed()
@@ -278,23 +278,23 @@ def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
     for name, ranks in (("one", 1), ("two", 2)):
         line = training(SMOKE, data.text, tmp_path / name, *more)
         good(forks.run(*line, ranks=ranks, before=bad))
-    (found,) = troubles(tmp_path / "two")
-    assert (found["rank"], found["rows"], found["step"]) == (1, theirs, 6)
-    assert found["where"] == "the output of encoder.layers.1.mlp"
+    (actual,) = troubles(tmp_path / "two")
+    assert (actual["rank"], actual["rows"], actual["step"]) == (1, theirs, 6)
+    assert actual["where"] == "the output of encoder.layers.1.mlp"
     for name, weight in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "two")[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A loss a thousand times as large, after enough steps to know better; stopped and continued
-    in between, as the statistics go with the checkpoint."""
+    """A loss a thousand times as large, after WINDOW steps. One run is stopped and continued before
+    that, because the statistics are part of the checkpoint."""
     spike = """
 from xformer import train
 from xformer.tasks.task import Loss
 from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 loss_of = train.loss_of
-def spiky(job, model, batch, step, i):
-    loss = loss_of(job, model, batch, step, i)
+def spiky(setup, model, batch, step, i):
+    loss = loss_of(setup, model, batch, step, i)
     return Loss(loss.total * 1000, loss.count, loss.correct) if step == 109 else loss
 train.loss_of = spiky
 """
@@ -313,7 +313,7 @@ train.loss_of = spiky
     for line in lines:
         good(forks.run(*line, before=spike))
     same(runs[1], runs[0])
-    (found,) = troubles(runs[0])
-    assert found["step"] == 110
-    assert "is far above its mean" in found["what"]
-    assert len(found["rows"]) == 2
+    (actual,) = troubles(runs[0])
+    assert actual["step"] == 110
+    assert "is far above its mean" in actual["what"]
+    assert len(actual["rows"]) == 2

@@ -9,11 +9,11 @@ from helpers import command, good, refused
 
 from xformer.data import tokenizers, vocabularies
 from xformer.data.display import Progress
-from xformer.data.english import english
+from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
-from xformer.preprocess import vocabulary_figures as figures
+from xformer.preprocess.vocabulary import english_like
 
 SPECIAL = {piece: i for i, piece in enumerate(tokenizers.BERT_SPECIAL.values())}
 PIECES = ["a", "##b", "Cd", "1", "##2", "é", "a1", "...", "##", "中"]  # the first three are English
@@ -48,20 +48,22 @@ def plainly(rows: list[list[int]]) -> dict[str, int]:
 
 @pytest.mark.parametrize("block", [1, 7, 10, 64, 2**20])
 def test_contexts_are_those_of_a_plain_loop(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(figures, "BLOCK", block)
+    monkeypatch.setattr(english_like, "BLOCK", block)
     generator = np.random.default_rng(block)
     lengths = [*generator.integers(0, 45, 60), 0, 0, 9, 10, 11, 20, 0]
     rows = [generator.choice(np.arange(5, 12), n).tolist() for n in lengths]
     opened = store(tmp_path / "s", {"train": rows, "valid": rows[:7]})
     for name, part in (("train", rows), ("valid", rows[:7])):
-        found = figures.contexts(opened, name, Progress("", 1, "tokens"))
+        found = english_like.contexts(opened, name, Progress("", 1, "tokens"))
         assert found == plainly(part)
         assert 0 < found["english_like"] < found["windows"]
 
 
 def test_no_context_crosses_a_row(tmp_path):
     rows = [[5] * 9] * 50 + [[8] * 10] + [[5] * 5 + [8] * 5, [5] * 6 + [8] * 4]
-    found = figures.describe(store(tmp_path / "s", {"train": rows, "test": [[5] * 9]}))
+    found = english_like.describe_contexts(
+        store(tmp_path / "s", {"train": rows, "test": [[5] * 9]})
+    )
     assert found["splits"]["train"] == {
         "windows": 3,
         "english_like": 1,
@@ -73,39 +75,44 @@ def test_no_context_crosses_a_row(tmp_path):
     assert found["splits"]["test"]["share"] is None
     short = store(tmp_path / "short", {"train": [[5] * 9] * 3})
     with pytest.raises(BadInput, match="short has no row of 10 pieces"):
-        figures.describe(short)
+        english_like.describe_contexts(short)
 
 
 def test_english_like_pieces_of_every_kind():
-    words = english(TOKENIZER)
+    words = english_pieces(TOKENIZER)
     assert words == {5: ("a", True), 6: ("b", False), 7: ("Cd", True)}
     letters = [*tokenizers.ROBERTA_SPECIAL.values(), "a", "Ġa", "b", "ĠCd", "Ġ1", "é", "Ġ"]
     pairs = vocabularies.byte_bpe({piece: i for i, piece in enumerate(letters)}, [])
-    assert english(pairs) == {5: ("a", False), 6: ("a", True), 7: ("b", False), 8: ("Cd", True)}
-    assert figures.overlap(TOKENIZER, pairs) == {
+    assert english_pieces(pairs) == {
+        5: ("a", False),
+        6: ("a", True),
+        7: ("b", False),
+        8: ("Cd", True),
+    }
+    assert english_like.overlap(TOKENIZER, pairs) == {
         "pieces": [15, 12],
         "english_like": [3, 4],
         "shared": 3,
     }
     scores = [(p, -1.0) for p in [*tokenizers.ALBERT_SPECIAL.values(), "▁a", "b", "▁", "a▁"]]
     unigram = vocabularies.albert(scores, None, [], [])
-    assert english(unigram) == {5: ("a", True), 6: ("b", False)}
-    assert figures.overlap(TOKENIZER, unigram)["shared"] == 2
-    assert english(vocabularies.symbols("aé1")) == {5: ("a", True)}
+    assert english_pieces(unigram) == {5: ("a", True), 6: ("b", False)}
+    assert english_like.overlap(TOKENIZER, unigram)["shared"] == 2
+    assert english_pieces(vocabularies.symbols("aé1")) == {5: ("a", True)}
 
 
 def test_the_overlap_of_published_vocabularies(shared, tmp_path):
     """Zhang et al. 2021, section 4.1: 26,503 of 30,522 pieces; table 2: 3,365 and 2,672 (ZH)."""
     names = [shared / f"vocabs/bert-base-{n}.vocab.txt" for n in ("uncased", "cased", "chinese")]
-    uncased, cased, chinese = map(figures.read, names)
-    assert figures.overlap(uncased, cased) == {
+    uncased, cased, chinese = map(english_like.read_tokenizer, names)
+    assert english_like.overlap(uncased, cased) == {
         "pieces": [30_522, 28_996],
         "english_like": [26_503, 26_015],
         "shared": 16_339,
     }
     uncased.save(tmp_path)
-    again = figures.read(tmp_path)
-    assert figures.overlap(again, chinese) == {
+    again = english_like.read_tokenizer(tmp_path)
+    assert english_like.overlap(again, chinese) == {
         "pieces": [30_522, 21_128],
         "english_like": [26_503, 3_365],
         "shared": 2_672,

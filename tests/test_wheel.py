@@ -1,8 +1,8 @@
-"""The wheel, built, installed and used outside of the checkout; editable checkouts side by side.
+"""The wheel is built, installed and used outside of the checkout; two editable checkouts coexist.
 
-`make test-slow` runs these. The environments borrow the libraries of the one that runs the tests,
-by a .pth file that names its site-packages. Files of that kind are not read there, so a checkout
-that is installed there stays out of sight.
+`make test-slow` runs these tests. The test environments use the libraries of the environment that
+runs the tests: a .pth file names its site-packages. Python does not read .pth files inside that
+directory, so a checkout that is installed there in editable mode cannot be imported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Environment:
         return self.path / "lib" / version / "site-packages"
 
     def run(self, program: str, *arguments: str | Path, cwd: Path, path: str = "") -> Done:
-        """A program of the environment, in a directory, with PYTHONPATH=`path`."""
+        """Run a program of the environment in the directory `cwd`, with PYTHONPATH=`path`."""
         environment = {**os.environ, **QUIET, "PYTHONPATH": path}
         if not path:
             del environment["PYTHONPATH"]
@@ -58,7 +58,7 @@ class Environment:
 
 
 def make_environment(path: Path, *installed: str | Path) -> Environment:
-    """A virtual environment with the libraries of this one, and what pip is told to install."""
+    """A virtual environment with the libraries of this one and the packages `installed`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
     made = Environment(path)
     (made.packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -67,7 +67,7 @@ def make_environment(path: Path, *installed: str | Path) -> Environment:
 
 
 def pip(*arguments: str | Path) -> None:
-    """pip, without any index: what builds and what is built is here."""
+    """Run pip without an index: the build tools and the sources are all here."""
     offline = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     line = [sys.executable, "-m", "pip", *map(str, arguments), *offline]
@@ -76,7 +76,7 @@ def pip(*arguments: str | Path) -> None:
 
 
 def copy_checkout(to: Path) -> Path:
-    """What git keeps or would keep of this checkout."""
+    """Copy the files of this checkout that git tracks or would track."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -107,7 +107,7 @@ def contents(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_the_package(wheel: Path, tmp_path: Path) -> None:
-    """All of it, nothing else, and the same if it is built from the source distribution."""
+    """The wheel has every file and no others, also if it is built from the source distribution."""
     places = {
         "xformer": "xformer",
         "preprocess": "xformer/preprocess",
@@ -121,9 +121,12 @@ def test_the_wheel_holds_the_package(wheel: Path, tmp_path: Path) -> None:
         if file.is_file()
     }
     assert {"xformer/py.typed", "xformer/ops/native.cpp"} < wanted
-    wanted.add(f"xformer/ops/{native.LIBRARY.name}")  # compiled on the way
+    wanted.add(f"xformer/ops/{native.LIBRARY.name}")  # compiled during the build
     assert contents(wheel) == wanted
-    assert {"xformer/preprocess/catalogue.toml", "xformer/recipes/finetune/classify.toml"} < wanted
+    assert {
+        "xformer/preprocess/fetch/catalogue.toml",
+        "xformer/recipes/finetune/classify.toml",
+    } < wanted
     for name in ("english", "brackets"):
         assert f"xformer/micro/{name}/model.safetensors" in wanted
     init = ZipFile(wheel).read("xformer/preprocess/__init__.py")
@@ -168,7 +171,7 @@ command = ["evaluate.py", "{stage.train}", "data={made.store}", "split=valid",
 
 
 def test_everything_runs_from_the_wheel(installed: Environment, data: Toys, tmp_path: Path) -> None:
-    """From raw text to a report, in an empty directory, as a user types it."""
+    """From raw text to a report in an empty directory, with the commands that a user types."""
     here = tmp_path / "empty"
     here.mkdir()
 
@@ -194,7 +197,7 @@ def test_everything_runs_from_the_wheel(installed: Environment, data: Toys, tmp_
     assert (here / "figures/curves.json").is_file()
     listing = xformer("study kao2021-figure2 scale=mini --dry-run").out
     assert "works" in listing
-    assert "xformer preprocess fetch" in listing  # how to come by what is missing
+    assert "xformer preprocess fetch" in listing  # how to get missing data
 
     (here / "one.toml").write_text(STUDY)
     xformer(f"study one.toml scale=mini jobs=1 needs.raw={data.raw}")
@@ -217,14 +220,15 @@ def test_two_ranks_of_the_module_are_two_of_the_door(
 
 
 def test_two_checkouts_never_mix(tmp_path: Path) -> None:
-    """One is installed editable; another comes first on PYTHONPATH, or its door is started."""
+    """One checkout is installed in editable mode. The other comes first on PYTHONPATH, or its door
+    is started."""
     first, second = (copy_checkout(tmp_path / name) for name in ("first", "second"))
     environment = make_environment(tmp_path / "venv", "--editable", first)
     for checkout, path in ((first, ""), (second, str(second))):
         done = good(environment.run("python", "-c", WHERE, cwd=tmp_path, path=path))
-        found = [checkout / "xformer/__init__.py", checkout / "preprocess/cli.py", checkout]
-        found.append(checkout / "recipes/finetune/classify.toml")
-        assert done.out.splitlines() == list(map(str, found))
+        places = [checkout / "xformer/__init__.py", checkout / "preprocess/cli.py", checkout]
+        places.append(checkout / "recipes/finetune/classify.toml")
+        assert done.out.splitlines() == list(map(str, places))
         help_ = environment.run("xformer", "preprocess", "--help", cwd=tmp_path, path=path)
         assert good(help_).out.startswith("usage: xformer preprocess ")
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers in awkward sizes, and batches as we and they take them.
+"""Tiny models of transformers in awkward sizes, and batches in the form of either project.
 
 T tokens in the batch, N sequences, L length, C hidden size.
 """
@@ -32,11 +32,11 @@ CLASSES = {
 }
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The error relative to what is expected, both as vectors."""
-    assert found.shape == expected.shape
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """The relative error of `actual`, with both taken as vectors."""
+    assert actual.shape == expected.shape
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -58,7 +58,7 @@ def _settings(family: str) -> dict[str, Any]:
             "hidden_dim": INNER,
             "max_position_embeddings": LONGEST,
         }
-    found = {
+    actual = {
         "vocab_size": PIECES,
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -68,14 +68,14 @@ def _settings(family: str) -> dict[str, Any]:
         "max_position_embeddings": LONGEST,
     }
     if family.endswith("roberta"):
-        found |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
+        actual |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
     if family == "albert":
-        found |= {"embedding_size": EMBEDDING, "num_hidden_layers": LAYERS + 1}
-    return found
+        actual |= {"embedding_size": EMBEDDING, "num_hidden_layers": LAYERS + 1}
+    return actual
 
 
 def tiny(kind: str, directory: Path | None = None, **changes: Any) -> Any:
-    """A model of transformers, every weight random, saved with a vocabulary of its family's."""
+    """A model of transformers with random weights, saved with a vocabulary of its family."""
     transformers = pytest.importorskip("transformers")
     name = kind.partition("For")[0].removesuffix("Model")
     labels = 2 if kind.endswith(("QuestionAnswering", "PreTraining")) else 4
@@ -93,7 +93,7 @@ def tiny(kind: str, directory: Path | None = None, **changes: Any) -> Any:
 
 
 def write_vocabulary(family: str, directory: Path) -> None:
-    """PIECES pieces in the form in which the family's are published."""
+    """Write a vocabulary of PIECES pieces in the published format of the family."""
     if family == "roberta":
         pieces = [*tokenizers.ROBERTA_SPECIAL.values(), *LETTERS]
         write_json(directory / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
@@ -106,11 +106,13 @@ def write_vocabulary(family: str, directory: Path) -> None:
             *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:])),
             mask,
         ]
-        published.write(vocabularies.xlm_roberta(scores, None), directory, LONGEST, False)
+        published.export_tokenizer(
+            vocabularies.xlm_roberta(scores, None), directory, LONGEST, False
+        )
     elif family == "albert":
         special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
         scores = [*special, ("▁", -1.0), *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:]))]
-        published.write(vocabularies.albert(scores, None, [], []), directory, LONGEST)
+        published.export_tokenizer(vocabularies.albert(scores, None, [], []), directory, LONGEST)
     else:
         (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
 
@@ -118,7 +120,7 @@ def write_vocabulary(family: str, directory: Path) -> None:
 def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Batch[Tensor]:
     """A packed batch of random tokens and segments, with labels and a third of it masked."""
     total, generator = sum(lengths), seeded(seed)
-    # not those of padding: they have no gradient, and RoBERTa no position
+    # no padding tokens: they have no gradient, and in RoBERTa no position
     tokens = torch.randint(2, PIECES, (total,), generator=generator)
     places = torch.randperm(total, generator=generator)[: total // 3 + 1].sort().values
     return Batch(
@@ -139,7 +141,7 @@ def lengths_of(batch: Batch[Tensor]) -> list[int]:
 
 
 def padded(batch: Batch[Tensor], family: str = "bert") -> dict[str, Tensor]:
-    """The batch as transformers takes it."""
+    """The batch in the padded form of transformers."""
     lengths = lengths_of(batch)
     given = {
         "input_ids": pad_sequence(batch.tokens.split(lengths), True, 7),

@@ -1,4 +1,4 @@
-"""`python -m xformer` is the command `xformer`."""
+"""`python -m xformer` runs the command `xformer`."""
 
 from xformer.command import main
 

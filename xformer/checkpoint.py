@@ -1,9 +1,9 @@
-"""The Checkpoint: one value that every tool takes and returns, and how it lies on disk.
+"""The Checkpoint, a value that every tool takes and returns; how it is saved and loaded.
 
-CHECKPOINT/model.safetensors    the weights, under the bare model's names
+CHECKPOINT/model.safetensors    the weights, under the model's own names
 CHECKPOINT/config.json          the model's shape, its head, the history of operations
 CHECKPOINT/tokenizer_meta.json  and the tokenizer's own files
-CHECKPOINT/input/               only with a mapping: the tokenizer of the raw input, mapping.npy
+CHECKPOINT/input/               with a mapping: the tokenizer of the raw input, and mapping.npy
 CHECKPOINT/manifest.json        SHA-256 of every file, written last
 """
 
@@ -46,17 +46,17 @@ from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head, Model, Task
 
 FORMAT = 1
-STATE = ("state.json", "optimizer.safetensors")  # of a run, beside the checkpoint proper
-HALF = (torch.float16, torch.bfloat16)  # widened to fp32 when they are read
+STATE = ("state.json", "optimizer.safetensors")  # files with which a run continues
+HALF = (torch.float16, torch.bfloat16)  # converted to fp32 when they are read
 Distribution = Literal["normal", "truncated"]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights with all that is needed to use them.
+    """Weights with everything that is needed to use them.
 
-    `source` and `mapping` are set where the raw input has a tokenizer of its own whose ids are
-    mapped to the model's (see xformer.data.mapping).
+    `source` and `mapping` are set if the raw input has a tokenizer of its own, whose ids are mapped
+    to the model's (see xformer.data.mapping).
     """
 
     config: ModelConfig
@@ -69,13 +69,13 @@ class Checkpoint:
 
     @property
     def task(self) -> Task | None:
-        """What the head is trained for; None without a head."""
+        """The task of the head; None without a head."""
         return task_of(self.head)
 
     def model(self) -> Model:
-        """The model with these weights (copied, float32), on the CPU in evaluation mode.
+        """The model with a float32 copy of these weights, on the CPU in evaluation mode.
 
-        Raises BadInput if a weight is missing, left over or of another shape.
+        Raises BadInput if a weight is missing, superfluous or of the wrong shape.
         """
         check_weights(self.weights, self._empty_model().state_dict(), "the checkpoint")
         with torch.device("meta"):
@@ -91,12 +91,11 @@ class Checkpoint:
             return Model(self.config, self.task, parts_of(self.weights))
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
-        """This checkpoint with another head: what fits is kept, the rest is fresh or dropped.
-
-        A task head is always fresh: labels of equal names may belong to another task.
+        """This checkpoint with another head. Weights that the new head shares are kept. A task head
+        is always initialised anew, because equal labels may belong to another task.
 
         Returns the checkpoint, the names of the fresh weights and those of the dropped ones. Raises
-        BadInput for a head that the architecture cannot bear.
+        BadInput if the architecture does not support the head.
         """
         task = task_of(head)
         assert task is not None
@@ -115,27 +114,28 @@ class Checkpoint:
 
 
 def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
-    """Raise BadInput for a task whose head the architecture cannot bear."""
+    """Raise BadInput if the architecture does not support the task's head."""
     if config.architecture == "hilbert_cnn" and not task.reads_pooled:
         raise BadInput(
-            f"head={task.name}: model.architecture=hilbert_cnn predicts classes and scores"
+            f"head={task.name}: model.architecture=hilbert_cnn predicts only classes and scores; "
+            "give head=classify or head=regress"
         )
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
-    """Which heads beside the one that trains these weights hold."""
+    """The heads among these weights that `Model` takes as `parts`."""
     return [part for part in ("pooler", "pair_head") if f"{part}.weight" in weights]
 
 
-def check_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
-    """Raise BadInput naming the first weight that is missing, left over or of another shape."""
+def check_weights(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
+    """Raise BadInput naming the first weight that is missing, superfluous or of the wrong shape."""
     for name, tensor in wanted.items():
-        if name not in found:
+        if name not in given:
             raise BadInput(f"{where} lacks the weight {name}, {tuple(tensor.shape)}")
-        if found[name].shape != tensor.shape:
-            has, needs = tuple(found[name].shape), tuple(tensor.shape)
+        if given[name].shape != tensor.shape:
+            has, needs = tuple(given[name].shape), tuple(tensor.shape)
             raise BadInput(f"{where}: the weight {name} is {has} where its config wants {needs}")
-    left = sorted(set(found) - set(wanted))
+    left = sorted(set(given) - set(wanted))
     if left:
         raise BadInput(f"{where} has weights that its config does not know: {', '.join(left[:4])}")
 
@@ -149,12 +149,13 @@ def initialise(
     purpose: str = "",
 ) -> Tensor:
     """Fresh values of one weight: norms and running variances 1, biases and running means 0, all
-    else N(0, initializer_range^2), of a HilbertCNN N(0, spread^2).
+    others N(0, initializer_range^2), or N(0, spread^2) for a HilbertCNN.
 
     "normal" is Kao & Lee 2021, appendix A; "truncated" is the same within two standard deviations
-    (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each weight has a generator of its own,
-    seeded by (seed, name), so that its values do not depend on what else is initialised. A
-    `purpose` gives others: without it a seed gives what a model from scratch began with.
+    (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each weight has its own generator, seeded
+    by (seed, name), so that its values do not depend on what else is initialised. Without a
+    `purpose` they are those of a model trained from scratch with this seed; each purpose has
+    others.
     """
     *_, owner, kind = ("", *name.split("."))
     if owner.endswith("norm"):
@@ -164,22 +165,22 @@ def initialise(
     own = number(seed, purpose, name) if purpose else number(seed, name)
     generator = torch.Generator().manual_seed(own)
     cnn = config.architecture == "hilbert_cnn"
-    spread = hilbert.spread(shape) if cnn else config.initializer_range
+    spread = hilbert.initial_std(shape) if cnn else config.initializer_range
     if distribution == "truncated":
         return truncated_normal(shape, generator).mul_(spread)
     return torch.empty(shape).normal_(0.0, spread, generator=generator)
 
 
 def number(*parts: object) -> int:
-    """56 bits out of what the parts spell: a seed that no other parts have."""
+    """A seed of 56 bits: a hash of the parts."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 def truncated_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """N(0, 1) within [-2, 2], exactly: what falls outside (4.6 %) is drawn again.
+    """N(0, 1) within [-2, 2], exactly: values outside (4.6 %) are drawn again.
 
-    Six times as fast as torch.nn.init.trunc_normal_, which goes through the inverse error function.
+    Six times as fast as torch.nn.init.trunc_normal_, which inverts the error function.
     """
     values = torch.empty(shape).normal_(generator=generator)
     flat = values.view(-1)
@@ -192,7 +193,8 @@ def truncated_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
-    """A model from scratch, without a head. Raises BadInput if the vocabulary does not fit."""
+    """A freshly initialised model without a head. Raises BadInput if `config` has a smaller
+    vocabulary than the tokenizer; with vocab_size 0 it gets that of the tokenizer."""
     if config.vocab_size == 0:
         config = config.model_copy(update={"vocab_size": len(tokenizer)})
     check_vocabulary(config, len(tokenizer))
@@ -207,7 +209,9 @@ def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
 def check_vocabulary(config: ModelConfig, pieces: int) -> None:
     """Raise BadInput if a fresh model has fewer embeddings than its tokenizer has pieces."""
     if 0 < config.vocab_size < pieces:
-        raise BadInput(f"model.vocab_size={config.vocab_size} is below the tokenizer's {pieces}")
+        raise BadInput(
+            f"model.vocab_size={config.vocab_size} is below the tokenizer's {pieces}; leave it out"
+        )
 
 
 # ---------------------------------------------------------------------------------- on disk
@@ -221,9 +225,12 @@ def save(
     state: dict[str, Any] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint as a directory that is whole or absent; `optimizer` and `state` are what
-    a run needs to go on. Raises BadInput if `path` exists, unless `overwrite`, and whatever
-    `check`, called last, raises: then nothing is left."""
+    """Write a checkpoint as a directory that is complete or absent. A run also saves `optimizer`
+    and `state`, with which it continues.
+
+    Raises BadInput if `path` exists, unless `overwrite`, and whatever `check` raises, which is
+    called last: then the directory is not written.
+    """
     with atomic_directory(Path(path), overwrite) as directory:
         save_tensors(checkpoint.weights, directory / "model.safetensors")
         if optimizer is not None:
@@ -249,25 +256,26 @@ def save(
 
 
 def _head_record(head: Head) -> dict[str, Any]:
-    """A head as config.json holds it: without what older versions do not know, unless it is set."""
+    """A head as config.json holds it. Settings that older versions do not know are left out unless
+    they are set."""
     newer = [name for name in ("smoothing", "class_weights") if not getattr(head, name)]
     return {name: value for name, value in asdict(head).items() if name not in newer}
 
 
 def size(checkpoint: Checkpoint) -> int:
-    """About how many bytes `save` writes of a checkpoint whose weights are float32, without what a
-    run needs to go on."""
+    """About how many bytes `save` writes for a checkpoint with float32 weights, without the state
+    of a run."""
     files = [*checkpoint.tokenizer.files().values()]
     if checkpoint.source is not None and checkpoint.mapping is not None:
         files += [*checkpoint.source.files().values(), checkpoint.mapping.tobytes()]
-    header = 120 * len(checkpoint.weights)  # names, shapes and places
+    header = 120 * len(checkpoint.weights)  # names, shapes and offsets
     weights = 4 * sum(weight.numel() for weight in checkpoint.weights.values())
     return weights + header + sum(map(len, files))
 
 
 def forget_state(path: Path) -> None:
-    """Delete of a checkpoint what its run needs to go on: the manifest names it no longer before it
-    goes."""
+    """Delete the state of a run from its checkpoint. The manifest changes first, so that the
+    checkpoint is never incomplete."""
     sums = _sums(path)
     left = {name: value for name, value in sums.items() if name not in STATE}
     write_json(path / "manifest.json", {"sha256": left})
@@ -276,40 +284,41 @@ def forget_state(path: Path) -> None:
 
 
 def content_key(path: Path) -> str:
-    """SHA-256 of what a checkpoint is to others: all but its run's state."""
-    sums = sorted((name, its) for name, its in _sums(path).items() if name not in STATE)
+    """SHA-256 of a checkpoint's content, without the state of its run."""
+    sums = sorted((name, value) for name, value in _sums(path).items() if name not in STATE)
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file. A tensor that has two names is written twice."""
-    found: dict[str, Tensor] = {}
-    held: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         # the library refuses tensors that share memory
-        found[name] = tensor.clone() if tensor.data_ptr() in held else tensor
-        held.add(tensor.data_ptr())
+        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
     path.touch()
     mode = path.stat().st_mode
-    save_file(found, path, metadata={"format": "pt"})
+    save_file(separate, path, metadata={"format": "pt"})
     path.chmod(mode)  # the library makes files that only their owner can read
 
 
 def check_output(out: Path, overwrite: bool, *read: Path) -> None:
-    """Raise BadInput unless `out` is free, or a checkpoint that may be overwritten and holds
-    nothing of what is read."""
+    """Raise BadInput if a checkpoint cannot be written to `out`: it exists and `overwrite` is
+    false, it is not a checkpoint, or it contains an input (`read`)."""
     refuse_existing(out, overwrite)
     if out.exists() and not (out / "manifest.json").is_file():
-        raise BadInput(f"{out} is no checkpoint: it is not overwritten")
-    held = next((path for path in read if path.resolve().is_relative_to(out.resolve())), None)
-    if held is not None:
-        raise BadInput(f"{out} holds {held}, which is read: give another output")
+        raise BadInput(f"{out} is not a checkpoint, so it is not overwritten; give another output")
+    inside = next((path for path in read if path.resolve().is_relative_to(out.resolve())), None)
+    if inside is not None:
+        raise BadInput(f"{out} holds {inside}, which is read: give another output")
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint a path means: itself, the one a finished run selected, or, where there is no
-    such path, one that is installed with the package, such as micro/english."""
+    """The checkpoint that a path stands for: the directory itself, the one that a finished run
+    selected, or one that comes with the package, such as micro/english, if the path does not exist.
+    Raises BadInput if there is none."""
     given, path = Path(path), installed(path)
     put_back(path)
     if (path / "manifest.json").is_file():
@@ -321,37 +330,41 @@ def resolve(path: str | Path) -> Path:
         return path / result["selected"]
     if (path / "checkpoints").is_dir():
         steps = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step_*")))
+        if not steps:
+            raise BadInput(
+                f"the run {path} is not finished and has no checkpoint yet; finish it, or wait for "
+                "its first checkpoint"
+            )
         raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")
     if not path.is_dir():
         where = ", neither here nor in the package" if given != path else ""
         raise BadInput(f"the checkpoint {given} does not exist{where}")
     several = [manifest.parent.name for manifest in path.glob("step_*/manifest.json")]
-    if several:  # a run's trajectory, say
+    if several:  # a run's trajectory, for example
         names = ", ".join(sorted(several, key=lambda name: (len(name), name)))
         raise BadInput(f"{path} holds several checkpoints; name one of them: {names}")
-    hint = (
-        typed("; import it with python -m xformer.convert from-hf")
-        if (path / "config.json").is_file()
-        else ""
-    )
+    foreign = (path / "config.json").is_file()
+    hint = typed("; import it with python -m xformer.convert from-hf") if foreign else ""
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
 
 
 def verify(path: Path) -> None:
-    """Raise BadInput naming the first file of a checkpoint that is not as it was written."""
+    """Raise BadInput naming the first file of a checkpoint that is missing or has changed."""
     sums = _sums(path)
     for name in sums:
         if not (path / name).is_file():
-            raise BadInput(f"{path / name} is missing, which the manifest lists: it is incomplete")
+            raise BadInput(
+                f"the checkpoint is incomplete: its manifest lists {path / name}, which is missing"
+            )
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda name: file_checksum(path / name), sums)
-        for (name, expected), actual in zip(sums.items(), found, strict=True):
+        checksums = pool.map(lambda name: file_checksum(path / name), sums)
+        for (name, expected), actual in zip(sums.items(), checksums, strict=True):
             if actual != expected:
                 raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
 
 
 def _sums(path: Path) -> dict[str, Any]:
-    """The checksums in a checkpoint's manifest, by file."""
+    """{file: SHA-256} from a checkpoint's manifest."""
     manifest = read_own_json(path / "manifest.json")
     sums = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(sums, dict) or not {"model.safetensors", "config.json"} <= set(sums):
@@ -361,23 +374,23 @@ def _sums(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
-    """A checkpoint as `load` gives it, before its checksums are taken: that goes on meanwhile, and
-    the function beside it waits for the end and raises BadInput if the checkpoint is damaged."""
+    """A checkpoint that is verified in the background while it is used. The function that comes
+    with it waits for the result, and raises BadInput if the checkpoint is damaged."""
     with ThreadPoolExecutor(1) as pool:
         check = pool.submit(verify, path)
         try:
             yield _read(path), check.result
         finally:
-            check.result()  # of all that may be wrong, damage is what is said
+            check.result()  # damage explains any other error
 
 
 def load(path: str | Path, verified: bool = False) -> Checkpoint:
-    """The checkpoint in a directory, or the one a finished run selected. One that is `verified` is
-    not verified again.
+    """The checkpoint that `path` stands for; see `resolve`. If it is `verified` already, its
+    checksums are not computed again.
 
-    The weights are mapped from the file: one that is not touched takes no memory, and one that is
-    changed in place stays as it is on disk. Raises BadInput if the checkpoint is absent,
-    incomplete, damaged, or its config contradicts its weights.
+    The weights are memory-mapped: they take no memory before they are used, and changing them in
+    place does not change the file. Raises BadInput if the checkpoint is absent, incomplete or
+    damaged.
     """
     path = resolve(path)
     if verified:
@@ -389,7 +402,9 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     meta = read_json(path / "config.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise BadInput(f"{path / 'config.json'} is not of format {FORMAT}")
+        raise BadInput(
+            f"{path / 'config.json'} is not of format {FORMAT}, the one that this version reads"
+        )
     try:
         config = ModelConfig(**meta["model"])
         head = Head(**meta["head"]) if meta["head"] else None
@@ -397,23 +412,28 @@ def _read(path: Path) -> Checkpoint:
     except (KeyError, TypeError, ValidationError) as error:
         raise BadInput(f"{path / 'config.json'} is damaged: {error!r}") from None
     if head is not None and head.kind not in TASKS:
-        raise BadInput(f"{path / 'config.json'}: head {head.kind!r} is none of {', '.join(TASKS)}")
+        raise BadInput(
+            f"{path / 'config.json'}: this version has no head {head.kind!r}, only "
+            f"{', '.join(TASKS)}"
+        )
     if head is not None:
-        weights_of_classes = tuple(head.class_weights)
-        head = replace(head, labels=tuple(head.labels), class_weights=weights_of_classes)
+        class_weights = tuple(head.class_weights)
+        head = replace(head, labels=tuple(head.labels), class_weights=class_weights)
     source = mapping = None
     if (path / "input").is_dir():
-        source = tokenizers.load(path / "input")
+        source = tokenizers.load_tokenizer(path / "input")
         mapping = load_array(path / "input/mapping.npy", mapped=False)
     weights = {
         name: weight.float() if weight.dtype in HALF else weight
         for name, weight in load_tensors(path / "model.safetensors").items()
     }
-    return Checkpoint(config, weights, tokenizers.load(path), head, history, source, mapping)
+    return Checkpoint(
+        config, weights, tokenizers.load_tokenizer(path), head, history, source, mapping
+    )
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped from it. Raises BadInput if it is absent or
+    """The memory-mapped tensors of a safetensors file. Raises BadInput if it is absent or
     damaged."""
     try:
         return load_file(path)
@@ -421,5 +441,5 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise BadInput(f"{path} does not exist") from None
     except safetensors.SafetensorError as error:
         raise BadInput(f"{path} is not a whole safetensors file: {error}") from None
-    except OSError as error:  # a directory, say
+    except OSError as error:  # a directory, for example
         raise BadInput(f"{path} cannot be read: {error}") from None

@@ -1,7 +1,7 @@
-"""The command `xformer`, which pip installs: its sub-commands, and the recipes by name.
+"""The command `xformer`, which pip installs, with its sub-commands.
 
-`python -m xformer` is the same command. Usage texts repeat the docstrings of the checkout's doors,
-which are not installed.
+`python -m xformer` is the same command. The usage texts here repeat the docstrings of train.py and
+evaluate.py, which are not installed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from xformer.data.display import put, say
 from xformer.data.errors import BadInput
 from xformer.start import run
 
-TRAIN = r"""Pre-train or fine-tune: one loop, told what to do by a recipe.
+TRAIN = r"""Pre-train or fine-tune a model, as a recipe says.
 
     # one process
     xformer train pretrain/mini data=stores/english run=runs/english
     # two processes on this machine
     torchrun --standalone --nproc-per-node 2 -m xformer.train pretrain/mini \
         data=stores/english run=runs/english
-    # two machines; on the second --node-rank 1
+    # two machines; on the second with --node-rank 1
     torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 -m xformer.train ...
-    # fine-tune what came out, and its from-scratch twin
+    # fine-tune the result, and its from-scratch baseline (twin)
     xformer train finetune/classify data=stores/cola init=runs/english run=runs/cola
     xformer train finetune/classify data=stores/cola init=runs/english \
         surgery='[{op="clean"}]' run=runs/cola-scratch
 
-A recipe is a TOML file, or the name of one that comes with the package: `xformer recipes` lists
-those. The same command again continues a stopped run exactly where it was. A value is parsed as
-TOML, else taken as a bare string; data='["stores/a", "stores/b"]' joins the rows of two stores.
+A recipe is a TOML file, or the name of one that comes with the package; `xformer recipes` lists
+them. The same command again continues a stopped run exactly where it was. A value is parsed as
+TOML, and else taken as a string; data='["stores/a", "stores/b"]' joins the rows of two stores.
 """
 EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
 
@@ -45,7 +45,8 @@ EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
     xformer evaluate runs/english text='The [MASK] sat on the mat.' top=10
     xformer evaluate runs/cola input=sentences.csv out=predictions.tsv
 
-CHECKPOINT is a checkpoint's directory, or a run's: then the checkpoint that train.select chose.
+The first argument is the directory of a checkpoint, or of a finished run, which stands for the
+checkpoint that train.select chose.
 """
 RECIPES = """List the recipes that come with the package, or print one.
 
@@ -54,14 +55,13 @@ RECIPES = """List the recipes that come with the package, or print one.
     xformer recipes show finetune/classify > mine.toml
 
 A recipe's name stands for its file: `xformer train finetune/classify ...`, `xformer study
-kao2021-figure2 ...`. A file of that path comes first. In what `show` prints, the recipes that it
-builds on stand by name, so that a copy works anywhere.
+kao2021-figure2 ...`. If there is a file with that path, the file is used. `show` prints the recipes
+that a recipe is based on by name, so that a copy works anywhere.
 """
 
 
 class Command(NamedTuple):
-    """A sub-command: one sentence about it, and its main function. What main needs is imported
-    when it is called."""
+    """A sub-command: one sentence about it, and its main function, which imports what it needs."""
 
     about: str
     main: Callable[[], None]
@@ -94,7 +94,7 @@ def _help() -> str:
         [
             *lines,
             "",
-            "`xformer NAME --help` explains each of them. `xformer --version` prints the version.",
+            "`xformer NAME --help` explains a command. `xformer --version` prints the version.",
         ]
     )
 
@@ -114,14 +114,14 @@ def _train() -> None:
 
 def _evaluate() -> None:
     from xformer.evaluate import main
-    from xformer.preprocess.predict import write_rows
+    from xformer.preprocess.tasks.predict import write_rows
 
     _explain(EVALUATE)
     main(write_rows)
 
 
 def _program(name: str) -> Callable[[], None]:
-    """The main function of `python -m xformer.NAME`, imported when it is called."""
+    """The main function of the package xformer.NAME, imported when it is called."""
 
     def main() -> None:
         module = import_module(f"xformer.{name}.__main__")
@@ -132,7 +132,7 @@ def _program(name: str) -> Callable[[], None]:
 
 
 def _explain(usage: str | None) -> None:
-    """Let --help begin with this text: it begins with the docstring of the program that runs."""
+    """Let --help begin with this text. It prints the docstring of the running program."""
     sys.modules["__main__"].__doc__ = usage
 
 
@@ -152,7 +152,7 @@ def _recipes() -> None:
 
 
 def _line(name: str, path: Path) -> str:
-    """A recipe's name and the beginning of the comment that it starts with, in one line."""
+    """A line with a recipe's name and the beginning of its first comment."""
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
     words = comment[0].replace("#", " ") if comment else ""
     short = textwrap.shorten(words, WIDTH - 36, placeholder=" ...", break_on_hyphens=False)
@@ -160,12 +160,12 @@ def _line(name: str, path: Path) -> str:
 
 
 def portable(path: Path) -> str:
-    """The text of a recipe that comes with the package. The recipes that it refers to by relative
-    paths stand by name in it."""
+    """The text of a recipe that comes with the package, with the names of other recipes in place of
+    relative paths."""
     names = {file.resolve(): name for name, file in recipes().items()}
 
-    def by_name(found: re.Match[str]) -> str:
-        return f'{found[1]}"{names[find_recipe(found[2], path.parent).resolve()]}"'
+    def by_name(match: re.Match[str]) -> str:
+        return f'{match[1]}"{names[find_recipe(match[2], path.parent).resolve()]}"'
 
     references = r'^((?:base|recipe) *= *)"(.*?)"'
     return re.sub(references, by_name, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -176,7 +176,7 @@ COMMANDS = {
     "train": Command("Pre-train or fine-tune a model, as a recipe says.", _train),
     "evaluate": Command("Score a checkpoint, fill masks, or predict raw rows.", _evaluate),
     "convert": Command(
-        "Import and export checkpoints of Hugging Face, and show what one holds.",
+        "Import and export Hugging Face checkpoints, and describe a checkpoint.",
         _program("convert"),
     ),
     "surgery": Command("Operate on the weights of a checkpoint.", _program("surgery")),
@@ -185,7 +185,11 @@ COMMANDS = {
         _program("analysis"),
     ),
     "study": Command(
-        "Run a whole study, and report it beside the published numbers.", _program("study")
+        "Run a study of many runs, and report it beside the published numbers.", _program("study")
     ),
     "recipes": Command("List the recipes that come with the package, or print one.", _recipes),
 }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""Typed settings: a TOML recipe, `key=value` overrides, and help that comes from the fields.
+"""Typed settings from TOML recipes and `key=value` overrides; --help is made from the fields.
 
-Precedence: default < base recipe < recipe < override. Every settings class is frozen and refuses
-keys it does not know; each stands beside the code that owns it.
+Overrides take precedence over the recipe, the recipe over its base, and the base over defaults.
+Every settings class is frozen, refuses unknown keys, and stands beside the code that uses it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from xformer.data.errors import BadInput, typed
 
 WIDTH = 100  # columns of help
 SHORT = {"seed": "all"}  # `seed = N` is short for `seed.all = N`
-MOVED = {"data.store": "data", "data.fraction": "fraction"}  # former keys and today's
-GONE = {
-    "system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"
-}  # former keys, and why they are gone
-RECIPE = 2**24  # bytes of a recipe at most
+MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys that were renamed
+# keys that were removed, and why
+GONE = {"system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"}
+LARGEST = 2**24  # bytes of a recipe
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
@@ -53,7 +52,7 @@ class Settings(BaseModel):
 
 
 def _paths(value: Any, info: ValidationInfo) -> Any:
-    """One path as a string, also if a list holds it; several as a tuple."""
+    """One path as a string, even if it was given as a list; several as a tuple."""
     name = info.field_name
     if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
         if twice := [path for path in value if value.count(path) > 1]:
@@ -69,13 +68,13 @@ MaybePaths = Annotated[str | tuple[str, ...] | None, BeforeValidator(_paths)]
 
 
 def each(paths: str | Sequence[str]) -> tuple[str, ...]:
-    """The paths of a setting that is one path or several."""
+    """The paths of a setting of type `Paths`, always as a tuple."""
     return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
 def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
-    """A field whose default depends on a key above it in its group: it is `values` of that key's
-    value, or `other`. `limits` are those of Field. --help shows all of them."""
+    """A field whose default depends on `key`, which stands above it in the same group: `values` of
+    that key's value, or else `other`. --help shows all defaults. `limits` go to Field."""
     choices = [f"{show(value)} for {name}" for name, value in values.items()]
     shown = f"{', '.join(choices)}, {show(other)} for all others"
     return Field(
@@ -86,9 +85,9 @@ def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
 
 
 def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) -> SettingsType:
-    """Settings from the command line: a recipe by path or name (if `recipe`), then key=value.
+    """Settings from command-line arguments: a recipe by path or name (if `recipe`), then key=value.
 
-    A bare `--help` prints every key and exits. Raises BadInput naming the key, the value and the
+    With --help, prints every key and exits. Raises BadInput naming the key, its value and the
     nearest valid key.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
@@ -107,9 +106,9 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name: {"pretrain/mini": its file, ...}.
+    """The recipes that come with the package: {"pretrain/mini": its file, ...}.
 
-    An installed package holds them; in a checkout they lie beside it.
+    An installed package contains them; in a checkout they lie beside the package.
     """
     own = Path(__file__).parent / "recipes"
     files = (own if own.is_dir() else own.parents[1] / "recipes").glob("*/*.toml")
@@ -117,9 +116,9 @@ def recipes() -> dict[str, Path]:
 
 
 def find_recipe(text: str, beside: Path = Path(), kind: str = "") -> Path:
-    """The file that is meant by a path relative to `beside`, or else by a name as `recipes()` has
-    it. With a `kind` such as "studies", a name of that kind may lack it. What is neither comes back
-    as a path, which `read_recipe` refuses."""
+    """The file of a recipe, given by its path relative to `beside` or by its name in `recipes()`.
+    With a `kind` such as "studies", the name may omit that folder. A text that is neither is
+    returned as a path, which `read_recipe` refuses."""
     path = beside / text
     if path.exists() and not path.is_dir():
         return path
@@ -131,35 +130,35 @@ def _nearest_recipe(path: Path) -> str:
     """ "; did you mean X?" for a recipe that does not exist: a file beside it, or a name."""
     if near := nearest(path.name, [p.name for p in path.parent.glob("*.toml")]):
         return near
-    name, named = "/".join(path.with_suffix("").parts[-2:]), list(recipes())
-    last = {key.partition("/")[2]: key for key in named}
-    close = difflib.get_close_matches(name, named, 1) or [
-        last[found] for found in difflib.get_close_matches(path.stem, last, 1)
-    ]
+    name, names = "/".join(path.with_suffix("").parts[-2:]), list(recipes())
+    full = {key.partition("/")[2]: key for key in names}
+    close = difflib.get_close_matches(name, names, 1)
+    close = close or [full[stem] for stem in difflib.get_close_matches(path.stem, full, 1)]
     return f"; did you mean {close[0]}?" if close else "; `xformer recipes` lists those by name"
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's values over those of its `base`, a path relative to the recipe, or a name."""
+    """The values of a recipe, merged over those of its `base`: a path relative to the recipe, or a
+    name. Raises BadInput if a file is missing or is not a recipe."""
     try:
         if path.resolve() in seen:
-            raise BadInput(f"{path}: its chain of `base` recipes is a circle")
+            raise BadInput(f"{path}: its chain of `base` recipes is a circle; leave one base out")
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise BadInput(f"the recipe {path} is a device or a pipe; give a file")
-        if status.st_size > RECIPE:
+        if status.st_size > LARGEST:
             size = f"{status.st_size:,} bytes"
-            raise BadInput(f"the recipe {path} has {size}: it is something else than a recipe")
+            raise BadInput(f"the recipe {path} has {size}, too many for a recipe; give a TOML file")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise BadInput(f"the recipe {path} does not exist{_nearest_recipe(path)}") from None
     except IsADirectoryError:
-        raise BadInput(f"the recipe {path} is a directory") from None
+        raise BadInput(f"the recipe {path} is a directory; give a file") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = values.pop("base", None)
     try:
-        refuse_moved(values)  # here, as what is laid over it could hide it
+        refuse_moved(values)  # before merging, which could hide an old group
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
     if base is None:
@@ -169,13 +168,13 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     file = find_recipe(base, path.parent)
     below = read_recipe(file, (*seen, path.resolve()))
     if file.resolve().parent != path.resolve().parent:
-        _place(below, file.parent)
+        _make_absolute(below, file.parent)
     return merge(below, values)
 
 
-def _place(values: dict[str, Any], folder: Path) -> None:
-    """Make the recipes of a study's stages absolute paths. They are relative to its folder, and a
-    study of another folder builds on it."""
+def _make_absolute(values: dict[str, Any], folder: Path) -> None:
+    """Make the recipes of a study's stages absolute paths. They are relative to its `folder`, and a
+    study in another folder is based on it."""
     scales = values.get("scales")
     parts = [values, *(scales.values() if isinstance(scales, dict) else ())]
     for part in filter(lambda part: isinstance(part, dict), parts):
@@ -186,24 +185,24 @@ def _place(values: dict[str, Any], folder: Path) -> None:
 
 
 def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, Any]:
-    """{"optim": {"lr": 1e-4}} of ["optim.lr=1e-4"].
+    """Overrides as nested values: ["optim.lr=1e-4"] -> {"optim": {"lr": 1e-4}}.
 
-    Values are TOML, else bare strings; where a string is wanted, `run=2026` is one too. Raises
-    BadInput for an argument that is not KEY=VALUE, or whose key has another name now.
+    A value is parsed as TOML, and else taken as a string. For keys that take text, a value such as
+    2026 is text too. Raises BadInput if an argument is not KEY=VALUE, or if its key was renamed.
     """
-    wanted = all_keys(schema)
+    types = all_keys(schema)
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not all(key.split(".")):
-            raise BadInput(f"{argument!r} is not of the form key=value")
+            raise BadInput(f"{argument!r} is not of the form key=value, such as optim.lr=1e-4")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError):
             value = text
-        if wanted.get(key) in TEXT and not isinstance(value, str | dict):
+        if types.get(key) in TEXT and not isinstance(value, str | dict):
             value = text
-        if wanted.get(key) in PATHS and not isinstance(value, str | dict | list):
+        if types.get(key) in PATHS and not isinstance(value, str | dict | list):
             value = text
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -213,19 +212,20 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
 
 
 def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    """`high` over `low`, group by group; `seed = N` is short for `seed.all = N`."""
+    """`low` with the values of `high` over it, group by group. `seed = N` is short for
+    `seed.all = N`."""
     merged: dict[str, Any] = {}
     for key in [*low, *(key for key in high if key not in low)]:
-        given = [values[key] for values in (low, high) if key in values]
-        if key in SHORT and any(isinstance(value, dict) for value in given):
-            given = [value if isinstance(value, dict) else {SHORT[key]: value} for value in given]
-        both_groups = len(given) == 2 and all(isinstance(value, dict) for value in given)
-        merged[key] = merge(*given) if both_groups else given[-1]
+        pair = [values[key] for values in (low, high) if key in values]
+        if key in SHORT and any(isinstance(value, dict) for value in pair):
+            pair = [value if isinstance(value, dict) else {SHORT[key]: value} for value in pair]
+        both_groups = len(pair) == 2 and all(isinstance(value, dict) for value in pair)
+        merged[key] = merge(*pair) if both_groups else pair[-1]
     return merged
 
 
 def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
-    """The settings of plain values. Raises BadInput with one line for the first thing wrong."""
+    """The settings with these values. Raises BadInput with one line about the first error."""
     _refuse_nul(values)
     refuse_moved(values, schema.model_fields)
     try:
@@ -235,43 +235,39 @@ def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType
 
 
 def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.values()) -> None:
-    """Raise BadInput that names the new spelling of each key which has another name now, or says
-    that a key is gone. `values` may be dotted; the new name must be among the `known` ones."""
+    """Raise BadInput if a key was removed, or renamed to one of the `known` names; the message says
+    what to write. Keys may be dotted or nested."""
+    groups = {key: value for key, value in values.items() if isinstance(value, dict)}
+    dotted = {f"{group}.{key}": groups[group][key] for group in groups for key in groups[group]}
+    dotted |= values
     for old, why in GONE.items():
-        group, _, name = old.partition(".")
-        if old in values or (isinstance(values.get(group), dict) and name in values[group]):
+        if old in dotted:
             raise BadInput(f"{old} is gone: {why}; leave it out")
-    found = {}
-    for old, new in MOVED.items():
-        group, _, name = old.partition(".")
-        given = values[group] if isinstance(values.get(group), dict) else {}
-        if new in known and (old in values or name in given):
-            value = values.get(old, given.get(name))
-            found[old] = new, show(value) if isinstance(value, str | int | float) else "..."
-    if found:
-        news = " and ".join(new for new, _ in found.values())
-        write = " ".join(f"{new}={value}" for new, value in found.values())
-        is_now = "is now" if len(found) == 1 else "are now"
-        raise BadInput(f"{' and '.join(found)} {is_now} {news}: write {write}")
+    renamed = {old: new for old, new in MOVED.items() if old in dotted and new in known}
+    if renamed:
+        news, is_now = " and ".join(renamed.values()), "is now" if len(renamed) == 1 else "are now"
+        plain = {old: isinstance(dotted[old], str | int | float) for old in renamed}
+        write = [f"{n}={show(dotted[o]) if plain[o] else '...'}" for o, n in renamed.items()]
+        raise BadInput(f"{' and '.join(renamed)} {is_now} {news}: write {' '.join(write)}")
 
 
 def _refuse_nul(values: dict[str, Any]) -> None:
-    """Raise BadInput naming the first key whose text holds a NUL, which no path may."""
+    """Raise BadInput naming a key whose text holds a NUL character, which no path may contain."""
     left: list[tuple[str, Any]] = [("", values)]
-    while left:  # a recursion would end at values that are very deep
+    while left:  # not a recursion, because values may be nested very deeply
         name, value = left.pop()
         if isinstance(value, dict):
             left += [(f"{name}.{key}" if name else str(key), v) for key, v in value.items()]
         elif isinstance(value, list | tuple):
             left += [(name, v) for v in value]
         elif isinstance(value, str) and "\0" in value:
-            raise BadInput(f"{name}={value[:80]!r} holds a NUL character, which no path may")
+            raise BadInput(f"{name}={value[:80]!r} holds a NUL character; leave it out")
 
 
 def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
-    """pydantic's error in our words: the key, the value, and what would be right."""
+    """pydantic's error as one line: the key, the value, and what would be right."""
     kind, value = error["type"], _repr(error["input"])
-    # what follows a number is the kind of an operation, which is no key
+    # after the index of an operation, pydantic names its class, which is not a key
     pairs = pairwise(("", *error["loc"]))
     place = [part for before, part in pairs if not isinstance(before, int)]
     message = error["msg"].replace("tuple", "list").replace("Tuple", "list")
@@ -281,12 +277,12 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
     name = ".".join(map(str, place))
     if kind == "extra_forbidden":
         keys = all_keys(schema)
-        choices = [*keys, *sorted({key.rpartition(".")[0] for key in keys})]  # and the groups
+        choices = [*keys, *sorted({key.rpartition(".")[0] for key in keys})]  # keys and groups
         in_list = any(isinstance(part, int) for part in place)
         return f"unknown key {name}{'' if in_list else nearest(name, choices)}"
     if kind == "missing":
         return f"{name} must be given: {name}=..."
-    if kind == "value_error":  # our own words, which name the keys
+    if kind == "value_error":  # raised by a validator here, so it names the key itself
         return message.removeprefix("Value error, ")
     if kind == "model_type":
         message = f"this is a group of keys; give {name}.KEY=VALUE"
@@ -305,7 +301,7 @@ def _repr(value: Any) -> str:
         return "{... very deep ...}"
 
 
-# what transformers and others call our keys
+# names that transformers and others use for these keys
 ELSEWHERE = {
     "batch_size": "batch.rows",
     "bf16": "system.precision",
@@ -333,7 +329,7 @@ ELSEWHERE = {
 
 
 def nearest(name: str, choices: list[str]) -> str:
-    """ "; did you mean X?" for the choice nearest to a misspelt name, or nothing."""
+    """ "; did you mean X?" for the choice nearest to a misspelt name, or ""."""
     own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
     if ELSEWHERE.get(own) in choices:
         return f"; did you mean {ELSEWHERE[own]}?"
@@ -348,7 +344,7 @@ def nearest(name: str, choices: list[str]) -> str:
 
 
 def all_keys(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a settings class, with its type."""
+    """{dotted key: its type} of a settings class."""
     keys: dict[str, Any] = {}
     for name, field in schema.model_fields.items():
         if _is_group(field.annotation):
@@ -359,7 +355,7 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 TEXT = (str, str | None)
-PATHS = (str | tuple[str, ...], str | tuple[str, ...] | None)  # what Paths, MaybePaths annotate
+PATHS = (str | tuple[str, ...], str | tuple[str, ...] | None)  # the types in Paths and MaybePaths
 
 
 def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
@@ -370,14 +366,14 @@ def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def help_text(schema: type[BaseModel], title: str | None = None) -> str:
-    """The docstring of the program that runs (or `title`), then for each key its type, default, and
-    sentence; commands are written as this user types them."""
+    """The text of --help: the docstring of the running program (or `title`), then the type, the
+    default and the description of each key. Commands are spelled as this user types them."""
     title = sys.modules["__main__"].__doc__ if title is None else title
     return typed("\n".join([(title or "").strip(), "", "Keys:", *_help_lines(schema, "")]))
 
 
 def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
-    """The keys of a group, then the groups in it."""
+    """Lines about the keys of a group, then about its sub-groups."""
     lines: list[str] = []
     groups: list[str] = []
     for name, field in schema.model_fields.items():
@@ -409,31 +405,33 @@ def _operation_help(operation: type[BaseModel]) -> list[str]:
 
 
 def wrapped(text: str | None, indent: int) -> list[str]:
+    """The lines of a paragraph, at most WIDTH columns wide with this indent."""
     margin = " " * indent
     words = " ".join((text or "").split())
     return textwrap.wrap(words, WIDTH, initial_indent=margin, subsequent_indent=margin)
 
 
 def _operations(annotation: Any) -> list[type[BaseModel]]:
-    """The classes that the elements of a list may be of, where their `op` tells them apart."""
+    """The classes of operations (groups with a field `op`) in the type of a list."""
     if _is_group(annotation):
         return [annotation] if "op" in annotation.model_fields else []
-    return [found for argument in get_args(annotation) for found in _operations(argument)]
+    return [kind for argument in get_args(annotation) for kind in _operations(argument)]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim.lr": 1e-4} of {"optim": {"lr": 1e-4}}, and of keys that are dotted already."""
-    found: dict[str, Any] = {}
+    """Values by dotted key: {"optim": {"lr": 1e-4}} -> {"optim.lr": 1e-4}. Keys that are dotted
+    already stay as they are."""
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            flattened |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flattened[f"{prefix}{key}"] = value
+    return flattened
 
 
 def toml_text(values: dict[str, Any]) -> str:
-    """A recipe as a file that `read_recipe` reads: a line a key, groups as inline tables."""
+    """Values as a TOML file that `read_recipe` reads: one line per key, groups as inline tables."""
     return "".join(f"{_name(key)} = {show(value)}\n" for key, value in values.items())
 
 
@@ -454,7 +452,7 @@ def show(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """ "int", "[float, float]", "list of operations", '"a" | "b"' as help shows them."""
+    """A type as --help shows it: "int", "[float, float]", "list of operations", '"a" | "b"'."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(arguments[0])

@@ -1,13 +1,12 @@
-"""What a model costs: parameters, operations, memory, seconds. Values in, values out.
+"""The cost of a model: its parameters, its floating-point operations, and the use of a device.
 
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
 
-Operations are those of the matrix products that the model needs for its real tokens; a
-multiplication and an addition are two. Padding, recomputation and element-wise work do not count.
-So shares of a device's peak can be compared between programs (Chowdhery et al. 2022, appendix B,
-count in the same way). After its attention, the last layer counts only for the places that are
-predicted: the others are not needed.
+Operations are those of the matrix products for real tokens; a multiplication and an addition are
+two. Padding, recomputation and element-wise work do not count, so that shares of a device's peak
+can be compared between programs (as in Chowdhery et al. 2022, appendix B). The part of the last
+layer after its attention counts only for the tokens that are predicted.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from collections.abc import Collection
 
 import torch
 
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
 from xformer.tasks.task import Head, Model, Task
 
-BACKWARD = 2  # a product's backward pass is two products of its size
+BACKWARD = 2  # the backward pass of a product is two products of its size
 
-# Peak of a device in 10^12 operations a second, by a part of its name: (16-bit matrix units with
-# fp32 sums and dense matrices, fp32). From NVIDIA's data sheets; the first name that fits counts.
+# (part of a device's name, its peak in bf16, its peak in fp32), in 10^12 operations a second: dense
+# matrices, fp32 accumulation. From NVIDIA's data sheets. The first match counts.
 PEAKS = (
     ("H200", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
@@ -44,18 +43,19 @@ PEAKS = (
 def parameters(
     config: ModelConfig, task: Task | None = None, parts: Collection[str] = ()
 ) -> dict[str, int]:
-    """Parameters by part, tied and shared ones once; arguments as of `Model`.
+    """The number of parameters by part of the model; shared ones count once. The arguments are
+    those of `Model`.
 
     The parts are word embeddings, other embeddings, attention, feed-forward, norms, final norm,
-    convolutions and heads; a part that a model lacks has no entry.
+    convolutions and heads. A part that a model lacks has no entry.
     """
     with torch.device("meta"):
         model = Model(config, task, parts)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = _part(name)
-        found[part] = found.get(part, 0) + parameter.numel()
-    return found
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    return counts
 
 
 def _part(name: str) -> str:
@@ -69,24 +69,25 @@ def _part(name: str) -> str:
     return "convolutions" if name.startswith("cnn") else "heads"
 
 
-def forward_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
-    """Operations of a forward pass with the head of a task."""
+def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:
+    """Operations of a forward pass with the task's head; without a task, of the encoder."""
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, task)) * work.rows
     C, E, F = config.hidden, config.width, config.intermediate
     last = work.tokens if task is None else task.tokens_read(work)
-    # qkv 3CC; out CC, up CF, down CF; a token has a score and a sum for each token of its row
+    # 2 for multiply and add: qkv 3CC; scores and weighted sums 2C per pair of tokens in a row
     flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
+    # attention output CC, MLP up CF and down CF: in the last layer only where something is read
     flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
     return flops if task is None else flops + task.head_flops(config, work)
 
 
-def training_flops(config: ModelConfig, task: Task | None, work: Work) -> int:
+def training_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:
     """Operations of forward and backward passes that train all weights."""
     flops = (1 + BACKWARD) * forward_flops(config, task, work)
-    if config.architecture == "hilbert_cnn":  # its input, one-hot words, takes no gradient
+    if config.architecture == "hilbert_cnn":  # its one-hot input needs no gradient
         flops -= _convolutions(config, task)[0] * work.rows
     return flops
 
@@ -113,7 +114,7 @@ def _convolutions(config: ModelConfig, task: Task | None) -> list[int]:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """The most operations a second of the device with this name; None if it is not known."""
+    """The peak of a device in operations per second, by its name; None if it is not known."""
     for name, half, full in PEAKS:
         if name in device:
             return 1e12 * (half if precision == "bf16" else full)

@@ -1,4 +1,4 @@
-"""The command that scores a checkpoint, predicts rows of a file, and fills masks."""
+"""Score a checkpoint on a split, predict the rows of a file, or fill masks."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from xformer.scoring import assembler_for, outputs_of, score
 from xformer.tasks.mlm import likeliest, with_masks
 from xformer.tasks.task import Task, as_table, check_finite
 
-# writes a file's rows as the split `input` of a new store: path, head, tokenizer, store
-Read = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
+# Writes the rows of a file as the split `input` of a new store. Arguments: file, head, tokenizer,
+# path of the store. preprocess/ has it, which the modules of xformer/ may not import.
+WriteRows = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
 
-
-# what each form of the command may be given besides
+# the keys that can be combined with each form of the command
 FORMS = {
     "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
@@ -52,48 +52,51 @@ FORMS = {
 
 
 class EvaluateConfig(Settings):
-    """What to evaluate; give data, text or input."""
+    """What to evaluate: give one of data, text and input."""
 
     data: MaybePaths = None
-    """A store to score the checkpoint on, or a list of stores, whose rows are joined."""
+    """The store to score the checkpoint on, or a list of stores, whose rows are joined."""
     split: str = "test"
-    """Which split of it."""
+    """The split of the store to score."""
     out: str | None = None
-    """Write the scores as JSON to this file; with `input` the predictions as a tab-separated table,
-    or for span heads, if the name ends in .json, as SQuAD's script reads them."""
+    """Write the scores to this file as JSON. With input=, write the predictions as a tab-separated
+    table; for span heads, if the name ends in .json, as JSON for SQuAD's script."""
     predictions: str | None = None
-    """Write a tab-separated table to this file, with a header and a line for each row of the split;
-    for span heads JSON from each question's id to its answer. A name that ends in .npz gets every
-    row's outputs and labels instead, which xformer.predictions reads."""
+    """Write the predictions to this file as a tab-separated table, with one line per row (for
+    head=choice: per question) and a column `gold` if the split has labels. For span heads, write
+    JSON from each question's id to its answer. If the name ends in .npz, write the outputs and
+    labels of every row for xformer.predictions instead."""
     threshold: float | None = None
-    """For span heads: leave a question unanswered where "no answer" scores higher than its best
-    span by more than this, such as the best_threshold that scoring the split valid prints; absent:
-    0 where the split has questions without an answer, else answer all."""
+    """For span heads: leave a question unanswered if "no answer" scores higher than its best span
+    by more than this. Scoring the split valid prints a best_threshold to use here. Absent: 0 if
+    the split has questions without an answer, else answer every question."""
     text: str | None = None
-    """A text with mask tokens, such as 'The [MASK] sat.': print the likeliest fillings."""
+    """A text with mask tokens, such as 'The [MASK] sat.', for which to print the likeliest
+    fillings."""
     top: int = Field(5, ge=1)
-    """How many fillings to print."""
+    """How many fillings to print for each mask."""
     input: str | None = None
-    """Raw rows to predict, in any form that preprocess.py reads for the checkpoint's task: FASTA,
-    csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing. A file of
-    just the texts needs no header."""
+    """A file of raw rows to predict, in any format that preprocess.py reads for the checkpoint's
+    task: FASTA, csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing.
+    A file that holds only texts needs no header."""
     mapping: str | None = None
-    """What the store's ids mean to the model; absent: as in training."""
+    """How store ids become model ids (see `python train.py --help`); absent: as in training."""
     system: SystemConfig = SystemConfig()
-    """Execution."""
 
 
 def fill_mask(
     checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE, precision: str = "fp32"
 ) -> list[list[tuple[float, str]]]:
-    """For each mask token in `text` the `top` likeliest pieces as (probability, piece).
+    """For each mask token in `text`, the `top` likeliest pieces as (probability, piece).
 
-    Raises BadInput without an MLM head or a mask token, or if the text is too long, and Failure
-    where the model's outputs are not finite.
+    Raises BadInput if the checkpoint has no MLM head or the text has no mask token or is too long,
+    and Failure if the model's outputs are not finite.
     """
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
     if task is None or not task.predicts_masked:
-        raise BadInput("this checkpoint has no MLM head, so it cannot fill a mask")
+        raise BadInput(
+            "this checkpoint has no MLM head, so it cannot fill a mask; give a pre-trained one"
+        )
     batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
     model = checkpoint.model().to(ranks.device)
     with torch.no_grad(), ranks.autocast(precision):
@@ -105,8 +108,8 @@ def fill_mask(
 # -------------------------------------------------------------------------------- the command
 
 
-def main(read: Read | None = None) -> None:
-    """`python evaluate.py CHECKPOINT key=value ...`; `read` reads the rows of `input=`."""
+def main(write_rows: WriteRows | None = None) -> None:
+    """`python evaluate.py CHECKPOINT key=value ...`; input= needs `write_rows`."""
     arguments = sys.argv[1:]
     if any(a in ("-h", "--help") for a in arguments):
         say(*help_text(EvaluateConfig).split("\n"))
@@ -125,7 +128,7 @@ def main(read: Read | None = None) -> None:
         elif ranks.rank == 0 and config.text is not None:
             _fill_masks(checkpoint, config, ranks)
         elif ranks.rank == 0:
-            _predict_file(checkpoint, config, ranks, read)
+            _predict_file(checkpoint, config, ranks, write_rows)
 
 
 def _config(arguments: list[str]) -> EvaluateConfig:
@@ -146,19 +149,25 @@ def _config(arguments: list[str]) -> EvaluateConfig:
         raise BadInput(f"out= and predictions= are both {config.out}; give each a file of its own")
     for output in (config.out, config.predictions):
         if output and not Path(output).absolute().parent.is_dir():
-            raise BadInput(f"{output} cannot be written: {Path(output).parent} is no directory")
+            raise BadInput(
+                f"{output} cannot be written: {Path(output).parent} is not a directory; make it "
+                "first, or give another file"
+            )
         folder = Path(output or "").absolute().parent
         if folder.name == FOLDER and is_run(folder.parent / "config.json"):
-            raise BadInput(f"{output} cannot be written: {folder} holds what a run wrote itself")
+            raise BadInput(
+                f"{output} cannot be written: only a run itself writes to {folder}; give another "
+                "file"
+            )
         if output and Path(output).is_dir():
-            raise BadInput(f"{output} cannot be written: it is a directory")
+            raise BadInput(f"{output} cannot be written: it is a directory; give a file")
     return config
 
 
 def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
     precision = config.system.precision
-    found = fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
-    for i, filling in enumerate(found, 1):
+    fillings = fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
+    for i, filling in enumerate(fillings, 1):
         say(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
 
 
@@ -168,8 +177,11 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assembler = assembler_for(checkpoint, store, config.split, config.mapping)
     task = checkpoint.task
     assert task is not None
-    if config.predictions and not _wants_arrays(config):
-        task.check_lines(f"predictions={config.predictions}")
+    if config.predictions and not _wants_arrays(config) and not task.has_table:
+        raise BadInput(
+            f"predictions={config.predictions}: an MLM head has no table; give a name that ends in "
+            ".npz for the loss of every row"
+        )
     _check_threshold(config, task)
     model = checkpoint.model().to(ranks.device)
     with store.blamed():
@@ -198,6 +210,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
 
 
 def _wants_arrays(config: EvaluateConfig) -> bool:
+    """Whether to write the predictions as arrays, not as a table."""
     return config.predictions is not None and config.predictions.lower().endswith(".npz")
 
 
@@ -207,14 +220,14 @@ def _check_threshold(config: EvaluateConfig, task: Task) -> None:
 
 
 def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:
-    """Say on standard error how many rows lose tokens."""
+    """Say on standard error how many rows are truncated."""
     limit = f"the checkpoint's batch.max_tokens={assembler.max_tokens}"
     if note := assembler.truncation(limit, checkpoint.config.max_positions):
         say(note, error=True)
 
 
 def _predict_file(
-    checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks, read: Read | None
+    checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks, write_rows: WriteRows | None
 ) -> None:
     task, precision = checkpoint.task, config.system.precision
     if task is None or task.predicts_masked:
@@ -223,16 +236,16 @@ def _predict_file(
     _check_threshold(config, task)
     if as_json and not task.has_questions:
         raise BadInput(f"out={config.out}: predictions are a table; give a name that ends in .tsv")
-    if read is None:
-        raise ValueError("input= needs `read`, the readers of raw rows")
+    if write_rows is None:
+        raise ValueError("input= needs `write_rows`, which the callers of `main` import")
     with TemporaryDirectory(prefix="xformer-") as directory:
         store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
-        read(Path(str(config.input)), asdict(head), tokenizer, store)
+        write_rows(Path(str(config.input)), asdict(head), tokenizer, store)
         split = open_store(store).split("input")
         assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
         _say_truncated(checkpoint, assembler)
         model = checkpoint.model().to(ranks.device)
-        alone = replace(ranks, rank=0, world_size=1)  # the other ranks have nothing to do
+        alone = replace(ranks, rank=0, world_size=1)  # the other ranks do nothing here
         outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
         lines = as_table(task.table(outputs, split, config.threshold))
         if as_json:

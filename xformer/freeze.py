@@ -1,4 +1,4 @@
-"""Training a part of the weights: which names the patterns of `train.only` choose."""
+"""Train only some weights: those whose names match the patterns of `train.only`."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from xformer.data.errors import BadInput
 
 
 def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
-    """The names of the weights that a training with these patterns changes; with none, of all.
+    """The names of the weights that these patterns choose; without patterns, all names.
 
-    A pattern is a weight's name or the beginning of one up to a dot, with or without "encoder.",
-    and may hold `*` and `?`: "mlm_head", "embeddings.word", "layers.*.attention" (names count
-    layers from 0). Raises BadInput for one that no weight has, naming the nearest that there is.
+    A pattern is the name of a weight or its beginning up to a dot, with or without "encoder.". It
+    may hold `*` and `?`: "mlm_head", "embeddings.word", "layers.*.attention" (layers count from 0).
+    Raises BadInput if no weight matches a pattern, naming the nearest beginning.
     """
     if not patterns:
         return set(checkpoint.weights)
     if checkpoint.config.architecture != "transformer":
         raise BadInput(
-            "train.only: a Hilbert-CNN trains as a whole, as the statistics of its "
-            "batch norms would change under frozen weights"
+            "train.only: a Hilbert-CNN can only be trained as a whole, because the statistics of "
+            "its batch norms would change under frozen weights; leave train.only out"
         )
-    found: set[str] = set()
+    trained: set[str] = set()
     for pattern in patterns:
         matching = {name for name in checkpoint.weights if _matches(name, pattern)}
         if not matching:
             beginnings = sorted({b for name in checkpoint.weights for b in _beginnings(name)})
             raise BadInput(
-                f"train.only={pattern!r} is the name of no weight"
+                f"train.only={pattern!r} matches no weight"
                 f"{nearest(pattern, beginnings) or _parts(checkpoint)}"
             )
-        found |= matching
-    return found
+        trained |= matching
+    return trained
 
 
 def freeze(model: nn.Module, trained: set[str]) -> None:
-    """Have gradients, and so changes, for the weights of these names alone."""
+    """Let only the weights of these names have a gradient."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
 
 
-def account(checkpoint: Checkpoint, trained: set[str], fresh: Sequence[str]) -> list[str]:
-    """What is frozen, in words: nothing where all is trained."""
+def describe_frozen(checkpoint: Checkpoint, trained: set[str], fresh: Sequence[str]) -> list[str]:
+    """Lines that say how much is trained, and which `fresh` weights stay frozen; [] if all weights
+    are trained."""
     sizes = {name: weight.numel() for name, weight in checkpoint.weights.items()}
     if len(trained) == len(sizes):
         return []
-    some = sum(sizes[name] for name in trained)
-    lines = [f"trains {some:,} of {sum(sizes.values()):,} parameters, the rest is frozen"]
+    count = sum(sizes[name] for name in trained)
+    lines = [f"trains {count:,} of {sum(sizes.values()):,} parameters, the rest is frozen"]
     if lost := sorted({name.split(".")[0] for name in fresh if name not in trained}):
         lines.append(f"new weights that train.only leaves frozen: {', '.join(lost)}")
     return lines
@@ -63,8 +64,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _beginnings(name: str, whole: bool = False) -> list[str]:
-    """ "mlm_head.bias" -> "mlm_head", "mlm_head.bias"; of the encoder's weights without
-    "encoder.", and with `whole` with it too."""
+    """The beginnings of a name: "mlm_head", "mlm_head.bias" of "mlm_head.bias". "encoder." is left
+    out; with `whole`, the beginnings with it are there too."""
     names = [name.removeprefix("encoder."), *([name] if whole else [])]
     return [b for each in names for b in accumulate(each.split("."), lambda a, b: f"{a}.{b}")]
 

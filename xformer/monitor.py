@@ -1,5 +1,5 @@
-"""What a run tells the world: `log.jsonl` (the truth), TensorBoard drawn from it, a progress bar on
-a terminal, plain lines in a log. Only rank 0 speaks.
+"""The reports of a run: `log.jsonl`, TensorBoard's curves drawn from it, and a progress bar on a
+terminal or plain lines elsewhere. Only rank 0 reports.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from typing import Any
 
 import torch
 
-from xformer.data.display import Progress, figure, say
+from xformer.data.display import Progress, format_number, say
 from xformer.data.errors import Failure, reason
-from xformer.data.files import sync
+from xformer.data.files import write_bytes
 
-SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields that are no curve
+SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields without a curve
 
 
 class Monitor:
-    """Writes events of one run, the log of which ends at `step` (see cut_log). The bar shows steps,
-    or samples: `done` of `total` so far."""
+    """Logs the events of a run whose log reaches to `step` (see cut_log); a context manager.
+
+    The progress bar shows `done` of `total` units, which are steps or samples. Unless `active`, it
+    does nothing.
+    """
 
     def __init__(self, run: Path, active: bool, step: int, done: int, total: int, unit: str):
         self.run, self.active = run, active
-        self.refused, self.drawing = False, True  # a full disk is said once
+        self.refused, self.drawing = False, True  # so that a full disk is reported once
         if not active:
             return
         self.path = run / "log.jsonl"
@@ -57,14 +60,14 @@ class Monitor:
         self._on_board(self.board.close)
         self._write()
         self.file.close()
-        if not self.drawing and error is None:  # no start is to come that would
+        if not self.drawing and error is None:  # a finished run is not started again
             self.drawing = True
             self._on_board(self._draw_anew)
         if self.unwritten and error is None:
-            raise Failure(f"the end of {self.path} could not be written")
+            raise Failure(f"the end of {self.path} could not be written; make room on the disk")
 
     def text(self, name: str, content: str) -> None:
-        """A text for TensorBoard's text page."""
+        """Add a text to TensorBoard's text page."""
         if self.active:
             self._on_board(lambda: self.board.text(name, f"```\n{content}\n```"))
 
@@ -74,12 +77,12 @@ class Monitor:
             self.progress.advance(done - self.progress.done)
 
     def say(self, *lines: str) -> None:
-        """Lines for the person watching; not part of the log."""
+        """Print lines on standard error. They are not part of the log."""
         if self.active:
             say(*lines, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        """Log one event; numbers become TensorBoard curves under their event's name."""
+        """Log an event. Its numbers also become points on TensorBoard's curves "EVENT/NAME"."""
         if not self.active:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **values}
@@ -94,24 +97,25 @@ class Monitor:
         if event == "train" and self.progress.bar is not None:
             self.progress.advance(0, **{name: short[name] for name in ("loss", "tokens/s", "lr")})
         elif short:
-            line = "  ".join(f"{name} {figure(value)}" for name, value in short.items())
+            line = "  ".join(f"{name} {format_number(value)}" for name, value in short.items())
             split = f"{values['split']}  " if "split" in values else ""
             state = f"  {self.progress.state()}" if event == "train" else ""
             self.say(f"{event:<10} step {step:>6}  {split}{line}{state}")
 
     def _write(self) -> None:
-        """What is to be written of the log; where the disk refuses, it stays to be written."""
+        """Write the waiting lines of the log. If the disk refuses, they go on waiting."""
         try:
             while self.unwritten:
                 self.unwritten = self.unwritten[self.file.write(self.unwritten) or 0 :]
             self.refused = False
         except OSError as error:
             if not self.refused:
-                self.say(f"{reason(error)}: {self.path} is written later")
+                self.say(f"{reason(error)}: {self.path} will be written later")
             self.refused = True
 
     def _on_board(self, draw: Callable[[], None]) -> None:
-        """Draw for TensorBoard, until the disk refuses: the next start draws all from the log."""
+        """Call `draw` unless the disk has refused; then the end of the run, or its next start,
+        draws everything from the log."""
         if not self.drawing:
             return
         try:
@@ -120,18 +124,18 @@ class Monitor:
             self.drawing = False
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
             self.say(
-                f"{reason(error)}: TensorBoard's curves end here; they are drawn anew from the log"
+                f"{reason(error)}: TensorBoard's curves end here; they will be redrawn from the log"
             )
 
     def _draw_anew(self) -> None:
-        """All curves from the log."""
+        """Draw all curves from the log."""
         self.board = Board(self.run / "tensorboard", 0)
         for record in records(self.run):
             self._draw(record)
         self.board.close()
 
     def _draw(self, record: dict[str, Any]) -> None:
-        if record["event"] != "end":  # a result is no curve
+        if record["event"] != "end":  # a result is not a curve
             numbers = {
                 f"{record['event']}/{name}": value
                 for name, value in record.items()
@@ -141,9 +145,12 @@ class Monitor:
 
 
 class Board:
-    """A file of TensorBoard's events in a directory, from a step on: TensorBoard forgets what older
-    files have from there. One event a line of the log: torch's own writer makes one a number, each
-    ten times as costly, and takes seconds to import."""
+    """A new file of TensorBoard's events in a directory, for the steps from `step` on. It tells
+    TensorBoard to forget these steps of older files.
+
+    It writes one event per line of the log. torch's SummaryWriter writes one per number, each ten
+    times as costly, and takes seconds to import.
+    """
 
     def __init__(self, directory: Path, step: int):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -168,14 +175,14 @@ class Board:
         self.writer.flush()
 
     def numbers(self, step: int, clock: float, numbers: dict[str, int | float]) -> None:
-        """A point on the curve of each name."""
+        """Add a point to the curve of each name. `clock` is the time in seconds since 1970."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._write(step=step, wall_time=clock, summary=Summary(value=values))
 
     def text(self, name: str, content: str) -> None:
-        """A text for TensorBoard's text page."""
+        """Add a text to TensorBoard's text page."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
@@ -191,37 +198,34 @@ class Board:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """The events of a run's log, in order. What is no event is left out, such as the last line of a
-    run that was killed while it wrote."""
+    """The events of a run's log, in order. Lines that are not events are left out, such as the torn
+    last line of a run that was killed."""
     lines = (run / "log.jsonl").read_bytes().split(b"\n")
     return [record for line in lines if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The event in a line of a log; None where there is none."""
+    """The event in a line of a log; None if it holds none."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+        whole = isinstance(record["event"], str) and isinstance(record["step"], int)
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
-    whole = (
-        isinstance(record, dict)
-        and isinstance(record.get("event"), str)
-        and isinstance(record.get("step"), int)
-    )
     return record if whole else None
 
 
 def cut_log(run: Path, step: int) -> str:
-    """Drop the events after `step`, and an end, so that a restarted run's log is one run's.
+    """Remove the events after `step`, and the event "end", from the log of a run that restarts.
 
-    If lines up to `step` cannot be read, the damaged log is kept beside, and a line about it is
-    returned. A torn last line is no damage: a killed run leaves one. As the log is on the disk
-    before a checkpoint is, that line lies after the checkpoint, and its step is made again.
+    If lines up to `step` cannot be read, keeps a copy of the damaged log, and returns a line that
+    says so; otherwise "". A torn last line is not damage: a killed run leaves one. The log is
+    flushed before a checkpoint is written, so that line is after the checkpoint, and its step will
+    be made again.
     """
     path = run / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
     *lines, torn = content.split(b"\n")
-    kept, broken = [], []
+    good, broken = [], []
     for number, line in enumerate([*lines, torn] if _record(torn) else lines, 1):
         record = _record(line)
         if record is None:
@@ -229,39 +233,33 @@ def cut_log(run: Path, step: int) -> str:
         elif record["step"] > step:
             break
         elif record["event"] != "end":
-            kept.append(json.dumps(record) + "\n")
+            good.append(json.dumps(record) + "\n")
     damage = ""
     if broken:
-        aside = _kept_aside(path, content)
+        copy = _copy_aside(path, content)
         more = f" and {len(broken) - 10} more" if broken[10:] else ""
         what = f"line {broken[0]} cannot be read and is"
         if broken[1:]:
             what = f"lines {', '.join(broken[:10])}{more} cannot be read and are"
-        damage = f"{path} is damaged: {what} left out; the damaged log is kept as {aside}"
-    temporary = path.with_suffix(".jsonl.partial")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+        damage = f"{path} is damaged: {what} left out; the damaged log is kept as {copy}"
+    write_bytes(path, "".join(good).encode())
     return damage
 
 
-def _kept_aside(path: Path, content: bytes) -> str:
-    """Write what a file holds beside it, under a name that is free; that name."""
+def _copy_aside(path: Path, content: bytes) -> str:
+    """Write the content of a damaged log beside it, and return the name of the copy."""
     for number in range(1, 1000):
-        aside = path.with_name(f"{path.name}.damaged{f'.{number}' if number > 1 else ''}")
-        if aside.exists() and aside.read_bytes() == content:  # killed before the log was mended
-            return aside.name
-        if not aside.exists():
-            temporary = path.with_suffix(".jsonl.partial")
-            temporary.write_bytes(content)
-            sync(temporary)
-            temporary.replace(aside)
-            return aside.name
-    raise Failure(f"{path} is damaged, and a thousand damaged ones lie beside it")
+        copy = path.with_name(f"{path.name}.damaged{f'.{number}' if number > 1 else ''}")
+        if copy.exists() and copy.read_bytes() == content:  # an earlier start was killed after this
+            return copy.name
+        if not copy.exists():
+            write_bytes(copy, content)
+            return copy.name
+    raise Failure(f"{path} is damaged, and there are 999 damaged logs beside it: delete some")
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: the peak of CUDA's allocator, else of this process's resident memory."""
+    """The peak memory in GiB: of CUDA's allocator, or else of this process (resident)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

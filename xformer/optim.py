@@ -1,7 +1,7 @@
 """Optimizers of torch.optim behind settings, and NovoGrad; learning rates; clip and step.
 
-A loss is a sum, so its gradient is one too. `gradient_norm` and `clip_and_step` divide it by the
-count that the loss is a sum over.
+Losses are sums, so gradients are sums too. The caller divides `gradient_norm` by the count that the
+loss is a sum over, and `clip_and_step` divides the gradient by it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from xformer.config import Settings, follows
 from xformer.data.errors import BadInput
 
-# what each optimizer keeps of a weight; all but Adam's are for Kao & Lee 2021, appendix A
+# the moments that each optimizer keeps; the optimizers are those of Kao & Lee 2021, appendix A
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -27,11 +27,11 @@ MOMENTS = {
     "radam": ("exp_avg", "exp_avg_sq"),
     "novograd": ("exp_avg", "exp_avg_sq"),
 }
-# defaults that belong to one optimizer alone: an L2 term as large as AdamW's decay ruins Adam's
-# steps, and NovoGrad's authors never use Adam's betas
+# defaults of one optimizer alone: with Adam, an L2 term as large as AdamW's decay ruins training,
+# and NovoGrad's authors never use Adam's betas
 DECAYS = {"adamw": 0.01}
 BETAS = {"novograd": (0.95, 0.98)}
-PIECE = 2**18  # elements whose norm the CPU takes in one sum: over millions fp32 is off by 5e-4
+PIECE = 2**18  # elements per norm on the CPU, where one fp32 sum over millions is off by 5e-4
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -44,38 +44,41 @@ class OptimConfig(Settings):
     """AdamW (Loshchilov & Hutter 2019), Adam and AdaMax (Kingma & Ba 2015), Adagrad (Duchi et al.
     2011), RAdam (Liu et al. 2020) or NovoGrad (Ginsburg et al. 2019)."""
     lr: float = Field(1e-4, gt=0)
-    """Highest learning rate."""
+    """Peak learning rate."""
     betas: tuple[Beta, Beta] = follows("name", BETAS, (0.9, 0.999))
-    """Decay of the two moments; Adagrad has none."""
+    """Decay rates of the two moments. Adagrad ignores them."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = follows("name", DECAYS, 0.0, ge=0)
     """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW shrinks the weights
-    beside the step, and NovoGrad adds the decay to the normalised gradient. All others add it to
-    the gradient itself (an L2 term), which is far stronger than AdamW's decay at the same value."""
+    separately from the step, and NovoGrad adds the decay to the normalised gradient. All others add
+    it to the gradient itself (an L2 term), which is far stronger than AdamW's decay at the same
+    value."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate falls after the warm-up: to 0 in a line, to 0 in a half cosine, not at all."""
+    """How the rate falls after the warm-up: linearly to 0, along half a cosine to 0, or not at
+    all."""
     warmup: float = Field(0.0, ge=0)
-    """Warm-up in steps, or below 1 as a share of the run."""
+    """Length of the warm-up in steps, or, below 1, as a share of the run."""
     clip: float = Field(1.0, ge=0)
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Largest norm of the whole gradient; larger ones are scaled down to it. 0 does not clip."""
 
     def notes(self) -> list[str]:
-        """What to say at the start of training: the optimizer, its rate and its weight decay."""
+        """Lines to print at the start of training: the optimizer, its rate and its weight decay."""
         decay = self.weight_decay
-        lines = [f"{self.name}: highest rate {self.lr:g} ({self.schedule}), weight decay {decay:g}"]
+        lines = [f"{self.name}: peak rate {self.lr:g} ({self.schedule}), weight decay {decay:g}"]
         if decay and self.name not in ("adamw", "novograd"):
             lines.append(
                 f"optim.weight_decay={decay:g} with {self.name} is an L2 term, added to the "
-                "gradient; adamw shrinks the weights beside the step"
+                "gradient; adamw shrinks the weights separately from the step"
             )
         return lines
 
 
 def learning_rate(config: OptimConfig, before: float, after: float, warmup: float) -> float:
-    """The rate of a step that takes a run from the share `before` of its samples to `after`.
+    """The rate of a step. The shares `before` and `after` of the run are done before and after it.
 
-    `warmup` is a share too: the rate rises in a line and is full on the step that ends it.
+    `warmup` is a share too. The rate rises linearly, and the step that ends the warm-up has the
+    full rate.
     """
     if after <= warmup:
         return config.lr * after / warmup
@@ -89,9 +92,9 @@ def learning_rate(config: OptimConfig, before: float, after: float, warmup: floa
 class NovoGrad(Optimizer):
     """NovoGrad (Ginsburg et al. 2019, algorithm 1).
 
-    Its second moment is one number a layer, the squared norm of the gradient. Here each weight is a
-    layer, and all elements of its second moment hold that number. The first step takes the moments
-    of the gradient as they are.
+    The second moment of a layer is one number, the squared norm of its gradient. Here each weight
+    is a layer, and all elements of its second moment hold that number. The first step sets both
+    moments from the gradient alone, without decay.
     """
 
     def __init__(
@@ -105,10 +108,10 @@ class NovoGrad(Optimizer):
             for weight in group["params"]:
                 state, gradient = self.state[weight], weight.grad
                 first, second = state["exp_avg"], state["exp_avg_sq"]
-                share, kept = group["betas"] if state["step"] > 0 else (0.0, 0.0)
-                second.mul_(kept).add_((1 - kept) * gradient.square().sum())
+                beta1, beta2 = group["betas"] if state["step"] > 0 else (0.0, 0.0)
+                second.mul_(beta2).add_((1 - beta2) * gradient.square().sum())
                 step = gradient / (second.sqrt() + group["eps"]) + group["weight_decay"] * weight
-                first.mul_(share).add_(step)
+                first.mul_(beta1).add_(step)
                 weight -= group["lr"] * first
                 state["step"] += 1
 
@@ -121,11 +124,11 @@ KINDS: dict[str, Any] = {
     "radam": torch.optim.RAdam,
     "novograd": NovoGrad,
 }
-FUSED = ("adamw", "adam")  # take `grad_scale` and `found_inf`
+FUSED = ("adamw", "adam")  # have a fused kernel that reads `grad_scale` and `found_inf`
 
 
 def build(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """The optimizer of the weights that have a gradient, with moments of zero."""
+    """The optimizer of all weights that are not frozen, with moments of zero."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [(name, p) for name, p in named if p.ndim > 1]
     others = [(name, p) for name, p in named if p.ndim <= 1]
@@ -141,7 +144,8 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizer:
     if fused:
         options["fused"] = True
     optimizer: Optimizer = KINDS[config.name](groups, **options)
-    for _, weight in named:  # now, so that a run that drops its first steps has a state to save
+    # Made here and not by the first step, which may be dropped before a checkpoint is written.
+    for _, weight in named:
         optimizer.state[weight] = {m: torch.zeros_like(weight) for m in MOMENTS[config.name]}
         step = torch.zeros((), device=weight.device if fused else "cpu")
         optimizer.state[weight]["step"] = step
@@ -157,10 +161,10 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 @torch.no_grad()
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """The norm of the whole gradient, ()."""
-    found = gradients(optimizer)
-    if found[0].device.type == "cpu":
-        found = [piece for g in found for piece in g.reshape(-1).split(PIECE)]
-    return nn.utils.get_total_norm(found)
+    pieces = gradients(optimizer)
+    if pieces[0].device.type == "cpu":
+        pieces = [piece for g in pieces for piece in g.reshape(-1).split(PIECE)]
+    return nn.utils.get_total_norm(pieces)
 
 
 @torch.no_grad()
@@ -172,11 +176,11 @@ def clip_and_step(
     clip: float = 0.0,
     drop: Tensor | None = None,
 ) -> None:
-    """Divide the gradient by `count`, clip it if its `norm` after that is above `clip` (0: never
+    """Divide the gradient by `count`, clip its `norm`, () after that division, to `clip` (0: do not
     clip), and take a step.
 
-    If `drop` is above 0, weights and moments stay as they are. Adam and AdamW read it on the
-    device. With all other optimizers the host waits for it.
+    If `drop` () is above 0, weights and moments do not change. Adam and AdamW read `drop` on the
+    device; with the other optimizers the host waits for it.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -194,7 +198,7 @@ def clip_and_step(
 
 
 def state(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The moments by the names of weights, and the step count: the tensors themselves."""
+    """The moments as "MOMENT.WEIGHT", and the step count as "step"; not copies."""
     states = {
         name: optimizer.state[weight]
         for group in optimizer.param_groups
@@ -209,10 +213,15 @@ def state(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Continue from a copy of `state()`. Raises BadInput if the weights were others."""
+    """Copy the tensors of an earlier `state()` into the optimizer. Raises BadInput if their names
+    are not those of this optimizer's state."""
     own = dict(state(optimizer))
     if own.keys() != tensors.keys():
-        raise BadInput("the checkpoint's optimizer state belongs to another model")
+        name = min(own.keys() ^ tensors.keys())
+        raise BadInput(
+            f"the checkpoint's optimizer state belongs to another model or optimizer: {name} is in "
+            "only one of them; give the settings that the run was made with"
+        )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
     for of_weight in optimizer.state.values():

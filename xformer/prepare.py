@@ -1,4 +1,4 @@
-"""From a recipe to a job: everything that the recipe names is opened, built and checked."""
+"""Prepare a run: everything that its recipe names is opened, built and checked."""
 
 from __future__ import annotations
 
@@ -19,27 +19,32 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.joined import open_stores
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
-from xformer.freeze import account, chosen
+from xformer.freeze import chosen, describe_frozen
 from xformer.model.config import ModelConfig
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
-from xformer.run import Run, State, open_run
+from xformer.run import Run, State
 from xformer.scoring import check_kind, check_task
-from xformer.surgery import operations
+from xformer.surgery import registry
 from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.pairs import pair_scale
 from xformer.tasks.task import Head, Task
 from xformer.trajectory import Course, Trajectory
 
-# what a recipe may change of the model that it starts from
+# settings of model.* that may differ from those of the checkpoint given as init=
 DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 
 
 @dataclass(frozen=True)
-class Job:
-    """A recipe with everything it names opened and checked."""
+class Setup:
+    """A recipe with its store, its initial checkpoint and its task, opened and checked.
+
+    `start` holds the initial weights with the new head, `train` turns training rows into batches,
+    `samples` is the order of the rows, and `metric` decides which checkpoint is the best. `notes`
+    are lines to print when the run starts.
+    """
 
     recipe: Recipe
     ranks: Ranks
@@ -52,32 +57,34 @@ class Job:
     trajectory: Trajectory = field(default_factory=Trajectory)
 
     def length(self, steps: int, epochs: float) -> int:
-        """Steps of a run, or samples where there is no number of steps."""
+        """The length of a run in steps; in samples if `steps` is 0."""
         return steps or max(1, round(epochs * self.samples.per_epoch))
 
     def progress(self, step: int, position: int) -> tuple[int, int]:
-        """How much of a run lies behind a step and sample, and how much there is."""
+        """How much of the run is done at this step and sample, and its length; see `length`."""
         settings = self.recipe.train
         done = step if settings.steps else position
         return done, self.length(settings.steps, settings.epochs)
 
     def share(self, step: int, position: int) -> float:
+        """The share of the run that is done at this step and sample."""
         done, whole = self.progress(step, position)
         return done / whole
 
     def done(self, state: State) -> bool:
-        """Whether a run is at its end, or out of patience."""
+        """Whether the run has reached its end, or has been stopped by `train.patience`."""
         patience = self.recipe.train.patience
         return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
 
     @property
     def task(self) -> Task:
-        """What the run learns."""
+        """The task of the run's head."""
         task = self.start.task
         assert task is not None
         return task
 
     def feed(self) -> Feed:
+        """The training batches of this rank, step by step."""
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
@@ -86,27 +93,31 @@ class Job:
         return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
 
     def assembler(self, split: str) -> Assembler:
+        """The assembler for a split of the run's store."""
         return replace(self.train, split=self.store.split(split))
 
 
-def prepare(recipe: Recipe, ranks: Ranks) -> Job:
-    """Open and check all a recipe names; nothing is written. Raises BadInput."""
+def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
+    """Open and check everything that a recipe names. Writes nothing. Raises BadInput."""
     store = open_stores(recipe.data)
     for name in store.splits:
-        store.split(name)  # one without a row is refused here, not when it is to be scored
+        store.split(name)  # refuses a split without rows now, not when it is scored
     if recipe.init is not None:
-        start = with_model_settings(checkpoints.load(recipe.init), recipe.model)
+        start = checkpoints.load(recipe.init)
+        start = replace(start, config=with_settings(start.config, recipe.model))
         for name, weight in start.weights.items():
             if not weight.isfinite().all():
-                raise BadInput(f"init={recipe.init}: its weight {name} is not finite")
+                raise BadInput(
+                    f"init={recipe.init}: its weight {name} is not finite; give another checkpoint"
+                )
     else:
         start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.name)
-    # before the mapping: an operation may bring another tokenizer
-    start = operations.apply(start, recipe.surgery, recipe.seed.of("weights"))
+    # before the mapping, because an operation may replace the tokenizer
+    start = registry.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
-    array = mapping.build(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
+    array = mapping.build_mapping(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
         raise BadInput(
             f"batch.tokens={recipe.batch.tokens} is below one question of {split.together} rows of "
@@ -149,75 +160,73 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Job:
         pairs = zip(head.labels, head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
         notes.append(f"class weights of the training loss: {weights}")
-    notes += account(start, chosen(start, recipe.train.only), fresh)
-    job = Job(
-        recipe,
-        ranks,
-        store,
-        start,
-        train_assembler,
-        samples,
-        _metric(recipe, task, store),
-        notes,
-    )
-    return replace(job, trajectory=_trajectory(job))
+    notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
+    metric = _metric(recipe, task, store)
+    setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes)
+    return replace(setup, trajectory=_trajectory(setup))
 
 
-def _trajectory(job: Job) -> Trajectory:
-    """What a run keeps of its weights on the way. Raises BadInput for what it cannot."""
-    wanted, split = job.recipe.train, job.train.split
-    if not wanted.keep_at:
+def _trajectory(setup: Setup) -> Trajectory:
+    """The steps at which `train.keep_at` keeps the weights. Raises BadInput if there are none such
+    in the run."""
+    settings, split = setup.recipe.train, setup.train.split
+    if not settings.keep_at:
         return Trajectory()
     course = Course(
-        job.feed().stream,
-        wanted.steps,
-        job.train.extra,
+        setup.feed().stream,
+        settings.steps,
+        setup.train.extra,
         split.tokens,
         split.words,
-        str(job.store.path),
+        str(setup.store.path),
     )
-    return trajectory.plan(wanted.keep_at, course, job.start)
+    return trajectory.plan(settings.keep_at, course, setup.start)
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
-    """Raise BadInput unless the model that a recipe starts from can do what the recipe asks."""
+    """Raise BadInput unless a model with this config can train with the recipe's batches and
+    head."""
     batch = recipe.batch
     if batch.max_tokens > config.max_positions:
         longest = config.max_positions
         raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
     if batch.tokens and batch.tokens < batch.max_tokens:
-        raise BadInput(f"batch.tokens={batch.tokens} is below one row's batch.max_tokens")
+        raise BadInput(
+            f"batch.tokens={batch.tokens} is below batch.max_tokens={batch.max_tokens}, the tokens "
+            "of one row; raise the one or lower the other"
+        )
     checkpoints.check_head(config, TASKS[recipe.head])
 
 
 def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
-    """Raise BadInput unless a store of a kind and with these splits serves a recipe."""
+    """Raise BadInput unless the recipe can train on a store of this kind with these splits. `store`
+    names it in the message."""
     check_kind(kind, TASKS[recipe.head], store)
     if recipe.train.select == "best" and "valid" not in splits:
-        raise BadInput(f"{store} has no split 'valid' to select by; give train.select=last")
-
-
-def with_model_settings(start: Checkpoint, wanted: ModelConfig) -> Checkpoint:
-    """The checkpoint with the recipe's dropout; see `with_settings`."""
-    return replace(start, config=with_settings(start.config, wanted))
+        raise BadInput(
+            f"train.select=best needs a split 'valid', which {store} lacks; give train.select=last"
+        )
 
 
 def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
-    """A checkpoint's shape with the recipe's dropout. Raises BadInput if the recipe asks for a
-    shape that the checkpoint does not have."""
-    free = {}
+    """A checkpoint's model config with the recipe's dropout. Raises BadInput if the recipe asks for
+    another shape than the checkpoint has."""
+    dropout = {}
     for name in wanted.model_fields_set:
         value, has = getattr(wanted, name), getattr(config, name)
         if name in DROPOUT_SETTINGS:
-            free[name] = value
+            dropout[name] = value
         elif value != has and not (name == "vocab_size" and value == 0):
-            raise BadInput(f"model.{name}={value}: the checkpoint given as init has {has}")
-    return config.model_copy(update=free)
+            raise BadInput(
+                f"model.{name}={value}: the checkpoint given as init has {has}; leave model.{name} "
+                "out"
+            )
+    return config.model_copy(update=dropout)
 
 
 def _pair_scale(recipe: Recipe, store: Store) -> float:
-    """As how many masked tokens a pair counts; 0 if no pair head trains. Raises BadInput for a task
-    or a store that has no pairs of two classes."""
+    """The number of masked tokens that a pair counts as; 0 without a pair head. Raises BadInput if
+    the task or the store does not have pairs of two classes."""
     masking, split = recipe.masking, store.split("train")
     if not masking.pair_weight:
         return 0.0
@@ -232,8 +241,8 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
 
 
 def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, ...]:
-    """The weight of each class in the training loss; () if all weigh the same. Raises BadInput for
-    settings that a task or a store does not have."""
+    """The weight of each class in the training loss; () if all weigh the same. Raises BadInput if
+    the task takes no such settings, or the number of weights is wrong."""
     loss, split = recipe.loss, store.split("train")
     if not loss.model_fields_set or loss == type(loss)():
         return ()
@@ -256,63 +265,67 @@ def _parts(names: list[str]) -> list[str]:
 
 
 def _metric(recipe: Recipe, task: Task, store: Store) -> str:
-    """What decides which checkpoint is the best. Raises BadInput if validation will not give it."""
+    """The metric that decides which checkpoint is the best. Raises BadInput if validation does not
+    give it."""
     metric = recipe.train.metric or task.default_metric(task.head.metric)
     split = store.split("valid" if "valid" in store.splits else "train")
     known = task.metrics_on(split) if recipe.train.metric else task.metrics
     if metric not in known:
         raise BadInput(
-            f"train.metric={metric!r} is none of what scoring the split {split.name!r} of "
+            f"train.metric={metric!r} is none of those that scoring the split {split.name!r} of "
             f"{store.name} gives: {', '.join(known)}"
         )
     return metric
 
 
-def tokens(job: Job) -> int:
-    """The ids of all rows that the run trains on, without special tokens and truncation."""
-    split = job.train.split
-    if job.samples.per_epoch == job.train.examples:
+def training_tokens(setup: Setup) -> int:
+    """How many tokens the rows have that the run trains on, before truncation and without special
+    tokens."""
+    split = setup.train.split
+    if setup.samples.per_epoch == setup.train.examples:
         return split.tokens
-    examples, _ = job.samples.at(np.arange(job.samples.per_epoch))
+    examples, _ = setup.samples.at(np.arange(setup.samples.per_epoch))
     rows = rows_of(examples, split.together)
     texts = [split.columns[name] for name in ("tokens", "tokens_b") if name in split.columns]
     return int(sum(column.lengths(rows).sum() for column in texts))
 
 
-def warmup_share(job: Job, length: int) -> float:
-    """`optim.warmup` as a share of a run of this length."""
-    warmup, batch = job.recipe.optim.warmup, job.recipe.batch
+def warmup_share(setup: Setup, length: int) -> float:
+    """`optim.warmup` as a share of a run of this length (see `Setup.length`)."""
+    warmup, batch = setup.recipe.optim.warmup, setup.recipe.batch
     if warmup < 1:
         return warmup
-    if job.recipe.train.steps:
+    if setup.recipe.train.steps:
         return warmup / length
     rows: float = batch.rows
     if batch.tokens:
-        some = np.arange(min(job.samples.rows, 10_000))
-        rows = batch.tokens / float(job.train.sizes(some).mean())
+        some = np.arange(min(setup.samples.rows, 10_000))
+        rows = batch.tokens / float(setup.train.sizes(some).mean())
     return warmup * rows / length
 
 
-def open_for(job: Job) -> tuple[Run, dict[str, Any]]:
-    """The run, which rank 0 opens and the others follow, and the content of its config.json."""
-    config = job.recipe.model_dump(mode="json")
+def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
+    """Open the run's directory on rank 0. Returns the run, on every rank, and the content of its
+    config.json. Raises BadInput as `Run.open` does."""
+    config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
-    identity["data"] = job.store.key
-    if job.recipe.init is not None:
-        identity["init"] = checkpoints.content_key(checkpoints.resolve(job.recipe.init))
-    read = [operations.content(operation) for operation in job.recipe.surgery]
-    if any(read):  # what operations read beside the checkpoint
-        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], read, strict=True)]
-    provenance.refuse_unlike_ranks(job.ranks)
-    environment = job.ranks.on_rank_zero(partial(provenance.environment, job.ranks))
+    identity["data"] = setup.store.key
+    if setup.recipe.init is not None:
+        identity["init"] = checkpoints.content_key(checkpoints.resolve(setup.recipe.init))
+    inputs = [registry.content(operation) for operation in setup.recipe.surgery]
+    if any(inputs):  # checksums of what operations read besides the checkpoint
+        identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], inputs, strict=True)]
+    provenance.refuse_unlike_ranks(setup.ranks)
+    environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
     content = {"config": config, "identity": identity, "environment": environment}
-    path = Path(job.recipe.run)
-    opened: list[Run] = []
+    path = Path(setup.recipe.run)
+    run = Run(path)
 
-    def opening() -> None:
-        if job.recipe.overwrite or not (path / "config.json").exists():
-            job.trajectory.check_room(path, 0)  # before anything is deleted or made
-        opened.append(open_run(path, content, job.recipe.overwrite))
+    def open_here() -> None:
+        nonlocal run
+        if setup.recipe.overwrite or not (path / "config.json").exists():
+            setup.trajectory.check_room(path, 0)  # before anything is deleted or made
+        run = Run.open(path, content, setup.recipe.overwrite)
 
-    job.ranks.on_rank_zero(opening)
-    return opened[0] if opened else Run(path), content
+    setup.ranks.on_rank_zero(open_here)
+    return run, content

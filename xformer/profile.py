@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a trace of a few steps and a summary of it.
+"""Profile a few steps of a run: a trace, and a summary of where the time goes.
 
 RUN/profile/steps_A-B.pt.trace.json.gz    for https://ui.perfetto.dev, chrome://tracing, or
                                           TensorBoard's profiler plugin
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-SKIP, STEPS = 10, 5  # steps before the trace (they choose and compile kernels); traced steps
-# Kinds of work by words in the names of operators and kernels; the first that fits counts.
+SKIP, STEPS = 10, 5  # steps before the trace, in which kernels are chosen and compiled; its steps
+# Kinds of work, by patterns for the names of operators and kernels. The first match counts.
 WORDS = {
     "waiting for data": "^waiting for data$",
     "communication": "nccl|gloo|c10d|all_?reduce|all_?gather",
@@ -36,10 +36,8 @@ OTHER = "everything else"
 
 
 class Profiler:
-    """Traces the steps SKIP + 1 to SKIP + STEPS of a process. Unless `active` it does nothing.
-
-    Use as a context manager, and call `step` after every step.
-    """
+    """Traces the steps SKIP + 1 to SKIP + STEPS of a process; a context manager. Call `step` after
+    every step. Unless `active`, it does nothing."""
 
     def __init__(self, run: Path, active: bool, device: torch.device, say: Callable[..., None]):
         self.run, self.active, self.device, self.say = run, active, device, say
@@ -58,24 +56,24 @@ class Profiler:
         if self.trace is not None:
             self.trace.stop()
         if self.active and error is None and self.steps < SKIP + STEPS:
-            self.say(f"no profile: it takes {SKIP + STEPS} steps, this run made {self.steps}")
+            self.say(f"no profile: it needs {SKIP + STEPS} steps, and this run made {self.steps}")
 
     def part(self, name: str) -> AbstractContextManager[Any]:
-        """A range of the trace: "waiting for data" or "optimizer"."""
+        """A named range of the trace: "waiting for data" or "optimizer"."""
         if self.trace is None:
             return nullcontext()
         return torch.profiler.record_function(name)
 
     def step(self, step: int) -> float:
-        """Note that `step` is done. Returns the seconds spent on the trace, which the run's clock
-        should not count."""
+        """Call this when `step` is done. Returns the seconds spent on the trace itself, which the
+        run's clock should not count."""
         self.steps += 1
         if not self.active or self.steps not in (SKIP, SKIP + STEPS):
             return 0.0
         self._wait()
         begin = time.perf_counter()
         if self.trace is None:
-            self.trace = torch.profiler.profile()  # of all activities that the machine has
+            self.trace = torch.profiler.profile()  # CPU, and CUDA if there is a device
             self.trace.start()
         else:
             self._write(begin - self.begin, step)
@@ -101,13 +99,13 @@ class Profiler:
 
 
 def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
-    """Lines with the percent of `seconds` that each kind of work took, from a profiler's events.
+    """Lines with the share of `seconds`, in percent, that each kind of work took.
 
-    For a GPU they show the time of its kernels and how long it was idle; the time that the host
-    waited for data is added for information. Otherwise they show the operators' own time on the
-    main thread of this process.
+    On CUDA these are the times of kernels, the time without any kernel, and, for information, the
+    time that the host waited for data. On the CPU they are the operators' own times on the main
+    thread.
     """
-    # a named range is an event of the device too: it spans the kernels of the range
+    # on CUDA a named range is also a device event, which spans the kernels of the range
     events = [e for e in events if e.device_type == DeviceType.CPU or not e.is_user_annotation]
     times = _kernel_times(events) if cuda else _operator_times(events)
     whole = 1e6 * max(seconds, 1e-9)  # events are in microseconds
@@ -128,7 +126,7 @@ def _line(kind: str, time: float, whole: float) -> str:
 
 
 def _operator_times(events: list[Any]) -> dict[str, float]:
-    """Microseconds of operators by kind, without what they call."""
+    """Microseconds of operators by kind, without the operators that they call."""
     times: dict[str, float] = {}
     for event in events:
         if event.device_type == DeviceType.CPU:
@@ -138,8 +136,8 @@ def _operator_times(events: list[Any]) -> dict[str, float]:
 
 
 def _kernel_times(events: list[Any]) -> dict[str, float]:
-    """Microseconds of a GPU's kernels by kind. The kind is that of the operator that started the
-    kernel; without a known operator, the kernel's own name decides."""
+    """Microseconds of CUDA kernels by kind. The operator that launched a kernel decides its kind;
+    if that is not known, the kernel's own name does."""
     started: dict[tuple[str, float], list[str]] = {}
     for event in events:
         for kernel in event.kernels if event.device_type == DeviceType.CPU else ():
@@ -157,7 +155,7 @@ def _kernel_times(events: list[Any]) -> dict[str, float]:
 
 
 def _kind_of(event: Any) -> str:
-    """The kind of the nearest of an operator and its callers that has one."""
+    """The kind of an operator, or else of the nearest of its callers that has one."""
     while event is not None:
         if (kind := kind_of_name(event.name)) != OTHER:
             return kind
@@ -166,7 +164,7 @@ def _kind_of(event: Any) -> str:
 
 
 def kind_of_name(name: str) -> str:
-    """The kind of work of an operator or kernel."""
+    """The kind of work of an operator or kernel, by its name."""
     return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
 
 

@@ -1,4 +1,4 @@
-"""What a run is made with: versions, processor, and the exact code; and what differs from that."""
+"""The environment of a run: versions, processor and exact code; and how two of them differ."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from xformer.ops import native
 from xformer.parallel.processes import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 20  # seconds for git
+TIMEOUT = 20  # seconds for a call of git
 
 
 def environment(ranks: Ranks) -> dict[str, Any]:
-    """Versions, processes and processor: what may change a result, and the command line."""
+    """Everything that may change the bits of a result (versions, code, processor, processes), and
+    the command line."""
     cuda = ranks.device.type == "cuda"
     gpu = torch.cuda.get_device_name(ranks.device) if cuda else ""
     return {
@@ -40,32 +41,32 @@ def environment(ranks: Ranks) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The kind of processor, the instructions that torch uses of it, and whose kernels run."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {native.identity()}"
+    """The kind of processor, the instruction set that torch uses on it, and the kernels."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {native.cpu_kernels()}"
 
 
 def processor_model() -> str:
-    """The name of the processor and the instructions that torch uses of it."""
+    """The name of the processor and the instruction set that torch uses on it."""
     named = [line.partition(":")[2].strip() for line in native.processor_lines("model name")]
     name = named[0] if named else platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def kernels(ranks: Ranks) -> str:
-    """Whose kernels compute on the device of these ranks."""
+    """The kernels that compute on the device of these ranks: CUDA's, native, or torch's."""
     if ranks.device.type == "cuda":
         return f"CUDA {torch.version.cuda}"
-    return native.identity()
+    return native.cpu_kernels()
 
 
-# what may change the bits of a result, and how it is called in a line
+# what may change the bits of a result, and its name in a line
 COMPARED = {
     "torch": "torch",
     "numpy": "numpy",
     "python": "Python",
     "xformer": "xformer",
     "git": "code",
-    "kernels": "",  # their name says what they are
+    "kernels": "",  # the value says what it is
     "processor": "processor",
     "threads": "threads",
     "world_size": "processes",
@@ -75,10 +76,11 @@ COMPARED = {
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What may change the bits of a result between two starts, each "torch 2.11.0 -> 2.13.0".
+    """Changes between two starts that may change the bits of a result, such as
+    "torch 2.11.0 -> 2.13.0".
 
-    `before` and `now` have the `config` and `environment` of a start. What a start of an older
-    version of this package did not note is not compared.
+    `before` and `now` hold the `config` and `environment` of a start. Values that an older version
+    of this package did not record are not compared.
     """
     old, new = ({**flat(start["config"]), **start["environment"]} for start in (before, now))
     return [
@@ -89,31 +91,31 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _short(name: str, value: Any) -> str:
-    """A value for a line; of a revision of the code as much as git shows."""
+    """A value for a line. A git revision is cut to nine digits."""
     if name == "git" and re.fullmatch(r"[0-9a-f]{40}[+]?", str(value)):
         return f"{value[:9]}{value[40:]}"
     return str(value)
 
 
 def refuse_unlike_ranks(ranks: Ranks) -> None:
-    """Raise BadInput naming ranks and values where ranks have other versions or other kernels."""
+    """Raise BadInput if the ranks have different versions or kernels, naming ranks and values."""
     own = {name: versions()[name] for name in ("torch", "xformer")} | {"kernels": kernels(ranks)}
     every = ranks.gather(own)
     for name in own:
-        found: dict[str, list[str]] = {}
-        for rank, has in enumerate(every):
-            found.setdefault(has[name], []).append(str(rank))
-        if len(found) > 1:
+        ranks_of: dict[str, list[str]] = {}
+        for rank, environment in enumerate(every):
+            ranks_of.setdefault(environment[name], []).append(str(rank))
+        if len(ranks_of) > 1:
             shown = ", ".join(
-                f"{value} on rank{'s' * (len(having) > 1)} {', '.join(having)}"
-                for value, having in found.items()
+                f"{value} on rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+                for value, numbers in ranks_of.items()
             )
-            cure = "; XFORMER_NATIVE=0 on all makes them alike" if name == "kernels" else ""
-            raise BadInput(f"the ranks differ in {name}: {shown}; give all the same{cure}")
+            remedy = "; XFORMER_NATIVE=0 on all makes them alike" if name == "kernels" else ""
+            raise BadInput(f"the ranks differ in {name}: {shown}; give all the same{remedy}")
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch, numpy and this package."""
+    """The versions of Python, torch, numpy and this package."""
     try:
         own = version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -127,7 +129,7 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The git revision of this code, with "+" where files are changed; or why there is none."""
+    """The git revision of this code, with "+" if files have changed since; or why there is none."""
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return "no git checkout"
@@ -140,7 +142,7 @@ def revision() -> str:
 
 
 def diff(revision: str) -> str:
-    """What changed in the code since its revision, new files by name; empty where nothing did, or
+    """Changes in the code since its `revision`, with new files by name; "" if there are none or
     there is no git."""
     if not revision.endswith("+"):
         return ""
@@ -159,7 +161,7 @@ def _git(*arguments: str) -> str:
         text=True,
         errors="replace",
         check=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
     )

@@ -1,4 +1,4 @@
-"""What a run is: every group of its settings, and nothing else."""
+"""All settings of a run, in groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xformer.config import Paths, Settings
 from xformer.model.config import ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel.processes import TrainingSystem
-from xformer.surgery.operations import Operation
+from xformer.surgery.operations import AnyOperation
 from xformer.tasks.known import TASKS
 
 if TYPE_CHECKING:
@@ -29,19 +29,19 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Seeds(Settings):
-    """The seeds of what a run draws. `seed=N` is short for `seed.all=N`; the others override it for
-    one thing each, so that runs can differ in that thing alone."""
+    """The seeds of everything random in a run. `seed=N` is short for `seed.all=N`. Each of the
+    others overrides it for one thing, so that runs can differ in that thing alone."""
 
     all: Seed = 0
     """Seed of everything that has no seed of its own."""
     weights: Seed | None = None
-    """Fresh weights: those of a model without `init`, and those of a new head."""
+    """Seed of fresh weights: of a model without `init`, and of a new head."""
     order: Seed | None = None
-    """The order of the rows, and which of them `fraction` keeps."""
+    """Seed of the order of the rows, and of which rows `fraction` keeps."""
     masks: Seed | None = None
-    """Which tokens are masked, and by what."""
+    """Seed of which tokens are masked, and of what replaces them."""
     dropout: Seed | None = None
-    """What dropout drops."""
+    """Seed of dropout."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,48 +50,50 @@ class Seeds(Settings):
 
     @model_serializer(mode="wrap")
     def _shortest(self, plain: SerializerFunctionWrapHandler) -> Any:
-        """One number if nothing overrides it, which is what runs before `seed.weights` wrote."""
-        given = {name: value for name, value in plain(self).items() if value is not None}
-        return self.all if given.keys() == {"all"} else given
+        """One number if nothing overrides it, as in runs from before `seed.weights` existed."""
+        seeds = {name: value for name, value in plain(self).items() if value is not None}
+        return self.all if seeds.keys() == {"all"} else seeds
 
     def of(self, what: Literal["weights", "order", "masks", "dropout"]) -> int:
-        """The seed of one thing."""
+        """The seed of one thing: its own, or else `all`."""
         own: int | None = getattr(self, what)
         return self.all if own is None else own
 
 
 class BatchConfig(Settings):
-    """How many rows make a step, over all ranks and micro-batches."""
+    """The size of a step, summed over all ranks and micro-batches."""
 
     rows: int = Field(32, ge=1, le=2**20)
-    """Rows a step (of head=choice: questions); the last step of a run may have fewer."""
+    """Rows per step, or questions with head=choice. The last step of a run may have fewer."""
     tokens: int = Field(0, ge=0, le=2**28)
-    """Tokens a step, special ones included: as many rows as fit; 0 counts rows instead."""
+    """Tokens per step, special tokens included: a step takes as many rows as fit. 0 uses
+    batch.rows."""
     max_tokens: int = Field(128, ge=3)
-    """Longest row in tokens, special ones included; longer ones are truncated."""
+    """Longest row in tokens, special tokens included. Longer rows are truncated."""
     accumulate: int = Field(1, ge=1, le=2**20)
-    """Micro-batches a rank makes of its share, to save memory."""
+    """Micro-batches into which each rank cuts its part of a step, to save memory."""
 
 
 class MaskingConfig(Settings):
-    """BERT's masking: of the chosen tokens 80 % become the mask token, 10 % a random one."""
+    """BERT's masking: of the tokens to predict, 80 % become the mask token, 10 % a random token,
+    and 10 % stay unchanged."""
 
     probability: float = Field(0.15, gt=0, lt=1)
     """Share of the tokens to predict."""
     pair_weight: float = Field(0.0, ge=0)
-    """Weight of the pairs' loss beside that of masked tokens, for stores of pairs; 0: none (BERT's
-    next sentence and ALBERT's order: 1; PLUS's families: 0.43)."""
+    """Weight of the pair loss relative to the MLM loss, for stores of pairs. 0 trains no pair head
+    (BERT's next sentence and ALBERT's sentence order: 1; PLUS's protein families: 0.43)."""
 
 
 class LossConfig(Settings):
-    """Changes of the training loss of classes (head=classify). Validation has the plain loss."""
+    """Changes to the training loss of head=classify. Validation uses the plain loss."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of each label that is spread evenly over all classes (Szegedy et al. 2016)."""
     class_weights: Literal["balanced"] | tuple[float, ...] = ()
-    """Weight of each class, in the order of the store's labels; "balanced": inversely proportional
-    to the class's rows among those that the run trains on, with a mean of 1 over these rows; empty:
-    all weigh 1."""
+    """Weight of each class, in the order of the store's labels. "balanced" makes them inversely
+    proportional to the number of training rows of each class, with a mean of 1 over the rows.
+    Empty: all classes weigh 1."""
 
     @field_validator("class_weights", mode="before")
     @classmethod
@@ -101,8 +103,8 @@ class LossConfig(Settings):
         )
         if value != "balanced" and (not listed or (value and not any(value))):
             raise ValueError(
-                f"loss.class_weights={value}: give balanced, or a list of numbers from 0 on, one a "
-                "class and not all 0, such as [1, 2.5]"
+                f"loss.class_weights={value}: give balanced, or a list with one number per class, "
+                "none below 0 and not all 0, such as [1, 2.5]"
             )
         return value
 
@@ -111,42 +113,45 @@ class TrainConfig(Settings):
     """How long to train, and what to keep."""
 
     steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 trains for `epochs`."""
+    """Optimizer steps; 0 trains for train.epochs."""
     epochs: float = Field(3.0, gt=0)
-    """Passes over the training rows, where `steps` is 0."""
+    """Passes over the training rows if train.steps is 0."""
     validate_every: int = Field(0, ge=0)
-    """Steps between validations; 0 validates after every epoch. The end is always validated."""
+    """Steps between validations; 0 validates after every epoch. The last step is always
+    validated."""
     checkpoint_every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 writes one at each validation that is the best so far, and at
-    the end."""
+    """Steps between checkpoints. 0 writes one after each validation that is the best so far, and
+    one at the end."""
     keep_last: int = Field(2, ge=1)
-    """Newest checkpoints to keep, beside the best."""
+    """How many of the newest checkpoints to keep, besides the best."""
     keep_every: int = Field(0, ge=0)
-    """Keep also those of a step that is a multiple of this; 0: none."""
+    """Also keep the checkpoints of steps that are multiples of this; 0 keeps none of them."""
     keep_at: str | tuple[int | str, ...] = ()
-    """Where to keep the weights alone, in RUN/trajectory: "log" (step 0, the powers of two, then
-    every twentieth of the run), "log:500" (then every 500 steps), or a list of steps, tokens
-    (special ones included) and words of the raw text, such as [0, 100, "5M tokens", "1M words"]."""
+    """When to keep the weights alone, in RUN/trajectory: "log" (at step 0, at powers of two, then
+    every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or a list of
+    steps, tokens (special tokens included) and words of the raw text, such as [0, 100, "5M tokens",
+    "1M words"]."""
     keep_state: bool = True
-    """Whether a finished run can be made longer; false keeps the weights of the selected checkpoint
-    alone, a third of its size or less."""
+    """Whether a finished run can be made longer. false keeps only the weights of the selected
+    checkpoint, a third of its size or less."""
     log_every: int = Field(10, ge=1)
-    """Steps between lines of the log; a line is the mean since the last."""
+    """Steps between lines of the log; each line is a mean over the steps since the last."""
     select: Literal["best", "last"] = "best"
     """The checkpoint that a finished run stands for: the best on validation, or the last."""
     metric: str = ""
-    """What "best" means; empty: the loss for MLM, else the store's metric."""
+    """The metric that "best" refers to; empty: the loss for MLM, else the store's metric."""
     patience: int = Field(0, ge=0)
-    """Stop after this many validations without a better one; 0 never stops early."""
+    """Stop after this many validations in a row that are not the best so far; 0 never stops
+    early."""
     trouble: Literal["stop", "skip"] = "stop"
-    """At a loss or gradient that is not finite, or a spike: stop, or skip the step's update. Each
-    is logged with the rows of the store and the layer where it arose."""
+    """What to do if a loss or a gradient is not finite, or is a spike: stop, or skip the update of
+    that step. The log names the rows of the store and the layer where it arose."""
     spike: float = Field(0.0, ge=0)
-    """Deviations above its mean over the last 100 steps at which a loss or norm of the gradient is
-    a spike; 0: none is."""
+    """A loss or gradient norm that lies more than this many standard deviations above its mean over
+    the last 100 steps is a spike; 0 detects none."""
     only: tuple[str, ...] = ()
-    """The weights to train, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
-    with * and ?; all others stay as they are. Empty: all."""
+    """Train only these weights, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
+    with * and ?. All others are frozen. Empty: train all."""
 
     @field_validator("trouble", mode="before")
     @classmethod
@@ -166,28 +171,30 @@ class TrainConfig(Settings):
 
 
 class Recipe(Settings):
-    """Everything a run is."""
+    """All settings of a run."""
 
     data: Paths
-    """What to train on: a store made by preprocess.py, or a list of stores, whose rows are
-    joined."""
+    """The store to train on, made by preprocess.py, or a list of stores, whose rows are joined."""
     fraction: float = Field(1.0, gt=0, le=1)
-    """Share of the training rows to use, chosen by `seed.order`."""
+    """Share of the training rows to use; seed.order decides which."""
     run: str = Field(min_length=1)
-    """Directory of the run; started again with the same settings, it goes on where it was."""
+    """Directory of the run. The same command again continues a stopped run."""
     init: str | None = None
-    """A checkpoint or finished run to start from; absent: `model.*`, freshly initialised."""
+    """The checkpoint or finished run to start from; absent: a fresh model with the shape in
+    model.*."""
     head: TaskName
-    """What to predict: masked tokens, a class, a score, the span of an answer, the class of each
-    word, or the right one of several endings."""
+    """What to predict: masked tokens (mlm), a class (classify), a score (regress), the span of an
+    answer (span), the class of each word (tag), or the right one of several endings (choice)."""
     seed: Seeds = Seeds()
     mapping: str = "none"
-    """What the store's ids mean to the model: none, ids, shift:K, random:SEED, symbols:SEED,
-    unused:SEED."""
-    surgery: tuple[Operation, ...] = ()
-    """Operations on the initial weights, in order, such as [{op = "clean"}]."""
+    """How store ids become model ids. none: they are the same. ids: they are the same, although
+    the store has another tokenizer. shift:K: add K, modulo the vocabulary size. random:SEED:
+    permute the vocabulary. symbols:SEED: give each symbol of the store a random ordinary piece.
+    unused:SEED: give each symbol a random unused piece."""
+    surgery: tuple[AnyOperation, ...] = ()
+    """Operations to apply to the initial weights, in this order, such as [{op = "clean"}]."""
     overwrite: bool = False
-    """Start the run anew, deleting what its directory holds."""
+    """Delete what the run's directory holds, and start the run again."""
     model: ModelConfig = ModelConfig()
     batch: BatchConfig = BatchConfig()
     masking: MaskingConfig = MaskingConfig()

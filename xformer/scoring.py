@@ -1,4 +1,4 @@
-"""A model on a split: its outputs for every row, and the scores that follow from them."""
+"""Score a model on a split: its outputs for every row, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from xformer.parallel.feed import to_device
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Model, Predictions, Task, check_finite
 
-MASKING_SEED = 0  # one set of validation masks for all runs, so that their losses compare
+MASKING_SEED = 0  # all runs validate with the same masks, so that their losses are comparable
 
 
 @dataclass(frozen=True)
 class Scores:
-    """`metrics` by name; `outputs` as the task has them (see Task.evaluate); `predictions` as they
-    are kept in files, from which the metrics are computed."""
+    """Metrics by name, the task's `outputs` for every row (see Task.evaluate), and the predictions
+    that are written to files, from which the metrics are computed."""
 
     metrics: dict[str, float]
     outputs: np.ndarray
@@ -38,11 +38,11 @@ def score(
     precision: str,
     threshold: float | None = None,
 ) -> Scores:
-    """Metrics of a model with a task on a split. Every rank takes its share and gets the whole
-    result. Labels of -1 or NaN are not scored.
+    """Score a model on a split. Every rank computes a part and returns the whole result. Rows with
+    a label of -1 or NaN are not scored.
 
-    Raises BadInput if no row has a label, and Failure that names split and rows if the model's
-    outputs or its loss are not finite.
+    Raises BadInput if no row has a label, and Failure naming the split and the rows if outputs or
+    losses are not finite.
     """
     split, task = assembler.split, model.task
     assert task is not None
@@ -55,16 +55,16 @@ def score(
 def outputs_of(
     model: Model, assembler: Assembler, ranks: Ranks, precision: str, what: str = "the outputs"
 ) -> np.ndarray:
-    """What a model with a task says of a split, which may lack labels: the task's numbers of each
-    row (see Task.evaluate). Every rank takes its share and gets all of them.
+    """A model's outputs for every row of a split, which may lack labels (see Task.evaluate). Every
+    rank computes a part and returns all of them.
 
-    Rows are cut into the same chunks on any number of ranks. Raises Failure that names the rows
-    whose outputs are not finite; `what` says what these are.
+    The rows are cut into the same chunks on any number of ranks. Raises Failure naming the rows
+    whose outputs are not finite; `what` describes the outputs in the message.
     """
     was_training, task, split = model.training, model.task, assembler.split
     assert task is not None
     model.eval()
-    outputs = torch.zeros(task.size(split), task.width, device=ranks.device)  # of other ranks 0
+    outputs = torch.zeros(task.size(split), task.width, device=ranks.device)  # 0: other ranks' rows
     parts = list(chunks(assembler, assembler.examples))
     mine, begun, tokens = parts[ranks.rank :: ranks.world_size], time.monotonic(), 0
     total, unit = sum(map(len, mine)), "rows" if split.together == 1 else "questions"
@@ -85,10 +85,10 @@ def outputs_of(
 
 
 def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:
-    """The assembler that feeds a store's split to a trained checkpoint.
+    """The assembler that turns rows of a store's split into batches for a trained checkpoint.
 
-    `spec` overrides the mapping the checkpoint was trained with. Raises BadInput where the store
-    does not fit the checkpoint's head or tokenizer.
+    `spec` overrides the mapping of training. Raises BadInput if the store does not fit the
+    checkpoint's head or tokenizer.
     """
     task = checkpoint.task
     if task is None:
@@ -96,28 +96,29 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         raise BadInput(f"this checkpoint has no head to score: fine-tune it with {door} first")
     head = task.head
     check_task(store, task)
-    if spec is None and checkpoint.source is not None:  # the very array of training
+    if spec is None and checkpoint.source is not None:  # the mapping of training
         if store.fingerprint != checkpoint.source.fingerprint:
             raise BadInput(
                 f"{store.name} was made with another tokenizer than the data this checkpoint was "
-                "trained on; make it anew with that one, or give mapping="
+                "trained on; make the store again with that one, or give mapping="
             )
         array = checkpoint.mapping
     else:
         size = checkpoint.config.vocab_size
-        array = mapping.build(spec or head.mapping, store, checkpoint.tokenizer, size)
+        array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
     return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
 
 
 def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
-    """Raise BadInput unless a store of a kind holds what a task predicts; `store` names it."""
+    """Raise BadInput unless the task can use stores of this kind. `store` names the store in the
+    message."""
     if kind not in task.stores:
-        wants = " or ".join(task.stores)
-        raise BadInput(f"head={task.name} needs a store of kind {wants}; {store} is {kind}")
+        needed = " or ".join(task.stores)
+        raise BadInput(f"head={task.name} needs a store of kind {needed}; {store} is {kind}")
 
 
 def check_task(store: Store, task: Task) -> None:
-    """Raise BadInput unless the store holds what the task predicts."""
+    """Raise BadInput unless the store is of the right kind and has the task's classes."""
     check_kind(store.kind, task, store.name)
     if not task.named_classes or tuple(store.labels) == task.head.labels:
         return

@@ -1,4 +1,4 @@
-"""A run while it trains: where it stands, what is due, what it tells and what it keeps."""
+"""A run while it trains: what is due after a step, what is logged, which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import cost, provenance
-from xformer.data.batch import Work
+from xformer.data.batch import Workload
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
 from xformer.optim import learning_rate
 from xformer.parallel.feed import Step
-from xformer.prepare import Job, tokens, warmup_share
+from xformer.prepare import Setup, training_tokens, warmup_share
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
 from xformer.snapshot import Snapshot
 from xformer.tasks.task import Model
-from xformer.writer import Writer
+from xformer.writer import BackgroundWriter
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done after a step."""
+    """What to do after a step."""
 
     log: bool
     validation: bool
@@ -47,39 +47,39 @@ class Due:
 
 
 class Session:
-    """A run while it trains. Every rank has one. Use it as a context manager.
+    """A run while it trains; a context manager that every rank enters.
 
-    `state` says where the run stands. The session decides what is due after a step, writes the log,
-    and keeps checkpoints in the background.
+    The session decides what is due after a step, writes the log, and writes checkpoints in the
+    background. `state` says how far the run is.
     """
 
     def __init__(
         self,
-        job: Job,
+        setup: Setup,
         run: Run,
         state: State,
         monitor: Monitor,
         model: Model,
         optimizer: torch.optim.Optimizer,
     ):
-        self.job, self.run, self.state, self.monitor = job, run, state, monitor
-        self.copy = Snapshot(model, optimizer, job.ranks)
-        self.clock, self.stop_flag = Clock(state), StopFlag(job.ranks.device)
-        wanted = job.recipe.train
-        self.warmup = warmup_share(job, job.length(wanted.steps, wanted.epochs))
-        self.stepped = threading.Event()  # from then on the store is checked
+        self.setup, self.run, self.state, self.monitor = setup, run, state, monitor
+        self.snapshot = Snapshot(model, optimizer, setup.ranks)
+        self.clock, self.stop_flag = Clock(state), StopFlag(setup.ranks.device)
+        settings = setup.recipe.train
+        self.warmup = warmup_share(setup, setup.length(settings.steps, settings.epochs))
+        self.stepped = threading.Event()  # the first step is done, and the store's check may begin
 
     def __enter__(self) -> Session:
-        job, monitor = self.job, self.monitor
-        tracing = job.recipe.system.profile and job.ranks.rank == 0
+        setup, monitor = self.setup, self.monitor
+        tracing = setup.recipe.system.profile and setup.ranks.rank == 0
         with ExitStack() as stack:
             self.signals = stack.enter_context(_signals())
-            self.writer = stack.enter_context(Writer(monitor.say))
-            self.damage = stack.enter_context(_store_checked(job, self.stepped))
-            profiler = Profiler(self.run.path, tracing, job.ranks.device, monitor.say)
+            self.writer = stack.enter_context(BackgroundWriter(monitor.say))
+            self.damage = stack.enter_context(_store_checked(setup, self.stepped))
+            profiler = Profiler(self.run.path, tracing, setup.ranks.device, monitor.say)
             self.profiler = stack.enter_context(profiler)
             self.part = profiler.part
-            if self.state.step == 0 and 0 in job.trajectory.steps:
+            if self.state.step == 0 and 0 in setup.trajectory.steps:
                 self._keep(whole=False, now=False)
             self.stack = stack.pop_all()
         return self
@@ -94,115 +94,117 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether the run is at its end, or out of patience."""
-        return self.job.done(self.state)
+        """Whether the run has reached its end, or has been stopped by `train.patience`."""
+        return self.setup.done(self.state)
 
     @property
     def told(self) -> float:
-        """1 if this rank was told to stop, else 0."""
+        """1 if a signal told this rank to stop, else 0."""
         return float(bool(self.signals))
 
     def rate(self, step: Step) -> float:
         """The learning rate of the next step."""
-        job, state = self.job, self.state
-        before = job.share(state.step, state.position)
-        after = job.share(state.step + 1, step.end)
-        return learning_rate(job.recipe.optim, before, after, self.warmup)
+        setup, state = self.setup, self.state
+        before = setup.share(state.step, state.position)
+        after = setup.share(state.step + 1, step.end)
+        return learning_rate(setup.recipe.optim, before, after, self.warmup)
 
     def advance(self, step: Step, told: Tensor) -> Due:
-        """Count a step. `told` () is above 0 if a rank was told to stop. Raises Failure if the
-        store turns out to be damaged."""
-        job, state, wanted = self.job, self.state, self.job.recipe.train
+        """Count a step, and return what to do after it. `told` () is above 0 if any rank was told
+        to stop. Raises Failure if the store is damaged."""
+        setup, state, settings = self.setup, self.state, self.setup.recipe.train
         self.stepped.set()
-        epoch = state.position // job.samples.per_epoch
+        epoch = state.position // setup.samples.per_epoch
         state.advance(step)
-        job.ranks.at(state.step)
-        self.monitor.advance(job.progress(state.step, state.position)[0])
+        setup.ranks.at(state.step)
+        self.monitor.advance(setup.progress(state.step, state.position)[0])
         self.clock.mark += self.profiler.step(state.step)
         if self.damage:
             raise Failure(self.damage[0])
 
-        def every(count: int) -> bool:
-            return count > 0 and state.step % count == 0
+        def falls_on(interval: int) -> bool:
+            return interval > 0 and state.step % interval == 0
 
-        next_epoch = state.position // job.samples.per_epoch > epoch
-        validation = every(wanted.validate_every) if wanted.validate_every else next_epoch
+        next_epoch = state.position // setup.samples.per_epoch > epoch
+        validation = falls_on(settings.validate_every) if settings.validate_every else next_epoch
         return Due(
-            every(wanted.log_every) or self.done,
-            (validation or self.done) and "valid" in job.store.splits,
-            every(wanted.checkpoint_every),
-            self.stop_flag.read(state.step, told),
+            log=falls_on(settings.log_every) or self.done,
+            validation=(validation or self.done) and "valid" in setup.store.splits,
+            checkpoint=falls_on(settings.checkpoint_every),
+            stop=self.stop_flag.read(state.step, told),
         )
 
-    # ------------------------------------------------------------------------- what a run tells
+    # ---------------------------------------------------------------------------------- the log
 
     def log(self, rate: float, sums: Tensor) -> None:
-        """One line of the log, if there is something to tell: means since the last one. `sums` (4,)
-        are the loss, what it is a sum over, how many are right, and the norm of the newest
-        gradient; they begin anew."""
-        job, state, since = self.job, self.state, self.state.since_log
+        """Write one line of the log: means over the steps since the last line, if there were any.
+
+        `sums` (4,) holds the summed loss, the count that it is a sum over, the number of right
+        predictions, and the norm of the newest gradient. It is set to zero.
+        """
+        setup, state, since = self.setup, self.state, self.state.since_log
         total, count, correct, norm = sums.tolist()
         if not since["tokens"] or not count:
             return
         self.clock.read()
         loss = total / count
         values: dict[str, Any] = {"loss": loss}
-        if "perplexity" in job.task.metrics:
+        if "perplexity" in setup.task.metrics:
             values["perplexity"] = math.exp(min(loss, 700))
-        if job.task.counts_correct:
+        if setup.task.counts_correct:
             values["accuracy"] = correct / count
         values |= {
             "lr": rate,
             "grad_norm": norm,
-            "epoch": state.position / job.samples.per_epoch,
+            "epoch": state.position / setup.samples.per_epoch,
             "real_tokens_per_second": since["tokens"] / max(since["seconds"], 1e-9),
             "padding": 0.0,  # batches are packed
-            "memory_gib": round(peak_memory(job.ranks.device), 3),
+            "memory_gib": round(peak_memory(setup.ranks.device), 3),
         }
-        if (share := _utilisation(job, since, count)) is not None:
+        if (share := _utilisation(setup, since, count)) is not None:
             values["mfu"] = share
         self.monitor.event("train", state.step, **values)
         sums.zero_()
         state.since_log = dict.fromkeys(SINCE_LOG, 0.0)
 
     def stop_if_told(self, due: Due) -> None:
-        """Raise Interrupted if a rank was told to stop before the end."""
+        """Raise Interrupted if a rank was told to stop before the end of the run."""
         if due.stop and not self.done:
             number = self.signals[0] if self.signals else signal.SIGTERM
             line = f"stopped at step {self.state.step}; the same command continues {self.run.path}"
             raise Interrupted(number, line)
 
-    # ------------------------------------------------------------------------- what a run keeps
+    # -------------------------------------------------------------------------- the checkpoints
 
     def keep(self, due: Due, best: bool) -> None:
-        """Keep a checkpoint if one is due, or if this step is the best so far or the last; and the
-        weights alone at the steps of the trajectory. All ranks call it together."""
+        """Write a checkpoint if one is due, or if this step is the last or the `best` so far. At
+        the steps of the trajectory, write the weights alone. All ranks call this together."""
         whole = best or self.done or due.stop or due.checkpoint
-        if whole or self.state.step in self.job.trajectory.steps:
+        if whole or self.state.step in self.setup.trajectory.steps:
             with self.clock.stopped():
                 self._keep(whole, now=self.done or due.stop)
 
     def _keep(self, whole: bool, now: bool) -> None:
-        """Copy what the run holds, the `whole` of it or the weights alone, and write it: in the
-        background, or `now`."""
+        """Copy the `whole` state of the run, or its weights alone, and write the copy in the
+        background, or before returning if `now`."""
         self.writer.free()
-        self.copy.take(whole)
+        self.snapshot.take(whole)
         what = f"{'' if whole else 'trajectory '}checkpoint of step {self.state.step}"
         save = partial(self._save, asdict(self.state), whole)
         if now:
-            self.job.ranks.on_rank_zero(partial(self.writer.now, what, save))
-        elif self.job.ranks.rank == 0:
+            self.setup.ranks.on_rank_zero(partial(self.writer.now, what, save))
+        elif self.setup.ranks.rank == 0:
             self.writer.start(what, save)
 
     def _save(self, state: dict[str, Any], whole: bool) -> None:
-        """Write what was copied: weights for the trajectory if the step is one of its, then the
-        `whole` checkpoint, which is therefore never there without them. Raises OSError or Failure
-        if the disk refuses."""
-        job, run, recipe, step = self.job, self.run, self.job.recipe, state["step"]
+        """Write the copy: first the weights for the trajectory, if the step belongs to it, then the
+        `whole` checkpoint. In this order no run goes on from a step whose trajectory weights are
+        missing. Raises OSError or Failure if the disk refuses."""
+        setup, run, recipe, step = self.setup, self.run, self.setup.recipe, state["step"]
         record: dict[str, Any] = {
             "op": "train",
             "head": recipe.head,
-            "data": job.store.key,
+            "data": setup.store.key,
             "steps": step,
             "tokens": state["real_tokens"],
             "seed": recipe.model_dump(mode="json")["seed"],
@@ -210,59 +212,65 @@ class Session:
         }
         if recipe.train.only:
             record["only"] = list(recipe.train.only)
-        self.copy.wait()
-        made = replace(job.start, weights=self.copy.weights, history=(*job.start.history, record))
-        if step in job.trajectory.steps:
-            checkpoints.save(made, run.trajectory_path(step), True)
+        self.snapshot.wait()
+        history = (*setup.start.history, record)
+        trained = replace(setup.start, weights=self.snapshot.weights, history=history)
+        if step in setup.trajectory.steps:
+            checkpoints.save(trained, run.trajectory_path(step), True)
         if not whole:
             return
-        sync_told(run)
-        checkpoints.save(made, run.checkpoint_path(step), True, self.copy.moments, state)
+        sync_log(run)
+        checkpoints.save(trained, run.checkpoint_path(step), True, self.snapshot.moments, state)
         run.prune(state["best_step"], recipe.train.keep_last, recipe.train.keep_every)
 
 
-def _utilisation(job: Job, since: dict[str, float], predicted: float) -> float | None:
-    """Share of the devices' peak since the last line of the log; None where no peak is known."""
-    system, device = job.recipe.system, job.ranks.device
+def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> float | None:
+    """The share of the devices' peak that was used since the last line of the log; None if the peak
+    is not known."""
+    system, device = setup.recipe.system, setup.ranks.device
     peak = 1e12 * system.peak_tflops or cost.peak_flops(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "", system.precision
     )
     if peak is None:
         return None
     tokens, squares, rows = (int(since[name]) for name in ("tokens", "squares", "rows"))
-    work = Work(tokens, squares, rows, int(predicted))
-    flops = cost.training_flops(job.start.config, job.task, work)
-    return cost.utilisation(flops, since["seconds"], peak, job.ranks.world_size)
+    work = Workload(tokens, squares, rows, int(predicted))
+    flops = cost.training_flops(setup.start.config, setup.task, work)
+    return cost.utilisation(flops, since["seconds"], peak, setup.ranks.world_size)
 
 
-def sync_told(run: Run) -> None:
-    """Have the disk keep what was logged and drawn, before what goes on from it."""
+def sync_log(run: Run) -> None:
+    """Flush the log and TensorBoard's files to the disk. Called before a checkpoint is written, so
+    that a run which continues from it has a log that reaches as far."""
     board = (run.path / "tensorboard").glob("*")
     for file in (run.path / "log.jsonl", *board):
-        with suppress(FileNotFoundError):  # nothing is drawn where the disk refused
+        with suppress(FileNotFoundError):  # after an error of the disk there is no board
             sync(file)
 
 
-def announce(job: Job, model: Model, monitor: Monitor) -> None:
-    for note in (*job.notes, *job.recipe.optim.notes()):
+def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
+    """Say what a new run trains, and log its sizes."""
+    for note in (*setup.notes, *setup.recipe.optim.notes()):
         monitor.say(note)
-    limit = f"batch.max_tokens={job.recipe.batch.max_tokens}"
-    if note := job.train.truncation(limit, job.start.config.max_positions):
+    limit = f"batch.max_tokens={setup.recipe.batch.max_tokens}"
+    if note := setup.train.truncation(limit, setup.start.config.max_positions):
         monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     monitor.event(
         "start",
         0,
         parameters=parameters,
-        rows=job.samples.per_epoch,
-        tokens=tokens(job),
-        ranks=job.ranks.world_size,
+        rows=setup.samples.per_epoch,
+        tokens=training_tokens(setup),
+        ranks=setup.ranks.world_size,
     )
 
 
-def say_changes(job: Job, run: Run, state: State, config: dict[str, Any], monitor: Monitor) -> None:
-    """Say what differs from the start that made the checkpoint: what changes the bits of a result,
-    and what a raised train.steps or train.epochs does to the learning rate."""
+def announce_changes(
+    setup: Setup, run: Run, state: State, config: dict[str, Any], monitor: Monitor
+) -> None:
+    """Compare this start with the one that made the checkpoint. Say what may change the bits of the
+    results, and how a raised train.steps or train.epochs changes the learning rate."""
     earlier = run.made_by(state.step)
     if earlier is None:
         return
@@ -271,29 +279,29 @@ def say_changes(job: Job, run: Run, state: State, config: dict[str, Any], monito
             f"since the last start: {', '.join(differing)}; results may not be bit for bit those "
             "of one uninterrupted run"
         )
-    before, now = earlier["config"]["train"], job.recipe.train
+    before, now = earlier["config"]["train"], setup.recipe.train
     name = "steps" if now.steps else "epochs"
     if before[name] == getattr(now, name):
         return
-    done, rates = job.progress(state.step, state.position)[0], []
+    done, rates = setup.progress(state.step, state.position)[0], []
     for steps, epochs in ((before["steps"], before["epochs"]), (now.steps, now.epochs)):
-        length = job.length(steps, epochs)
-        warmup = warmup_share(job, length)
-        rates.append(learning_rate(job.recipe.optim, done / length, done / length, warmup))
+        length = setup.length(steps, epochs)
+        warmup = warmup_share(setup, length)
+        rates.append(learning_rate(setup.recipe.optim, done / length, done / length, warmup))
     monitor.say(
-        f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule spans the "
-        f"longer run, so the rate goes on at {rates[1]:.3g}; it stood at {rates[0]:.3g}"
+        f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "
+        f"the longer run, so the learning rate changes from {rates[0]:.3g} to {rates[1]:.3g}"
     )
 
 
 class Clock:
-    """Counts the seconds of a run's steps, without what is done between them."""
+    """Counts the seconds that a run spends on steps, without validations and checkpoints."""
 
     def __init__(self, state: State):
         self.state, self.mark = state, time.perf_counter()
 
     def read(self) -> None:
-        """Bring the state up to date."""
+        """Add the seconds since the last call to the state."""
         now = time.perf_counter()
         self.state.seconds += now - self.mark
         self.state.since_log["seconds"] += now - self.mark
@@ -307,8 +315,8 @@ class Clock:
 
 
 class StopFlag:
-    """Whether any rank was told to stop, in the same step on all. On CUDA known some steps late, so
-    that nobody waits for the device."""
+    """Tells all ranks in the same step that one of them was told to stop. On CUDA it does so two or
+    three steps late, so that the host never waits for the device."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -316,7 +324,8 @@ class StopFlag:
         self.copied: torch.cuda.Event | None = None
 
     def read(self, step: int, told: torch.Tensor) -> bool:
-        """`told` () is above 0 where a rank was told, in this step or an earlier one."""
+        """Whether to stop after this step. `told` () is above 0 if a rank was told to stop in this
+        step or an earlier one."""
         if not self.on_cuda:
             return bool(told > 0)
         if step % 2:
@@ -331,14 +340,17 @@ class StopFlag:
 
 
 @contextmanager
-def _store_checked(job: Job, begin: threading.Event) -> Iterator[list[str]]:
-    """The first damage that rank 0 finds in the store's blocks, checking them in the background
-    from `begin` on.
+def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
+    """Let rank 0 check the store's blocks in the background once `begin` is set. The list that this
+    gives will hold a line about the first damage.
 
-    Raises Failure with it where the block ends before the check, or crashes: that may be why.
+    Raises Failure with that line when the `with` block ends. If the block crashes, the check is
+    finished first, because a damaged store may be the cause.
     """
     damage: list[str] = []
-    check = job.store.verify_in_background(damage.append, begin) if job.ranks.rank == 0 else None
+    check = (
+        setup.store.verify_in_background(damage.append, begin) if setup.ranks.rank == 0 else None
+    )
     try:
         yield damage
     except (BadInput, Failure, Interrupted, OSError):
@@ -359,7 +371,8 @@ def _store_checked(job: Job, begin: threading.Event) -> Iterator[list[str]]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and Ctrl-C append to, so that the loop stops between two steps."""
+    """A list to which SIGTERM and Ctrl-C append their numbers, so that the loop can stop between
+    two steps."""
     received: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
     old = [signal.signal(n, lambda number, _: received.append(number)) for n in numbers]

@@ -1,4 +1,4 @@
-"""A copy of a run's weights and moments, which a thread writes while training goes on."""
+"""A copy of a run's weights and moments, so that a thread can write them while training goes on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from xformer.tasks.task import Model
 
 
 class Snapshot:
-    """Copies weights and optimizer state into memory of rank 0 that is taken once and used again:
-    12 bytes a parameter. On CUDA it is pinned, and copying goes on beside the computation."""
+    """Copies weights and optimizer state into host memory of rank 0.
+
+    The memory, 12 bytes a parameter, is allocated once and used again. On CUDA it is pinned, and
+    the copy runs on a stream of its own beside the computation.
+    """
 
     def __init__(self, model: Model, optimizer: Optimizer, ranks: Ranks):
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
@@ -25,11 +28,11 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, moments: bool = True) -> None:
-        """Copy what the model and, with `moments`, the optimizer hold, over what was copied
-        before."""
+        """Copy the weights and, with `moments`, the optimizer state over the last copy."""
         if self.ranks.rank:
             return
-        for name, buffer in self.model.named_buffers():  # the next forward pass changes them
+        # buffers on the main stream, because the next forward pass already changes them
+        for name, buffer in self.model.named_buffers():
             self._copy(self.weights, name, buffer)
         if self.stream is None:
             self._copy_all(moments)
@@ -51,11 +54,11 @@ class Snapshot:
         to[name].copy_(tensor, non_blocking=True)
 
     def before_change(self) -> None:
-        """Have the device finish copying before it goes on; the host does not wait."""
+        """Make the device finish the copy before the weights change. The host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def wait(self) -> None:
-        """Wait until all is copied."""
+        """Wait on the host until the copy is complete."""
         if self.copied is not None:
             self.copied.synchronize()

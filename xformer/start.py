@@ -1,7 +1,8 @@
-"""How every command starts: before torch is imported, and until its exit status is known.
+"""Start a command: prepare the process before torch is imported, and turn errors into an exit
+status.
 
-A door, the command `xformer` or `python -m xformer.X` calls `run(main)`, and `main` imports
-whatever needs torch.
+train.py, evaluate.py, preprocess.py, `xformer` and `python -m xformer.X` call `run(main)`; `main`
+then imports what needs torch.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from pathlib import Path
 from xformer.data.display import one_line, say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, Interrupted, reason
 
-# by any of these a user decides how OpenMP's threads wait
+# with any of these the user decides how OpenMP's threads wait
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPINS = "2000"  # turns of libgomp's waiting loop; docs/scaling.md has the measurement
-POLL = 1.0  # seconds between two looks at the parent
+SPINS = "2000"  # iterations of libgomp's waiting loop; measured in docs/scaling.md
+POLL = 1.0  # seconds between two checks of the parent
 GRACE = 7.0  # seconds that an orphaned rank has to write a checkpoint
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and exit: status 0, or one line on standard error and the error's own status.
+    """Call `main` and exit, with status 0 or with the status of an error and one line about it on
+    standard error.
 
-    Under torchrun only rank 0 prints. Errors that are none of BadInput, Failure and Interrupted are
-    bugs and keep their traceback.
+    Under torchrun only rank 0 prints that line. Errors other than BadInput, Failure, Interrupted
+    and those of the disk are bugs, and keep their traceback.
     """
     end_with_parent()
     share_cores()
@@ -54,31 +56,32 @@ def run(main: Callable[[], None]) -> None:
 
 
 def as_command(name: str) -> None:
-    """Make `python -m xformer.NAME` mean `xformer NAME`; never returns.
+    """Make `python -m xformer.NAME` the same as `xformer NAME`; never returns.
 
-    The module calls this before its imports. It is then imported again under its own name, so that
-    no class exists twice. The command stands above all modules, so it is imported by name here.
+    A module calls this before its imports. The command then imports the module under its own name,
+    so that no class exists twice. xformer.command is imported by name, because it imports all other
+    modules.
     """
     sys.argv.insert(1, name)
     import_module("xformer.command").main()
 
 
 def share_cores() -> None:
-    """Let OpenMP's idle threads give up their core soon, unless the user has decided.
+    """Let idle OpenMP threads release their core soon, unless the user has set how they wait.
 
-    By default an idle thread of GNU's OpenMP spins for milliseconds, and two runs on the same cores
-    make each other several times slower. The variable is read when torch loads OpenMP, and child
-    processes inherit it.
+    By default an idle thread of GNU's OpenMP spins for milliseconds, so that two runs on the same
+    cores slow each other down several times. torch reads the variable when it loads OpenMP, and
+    child processes inherit it.
     """
     if not any(name in os.environ for name in WAITING):
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def end_with_parent() -> None:
-    """Under torchrun, end this rank within seconds of torchrun's own end.
+    """Under torchrun, end this rank within seconds after torchrun has ended.
 
-    torchrun starts its ranks in sessions of their own, so that they outlive it when it is killed.
-    While they start they would wait half an hour for its store.
+    torchrun starts its ranks in sessions of their own, so they outlive it if it is killed. Ranks
+    that are starting would wait half an hour for its store.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
@@ -89,20 +92,20 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent and not _adopted(parent):
         time.sleep(POLL)
     if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # torchrun may have read what its ranks print
+        with suppress(OSError):  # standard error may have been a pipe to torchrun
             say("error: torchrun is gone: its ranks stop", error=True)
-    # a rank that trains writes a checkpoint first; one that still starts ends at once
+    # a rank that is training writes a checkpoint first; one that is starting ends at once
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(1)
 
 
 def _adopted(parent: int) -> bool:
-    """Whether torchrun was gone before this process first looked, so that the system's first
-    process has adopted it.
+    """Whether torchrun ended before this process first checked, so that the system's first process
+    (number 1) is now its parent.
 
-    In a container torchrun may itself be the first process. A parent with another number may be a
-    wrapper such as a shell or a profiler, which is left alone.
+    In a container torchrun itself may be process 1. Other parents may be wrappers, such as a shell
+    or a profiler.
     """
     if parent != 1:
         return False

@@ -1,4 +1,4 @@
-"""Where numbers that are not finite arise, found by passing through a step again."""
+"""Find the layer in which numbers stop being finite, by repeating the passes of a step."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ from torch import Tensor, nn
 
 from xformer.data.batch import Batch
 from xformer.parallel.feed import to_device
-from xformer.prepare import Job
+from xformer.prepare import Setup
 from xformer.tasks.task import Loss, Model
 
-WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)  # how early trouble arises
-LossOf = Callable[[Job, Model, Batch[Tensor], int, int], Loss]  # step and micro-batch at the end
+# where the first number arises that is not finite, the earliest first
+WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)
+LossOf = Callable[[Setup, Model, Batch[Tensor], int, int], Loss]  # the last: step, micro-batch
 
 
 def trace(
-    job: Job, model: Model, step: int, position: int, loss_of: LossOf
+    setup: Setup, model: Model, step: int, position: int, loss_of: LossOf
 ) -> tuple[int, dict[str, Any]]:
-    """How early the trouble of a step arose (WEIGHT to NOWHERE); where, and on whose rows."""
-    ranks, batches = job.ranks, job.feed().take(position).batches
+    """Find where the trouble of a step arose, over all ranks. `position` is its first sample.
+
+    Returns the stage (WEIGHT to NOWHERE), and a record with the place in words (`where`), the
+    `rows` of the store, and for FORWARD and BACKWARD the `rank` and the `micro_batch`.
+    """
+    ranks, batches = setup.ranks, setup.feed().take(position).batches
     packed = [to_device(batch, ranks.device) for batch in batches]
-    found = first_layer(model, len(packed), lambda i: loss_of(job, model, packed[i], step, i))
-    stage, i, where = found
+    stage, i, where = first_layer(
+        model, len(packed), lambda i: loss_of(setup, model, packed[i], step, i)
+    )
     mine = [batch.rows.tolist() for batch in batches]
-    idle = not batches  # such a rank has no gradient to tell of
+    idle = not batches  # a rank without rows has no gradient, so others come first
     every = ranks.gather([stage, idle, ranks.rank, i, where, mine])
     stage, _, rank, i, where, theirs = min(every)
-    if stage in (WEIGHT, NOWHERE):  # no micro-batch has done it
+    if stage in (WEIGHT, NOWHERE):  # not the fault of one micro-batch
         rows = [row for *_, batches in every for batch in batches for row in batch]
         return stage, {"where": where, "rows": sorted(rows)}
     return stage, {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(theirs[i])}
@@ -38,17 +44,17 @@ def trace(
 def first_layer(
     model: nn.Module, micro_batches: int, loss_of: Callable[[int], Loss]
 ) -> tuple[int, int, str]:
-    """Where numbers that are not finite arise, found by passing through the micro-batches again.
+    """Repeat the passes of all micro-batches, and find the first number that is not finite.
 
-    `loss_of(i)` is the loss of a micro-batch, under the dropout that it had. Returns how early it
-    is (WEIGHT to NOWHERE), the micro-batch, and the place in words; of finite numbers the weight
-    with the largest gradient. Gradients of the model are overwritten.
+    `loss_of(i)` must give the loss of a micro-batch with the dropout that it had. Returns the stage
+    (WEIGHT to NOWHERE), the micro-batch, and the place in words. If all numbers are finite, the
+    place is the weight with the largest gradient. Overwrites the gradients of the model.
     """
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return WEIGHT, 0, f"the weight {name}"
     model.zero_grad()
-    found = (NOWHERE, 0, "")
+    earliest = (NOWHERE, 0, "")
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for i in range(micro_batches):
         places: list[tuple[int, str]] = []
@@ -59,20 +65,21 @@ def first_layer(
             total.backward()
         bad = (n for n, p in model.named_parameters() if p.grad is not None and not _finite(p.grad))
         places += [(BACKWARD, f"the gradient of the weight {name}") for name in bad][:1]
-        if places and places[0][0] < found[0]:
-            found = (places[0][0], i, places[0][1])
+        if places and places[0][0] < earliest[0]:
+            earliest = (places[0][0], i, places[0][1])
     for buffer, before in buffers:
         buffer.copy_(before)
-    if found[0] == NOWHERE:
+    if earliest[0] == NOWHERE:
         norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
         largest = max(norms, key=lambda name: norms[name], default="")
-        found = (NOWHERE, 0, f"nothing is infinite; the largest gradient is that of {largest}")
-    return found
+        return NOWHERE, 0, f"nothing is infinite; the largest gradient is that of {largest}"
+    return earliest
 
 
 @contextmanager
 def _watched(model: nn.Module, places: list[tuple[int, str]]) -> Iterator[None]:
-    """Note the first output, then the first gradient of an output, that is not finite."""
+    """Append to `places` each module's output, and then each gradient of an output, that is not
+    finite, in the order in which they are computed."""
 
     def hook(name: str) -> Callable[..., None]:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:

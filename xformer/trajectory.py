@@ -1,11 +1,11 @@
-"""The trajectory of a run: weights alone, kept at the steps that `train.keep_at` asks for.
+"""The trajectory of a run: its weights at the steps that `train.keep_at` asks for.
 
     "log"       step 0 and the powers of two below a twentieth of the run, then every twentieth
     "log:500"   step 0 and the powers of two below 500, then every 500 steps
     [0, 100, "2000 steps", "5M tokens", "1M words"]    a bare number counts steps
 
-Every form becomes step numbers before the run starts. Which rows a step takes depends on the seed
-and on the step alone, so tokens and words are counted without training, and a run that is stopped
+Every form is converted to step numbers before the run starts. The rows of a step depend only on the
+seed and the step, so tokens and words can be counted without training, and a run that is stopped
 and continued keeps the same steps.
 """
 
@@ -28,17 +28,17 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.sampler import Stream
 
 FORMS = '"log", "log:500", or a list such as [0, 100, "2000 steps", "5M tokens", "1M words"]'
-PARTS = 20  # that "log" divides a run into
+PARTS = 20  # into which "log" divides a run
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 LOG = re.compile(r"log(?::([1-9]\d{0,17}))?")
 MARK = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([kKMB]?) ?(step|token|word)s?")
-SAMPLE = 100  # steps of which an error message takes the mean
+SAMPLE = 100  # steps from which an error message estimates the tokens of a run
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The first step at which a run has made so many steps, or has seen so many tokens or words;
-    `text` is how it was given."""
+    """The first step at which a run has made `amount` steps, or has seen that many tokens or words.
+    `text` is what the user wrote."""
 
     amount: int
     unit: str  # "step", "token" or "word"
@@ -47,15 +47,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Log:
-    """The powers of two below `every` steps, then every so many; None: a twentieth of the run."""
+    """Powers of two below `every`, then every `every` steps; None: a twentieth of the run."""
 
     every: int | None
 
 
 def parse(value: Any) -> Log | tuple[Mark, ...]:
-    """What a value of `train.keep_at` says. Raises ValueError with one line if it is none."""
-    if isinstance(value, str) and (found := LOG.fullmatch(value)):
-        return Log(int(found[1]) if found[1] else None)
+    """Parse a value of `train.keep_at`. Raises ValueError with one line if it is invalid."""
+    if isinstance(value, str) and (match := LOG.fullmatch(value)):
+        return Log(int(match[1]) if match[1] else None)
     if not isinstance(value, list | tuple):
         raise ValueError(_refusal(value))
     return tuple(_mark(each) for each in value)
@@ -66,13 +66,13 @@ def _mark(value: Any) -> Mark:
         return Mark(value, "step", str(value))
     if isinstance(value, str) and LOG.fullmatch(value):
         raise ValueError(f"train.keep_at: {value!r} stands alone, not in a list")
-    found = MARK.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = MARK.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise ValueError(_refusal(value))
-    number, suffix, unit = found.groups()
+    number, suffix, unit = match.groups()
     amount = Decimal(number) * SUFFIXES[suffix]
     if amount != int(amount):
-        raise ValueError(f"train.keep_at={value!r}: this is not a whole number of {unit}s")
+        raise ValueError(f"train.keep_at={value!r}: give a whole number of {unit}s")
     return Mark(int(amount), unit, value)
 
 
@@ -86,7 +86,8 @@ def _refusal(value: Any) -> str:
 
 
 class Place(NamedTuple):
-    """Where a run stands after a step: `tokens` with special ones, `words` of the raw text."""
+    """What a run has seen after a step: tokens, special ones included, and words of the raw
+    text."""
 
     step: int
     tokens: int
@@ -95,11 +96,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Course:
-    """What the steps of a run take, known before it starts: `steps` of them, or with 0 all that
-    the stream has.
+    """The rows that each step of a run takes, known before it starts. The run has `steps` steps; 0
+    means all that the stream has.
 
-    `extra` is how many special tokens a row has; `tokens` and `words` are those of the whole
-    training split, without special tokens; `words` is None where the `store` does not know it.
+    `extra` is the number of special tokens per row. `tokens` and `words` count the whole training
+    split, without special tokens; `words` is None if the store does not know it. `store` names the
+    store in messages.
     """
 
     stream: Stream
@@ -110,7 +112,7 @@ class Course:
     store: str
 
     def length(self) -> int:
-        """Steps of the run."""
+        """The number of steps of the run."""
         if self.steps:
             return self.steps
         if not self.stream.tokens:
@@ -118,10 +120,10 @@ class Course:
         return sum(1 for _ in self.walk()) - 1
 
     def walk(self) -> Iterator[Place]:
-        """Where the run stands at step 0, 1, 2, ... to its end; a fifth of a second a million rows.
+        """What the run has seen at step 0, 1, 2, ... to its end. Takes 0.2 s per million rows.
 
-        A row that is truncated counts with the tokens that are left, and with as many words as
-        these tokens are worth on average.
+        A truncated row counts with the tokens that are left. Words are counted in proportion to the
+        tokens.
         """
         step = position = tokens = 0
         while True:
@@ -133,7 +135,8 @@ class Course:
             step, position, tokens = step + 1, position + len(sizes), tokens + int(sizes.sum())
 
     def end(self, steps: int) -> str:
-        """Where a run of so many steps ends, in words; tokens are those of its first steps."""
+        """A clause that says where a run of this many steps ends. Its tokens are estimated from the
+        first steps."""
         *_, seen = islice(self.walk(), min(steps, SAMPLE) + 1)
         tokens = steps * seen.tokens // max(seen.step, 1)
         return f"the run ends at step {steps:,}, about {_short(tokens)} tokens"
@@ -142,8 +145,8 @@ class Course:
 def steps_of(keep_at: str | Sequence[int | str], course: Course) -> frozenset[int]:
     """The steps at which a run keeps its weights.
 
-    Raises BadInput for what lies beyond the run's end, and for words where the store does not know
-    how many it has.
+    Raises BadInput if a mark is beyond the run's end, or asks for words although the store does not
+    know how many it has.
     """
     wanted = parse(keep_at)
     if isinstance(wanted, Log):
@@ -169,7 +172,7 @@ def _log(every: int | None, course: Course) -> frozenset[int]:
 
 
 def _counted(marks: Sequence[Mark], course: Course) -> frozenset[int]:
-    """The steps of marks that are steps."""
+    """The steps of marks that all count steps."""
     length = course.length() if marks else 0
     for mark in marks:
         if mark.amount > length:
@@ -178,18 +181,18 @@ def _counted(marks: Sequence[Mark], course: Course) -> frozenset[int]:
 
 
 def _walked(marks: Sequence[Mark], course: Course) -> frozenset[int]:
-    """The steps of any marks."""
+    """The steps of any marks, found by walking through the run."""
     left: dict[str, list[Mark]] = {"step": [], "token": [], "word": []}
     for mark in sorted(marks, key=lambda mark: -mark.amount):
         left[mark.unit].append(mark)
-    found, place = set(), Place(0, 0, 0)
+    steps, place = set(), Place(0, 0, 0)
     for place in course.walk():
         for waiting, reached in zip(left.values(), place, strict=True):
             while waiting and waiting[-1].amount <= reached:
-                found.add(place.step)
+                steps.add(place.step)
                 waiting.pop()
         if not any(left.values()):
-            return frozenset(found)
+            return frozenset(steps)
     first = next(waiting[-1] for waiting in left.values() if waiting)
     end = f"the run ends at step {place.step:,}, after {_short(place.tokens)} tokens"
     words = f" and {_short(place.words)} words" if course.words is not None else ""
@@ -197,7 +200,7 @@ def _walked(marks: Sequence[Mark], course: Course) -> frozenset[int]:
 
 
 def _short(count: int) -> str:
-    """A count as `train.keep_at` takes it, to four digits and rounded down: 5.123M."""
+    """A count in the form of `train.keep_at`, such as 5.123M: four digits, rounded down."""
     suffix = next((s for s in "BMk" if count >= SUFFIXES[s]), "")
     whole = 10 ** max(len(str(count)) - 4, 0)
     return f"{Decimal(count // whole * whole) / SUFFIXES[suffix]:f}{suffix}"
@@ -208,19 +211,19 @@ def _short(count: int) -> str:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The steps at which a run keeps its weights, and about how many bytes a checkpoint of them
-    has."""
+    """The steps at which a run keeps its weights, and about how many bytes each checkpoint has."""
 
     steps: frozenset[int] = frozenset()
     bytes: int = 0
 
     def ahead(self, step: int) -> int:
-        """How many checkpoints a run still writes that starts, or goes on, at a step."""
+        """How many checkpoints are still to be written by a run that starts or continues at a
+        step."""
         return sum(each >= step if step == 0 else each > step for each in self.steps)
 
     def check_room(self, run: Path, step: int) -> None:
-        """Raise BadInput where the disk has no room for the checkpoints that are ahead. Those of a
-        run that lie there already, and will be replaced, count as room."""
+        """Raise BadInput if the disk has no room for the checkpoints still to be written. Existing
+        ones that will be replaced count as free space."""
         needed = self.bytes * self.ahead(step)
         if not needed:
             return
@@ -232,12 +235,12 @@ class Trajectory:
         if needed > free:
             raise BadInput(
                 f"train.keep_at needs {_size(needed)} in {run / 'trajectory'}, for "
-                f"{self._checkpoints(step)}, and the disk has {_size(free)} free; "
+                f"{self._checkpoints(step)}, but the disk has {_size(free)} free; "
                 "keep fewer, or make room"
             )
 
     def announcement(self, run: Path, step: int) -> str:
-        """One line that says what the run will write from a step on; "" if that is nothing."""
+        """A line that says what the run will write after this step; "" if it will write nothing."""
         number = self.ahead(step)
         if not number:
             return ""
@@ -246,15 +249,15 @@ class Trajectory:
         return f"trajectory: {self._checkpoints(step)}, {total}, in {run / 'trajectory'}{behind}"
 
     def missing(self, run: Path, step: int) -> str:
-        """One line that names the checkpoints up to a step that are not there; "" if all are."""
+        """A line that names the missing checkpoints up to a step; "" if none is missing."""
         places = ((each, run / "trajectory" / f"step_{each}") for each in sorted(self.steps))
         gone = [each for each, place in places if each <= step and not place.is_dir()]
         if not gone:
             return ""
         shown = ", ".join(map(str, gone[:8])) + (f" and {len(gone) - 8} more" if gone[8:] else "")
         return (
-            f"{run / 'trajectory'} lacks step {shown}: the disk refused it, or train.keep_at asked "
-            "for it when the run was past it"
+            f"{run / 'trajectory'} lacks step {shown}: the disk refused it, or train.keep_at was "
+            "changed after that step"
         )
 
     def _checkpoints(self, step: int) -> str:
@@ -268,7 +271,7 @@ def plan(keep_at: str | Sequence[int | str], course: Course, start: Checkpoint) 
 
 
 def _replaced(run: Path, step: int) -> Iterator[Path]:
-    """The files of a run's checkpoints that go when it starts, or goes on, at a step."""
+    """The files of checkpoints that are deleted when a run starts or continues at a step."""
     for place in run.glob("*/step_*"):
         at = place.name.removeprefix("step_")
         if at.isdigit() and (step == 0 or int(at) > step):

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: steps go on while files are written and synced."""
+"""Write checkpoints in the background, so that training goes on while the disk works."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from types import TracebackType
 
 from xformer.data.errors import Failure, reason
 
-PAUSES = (5.0, 30.0, 120.0)  # seconds before a failed write is tried again; then the last
+PAUSES = (5.0, 30.0, 120.0)  # seconds before each new try of a failed write; the last one repeats
 
 
-class Writer:
-    """Does one piece of work at a time in a thread. If the disk refuses, it tries again after a
-    pause, until newer work takes its place. `failing` is true from the first refusal, which is said
-    in one line, to the next success, which is said too. Use as a context manager."""
+class BackgroundWriter:
+    """Does one piece of work at a time in a thread; a context manager.
+
+    If the disk refuses, it tries again after a pause, until newer work takes its place. `failing`
+    is true from the first refusal to the next success; one line on the screen reports each.
+    """
 
     def __init__(self, say: Callable[[str], None]):
         self.say, self.failing = say, False
@@ -23,7 +25,7 @@ class Writer:
         self.task: Future[None] | None = None
         self.superseded = threading.Event()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> BackgroundWriter:
         return self
 
     def __exit__(
@@ -36,7 +38,7 @@ class Writer:
         self.pool.shutdown()
 
     def free(self) -> None:
-        """Wait until what is being written is written; what failed so far is given up."""
+        """Wait until the current work is done. Work that has failed is given up."""
         self.superseded.set()
         if self.task is not None:
             self.task.result()
@@ -44,16 +46,19 @@ class Writer:
         self.task = None
 
     def now(self, what: str, work: Callable[[], None]) -> None:
-        """Do `work` at once, in this thread. Raises Failure if it cannot be done."""
+        """Do `work` in this thread. Raises Failure if the disk refuses."""
         self.free()
         try:
             work()
         except (OSError, Failure) as error:
-            raise Failure(f"{reason(error)}; no {what}, older ones are kept") from None
+            raise Failure(
+                f"{reason(error)}; the {what} is not written, older ones are kept"
+            ) from None
         self._succeeded(what)
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begin `work`, which makes `what` and raises OSError or Failure where it cannot."""
+        """Start `work` in the background. It writes `what`, and raises OSError or Failure if the
+        disk refuses."""
         self.free()
         self.task = self.pool.submit(self._persist, what, work)
 
@@ -65,8 +70,8 @@ class Writer:
             except (OSError, Failure) as error:
                 if not self.failing:
                     self.say(
-                        f"{reason(error)}; no {what}, older ones are kept, and the run goes on; "
-                        "until the disk takes a checkpoint, none becomes the best"
+                        f"{reason(error)}; the {what} is not written, older ones are kept, and the "
+                        "run goes on; no checkpoint becomes the best until one can be written"
                     )
                 self.failing = True
                 if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):
@@ -78,5 +83,5 @@ class Writer:
 
     def _succeeded(self, what: str) -> None:
         if self.failing:
-            self.say(f"the {what} could be written now")
+            self.say(f"the {what} is written now")
         self.failing = False

@@ -29,18 +29,19 @@ def damaged(content: bytes, draw: random.Random, flips: int) -> Iterator[tuple[s
 
 
 def verify_store(path: Path) -> None:
-    """What `preprocess.py verify` does."""
+    """Check a store as `preprocess.py verify` does."""
     with contextlib.redirect_stdout(io.StringIO()):
-        stats.verify(path)
+        stats.verify_store(path)
 
 
 def verify_checkpoint(path: Path) -> None:
-    """What loading a checkpoint does first, for those of a run with the optimizer's file."""
+    """Check a checkpoint as loading does, with the optimizer's file of a run."""
     checkpoints.load(path)
 
 
 def every_file(bench: Bench, what: str, flips: int = 20) -> list[Row]:
-    """Damage every file of a store or a checkpoint in turn; it is to be noticed and named."""
+    """Damage every file of a store or a checkpoint in turn. The damage must be noticed and
+    named."""
     verify: Callable[[Path], None]
     if what == "store":
         source, verify = bench.toys.pairs, verify_store
@@ -66,7 +67,7 @@ def every_file(bench: Bench, what: str, flips: int = 20) -> list[Row]:
 
 
 def noticed(verify: Callable[[Path], None], copy: Path, file: Path, how: str) -> str:
-    """What is wrong with how a damage was met; nothing if it was named."""
+    """What is wrong with the reaction to a damage; "" if the damaged file was named."""
     name = str(file.relative_to(copy))
     try:
         verify(copy)

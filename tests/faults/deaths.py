@@ -1,5 +1,5 @@
-"""Processes that die: at every operation on files, when the power goes, at any moment, by SIGTERM
-in the middle of something."""
+"""Processes that die: at every operation on files, by a power cut, at a random moment, or by
+SIGTERM in a critical phase."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from faults.works import Bench, Row, clear_line, ending
 
 
 def sampled(number: int, most: int) -> list[int]:
-    """All of `number` places, or `most` of them spread evenly."""
+    """The numbers of all `number` places, or of `most` of them, spread evenly."""
     if number <= most:
         return list(range(number))
     return sorted({round(i * (number - 1) / (most - 1)) for i in range(most)})
 
 
 def together(row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
-    """Do the trials, `jobs` at a time, and count."""
+    """Do the trials, `jobs` at a time, and count their outcomes."""
     with ThreadPoolExecutor(jobs) as pool:
         for bad in pool.map(lambda trial: trial(), trials):
             row.count(bad)
@@ -60,7 +60,7 @@ def killed_at_operations(
 
 
 def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int = 0) -> Row:
-    """SIGKILL at any moment, again and again until the work is done."""
+    """SIGKILL at random moments until the work is done."""
     reference, work = bench.reference(name), bench.works[name]
     row = Row(f"{name}: SIGKILL at a random moment")
     draw = random.Random(seed)
@@ -70,9 +70,9 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
         whole = time.monotonic() - began
 
     def chain(share: int, chance: random.Random) -> list[str]:
-        """Kill `share` times; the work is begun anew whenever it is done."""
-        found: list[str] = []
-        while len(found) < share:
+        """Kill the work `share` times. When it is done it starts again from the beginning."""
+        outcomes: list[str] = []
+        while len(outcomes) < share:
             with bench.place(work) as place, bench.forks() as forks:
                 for _ in range(8):
                     fork = forks.start(*work.line(place), ranks=work.ranks)
@@ -81,25 +81,25 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
                         fork.wait()
                         break
                     fork.wait()
-                    found.append("")
+                    outcomes.append("")
                 bad = work.finish(forks, place, reference)
-                if bad and found:
-                    found[-1] = bad
+                if bad and outcomes:
+                    outcomes[-1] = bad
                 elif bad:
-                    found.append(bad)
-        return found
+                    outcomes.append(bad)
+        return outcomes
 
     shares = [kills // jobs + (i < kills % jobs) for i in range(jobs)]
     with ThreadPoolExecutor(jobs) as pool:
         chances = [random.Random(draw.random()) for _ in shares]
-        for found in pool.map(chain, shares, chances):
-            for bad in found:
+        for outcomes in pool.map(chain, shares, chances):
+            for bad in outcomes:
                 row.count(bad)
     return row
 
 
 def kill(fork: Fork) -> bool:
-    """SIGKILL to every rank; whether any was still there."""
+    """Send SIGKILL to every rank. Returns whether any was still alive."""
     hit = False
     for pid in fork.pids:
         with suppress(ProcessLookupError):
@@ -109,7 +109,7 @@ def kill(fork: Fork) -> bool:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is done, though nobody has asked for its status yet."""
+    """Whether a process has ended but its status was not read yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -117,7 +117,7 @@ def ended(pid: int) -> bool:
 
 
 def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int) -> Row:
-    """The disk is full from some operation on, fails once at one, or is read-only."""
+    """The disk is full from an operation on, fails once, or is read-only."""
     operations, reference = bench.operations(name), bench.reference(name)
     work = bench.works[name]
     how = {
@@ -141,7 +141,7 @@ def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int
 
 
 def short_writes(bench: Bench, name: str) -> Row:
-    """Every write of the whole work writes half of what it is given."""
+    """Every write writes only half of its data."""
     row, work = Row(f"{name}: every write is short"), bench.works[name]
     reference = bench.reference(name)
     with bench.place(work) as place:
@@ -150,9 +150,9 @@ def short_writes(bench: Bench, name: str) -> Row:
     return row
 
 
-# Python that sends this process SIGTERM in the middle of something
+# Python that sends this process SIGTERM in a critical phase
 TOLD = {
-    "validation": "from xformer import train as m; name = '_score'",
+    "validation": "from xformer import train as m; name = 'score_split'",
     "a checkpoint": "from xformer import checkpoint as m; name = 'save_tensors'",
     "the end of a checkpoint": "from xformer import checkpoint as m; name = 'write_json'",
     "start-up": "from xformer import train as m; name = 'prepare'",
@@ -172,7 +172,7 @@ setattr(m, name, hooked)
 
 
 def told_to_stop(bench: Bench, name: str, when: Iterable[str] = TOLD) -> list[Row]:
-    """SIGTERM in the middle of something; the same command goes on."""
+    """SIGTERM in a critical phase; the same command continues."""
     rows, work, reference = [], bench.works[name], bench.reference(name)
     for what in when:
         where = TOLD[what]

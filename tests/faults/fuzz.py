@@ -1,4 +1,4 @@
-"""Hostile files for every reader (tests/faults/readers.py), for as long as is asked.
+"""Hostile files for every reader (tests/faults/readers.py), for a given time.
 
     PYTHONPATH=tests python -m faults.fuzz --seconds 3600 --findings fuzz
     PYTHONPATH=tests python -m faults.fuzz --seconds 60 --only parquet,midi --findings fuzz
@@ -104,7 +104,7 @@ class Hang(BaseException):
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
-    """A seed after a few small damages."""
+    """A seed with a few small changes."""
     data = bytearray(draw.choice(seeds))
     for _ in range(draw.choice((1, 1, 2, 3, 8, 30))):
         place, kind = draw.randrange(len(data) + 1), draw.randrange(8)
@@ -130,16 +130,16 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
         else:  # another number in place of one
             numbers = list(re.finditer(rb"-?\d+", bytes(data)))
             if numbers:
-                found = draw.choice(numbers)
+                number = draw.choice(numbers)
                 new = draw.choice(
                     (b"0", b"-1", b"1", b"4294967296", b"9223372036854775808", b"1.5")
                 )
-                data[found.start() : found.end()] = new
+                data[number.start() : number.end()] = new
     return bytes(data)
 
 
 class Trial:
-    """One reader and a directory in which it is given one hostile file after another."""
+    """One reader, and a directory in which it reads one hostile file after another."""
 
     def __init__(self, name: str, ground: Path, place: Path):
         from faults.readers import READERS
@@ -156,7 +156,7 @@ class Trial:
             shutil.copytree(ground / self.reader.base, self.source)
 
     def __call__(self, data: bytes) -> str:
-        """Read it; what was wrong with that, or nothing. Raises Hang."""
+        """Read the file. Returns what was wrong with the reaction, or "". Raises Hang."""
         from faults.readers import CLEAN
 
         path = self.place / "work"
@@ -187,7 +187,7 @@ class Trial:
 
 
 def _linked(reader: Any) -> Callable[[str, str], Any]:
-    """Files that nobody changes are linked, not copied."""
+    """Link a file instead of copying it, because it is never changed."""
     written = ("store.json", "manifest.json", "tokenizer_meta.json", "log.jsonl")
 
     def copy(source: str, target: str) -> Any:
@@ -203,14 +203,14 @@ def _hang(number: int, frame: FrameType | None) -> None:
 
 
 def kind_of(fault: str) -> str:
-    """What makes two findings one: the error and the last line of ours that it went through."""
+    """The key of a finding: the error, and the last line of this project in its traceback."""
     ours = re.findall(r'File ".*/((?:xformer|preprocess)/[^"]+)", line (\d+)', fault)
     last = fault.strip().rpartition("\n")[2].partition(":")[0]
     return f"{last} at {':'.join(ours[-1])}" if ours else last[:80]
 
 
 def memory() -> int:
-    """Bytes that this process held at most."""
+    """The peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -250,18 +250,18 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
     parser = cli.make_parser()
     cli.make_parser = lambda: parser
     with tempfile.TemporaryDirectory(dir=_shared_memory()) as place:
-        found = Findings(findings / name, Trial(name, ground, Path(place) / "trial"))
+        tester = Findings(findings / name, Trial(name, ground, Path(place) / "trial"))
         began, before, noted = time.process_time(), counted(findings / name), 0.0
-        for data in found.trial.seeds:
-            found.test(data)
+        for data in tester.trial.seeds:
+            tester.test(data)
 
         def one(data: bytes) -> None:
             nonlocal noted
-            found.test(data)
+            tester.test(data)
             used = time.process_time() - began
             if used > noted + 1 or used > seconds:
                 noted = used
-                total = [before[0] + found.inputs, round(before[1] + used, 1)]
+                total = [before[0] + tester.inputs, round(before[1] + used, 1)]
                 (findings / name / "counted.json").write_text(json.dumps(total))
             if used > seconds:
                 shutil.rmtree(place, ignore_errors=True)
@@ -270,18 +270,18 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
         draw = random.Random(seed)
         if guided is None:
             while True:
-                one(mutated(draw, found.trial.seeds))
+                one(mutated(draw, tester.trial.seeds))
         gc.collect()
         corpus = findings / name / "corpus"
         corpus.mkdir(exist_ok=True)
-        for i, data in enumerate(found.trial.seeds):
+        for i, data in enumerate(tester.trial.seeds):
             (corpus / f"valid{i}").write_bytes(data)
-        largest = max(LARGEST, *(2 * len(data) for data in found.trial.seeds))
+        largest = max(LARGEST, *(2 * len(data) for data in tester.trial.seeds))
 
         def custom(data: bytes, most: int, number: int) -> bytes:
             chance = random.Random(number)
             if chance.randrange(3) == 0:
-                return mutated(chance, [data, *found.trial.seeds])[:most]
+                return mutated(chance, [data, *tester.trial.seeds])[:most]
             return bytes(guided.Mutate(data, most))
 
         options = [

@@ -1,4 +1,5 @@
-"""A long run of a tiny model: what it holds of the machine at its beginning and at its end."""
+"""A long run of a tiny model: the memory, files and threads that it uses at its beginning and
+end."""
 
 from __future__ import annotations
 
@@ -56,25 +57,25 @@ def long_haul(bench: Bench, steps: int = 20_000) -> tuple[Row, dict[str, Any]]:
         return row, {}
     points = [json.loads(text) for text in done.out.splitlines() if text.startswith('{"step"')]
     early, last = points[max(1, len(points) // 10)], points[-1]
-    found: dict[str, Any] = {
+    usage: dict[str, Any] = {
         name: [(b[name] - a[name]) for a, b in pairwise(points)] for name in ("cpu", "wall")
     }  # seconds a thousand steps are milliseconds a step
-    found["memory_mib"] = [round(p["rss"] / 2**20, 1) for p in points]
-    found |= {name: [p[name] for p in points] for name in ("files", "threads", "shared")}
-    few = max(1, len(found["cpu"]) // 6)
-    speed = [float(np.median(part)) for part in (found["cpu"][:few], found["cpu"][-few:])]
+    usage["memory_mib"] = [round(p["rss"] / 2**20, 1) for p in points]
+    usage |= {name: [p[name] for p in points] for name in ("files", "threads", "shared")}
+    few = max(1, len(usage["cpu"]) // 6)
+    speed = [float(np.median(part)) for part in (usage["cpu"][:few], usage["cpu"][-few:])]
     bad = ""
     if last["rss"] - early["rss"] > GROWTH:
-        bad = f"wrong: memory grows: {found['memory_mib']} MiB"
+        bad = f"wrong: memory grows: {usage['memory_mib']} MiB"
     for name in ("files", "threads", "shared"):
         if last[name] > early[name]:
-            bad = f"wrong: {name} grow: {found[name]}"
+            bad = f"wrong: {name} grow: {usage[name]}"
     if speed[1] > SLOWER * speed[0]:
-        bad = f"wrong: it slows down: {found['cpu']} s of CPU a thousand steps"
+        bad = f"wrong: it slows down: {usage['cpu']} s of CPU a thousand steps"
     row.count(bad)
     row.notes.append(
-        f"memory {found['memory_mib'][0]} to {found['memory_mib'][-1]} MiB, "
+        f"memory {usage['memory_mib'][0]} to {usage['memory_mib'][-1]} MiB, "
         f"{last['files']} files, {last['threads']} threads; "
         f"{speed[0]:.2f} to {speed[1]:.2f} ms of CPU a step"
     )
-    return row, found
+    return row, usage

@@ -48,7 +48,7 @@ def armed(place: Path, fault: str, number: int = 0, once: bool = False) -> str:
 
 
 class Armed:
-    """Wraps what this process does with files below `place` from now on."""
+    """Intercepts all operations on files below `place` in this process from now on."""
 
     def __init__(self, place: str, fault: str, number: int, once: bool):
         self.place, self.fault, self.number, self.once = place, fault, number, once
@@ -57,8 +57,8 @@ class Armed:
         self.safe: dict[int, int] = {}  # inode -> bytes that the disk has for sure
         for directory, _, names in os.walk(place):
             for name in names:
-                found = os.stat(os.path.join(directory, name))
-                self.safe[found.st_ino] = found.st_size
+                status = os.stat(os.path.join(directory, name))
+                self.safe[status.st_ino] = status.st_size
         for name, call in _real.items():
             setattr(os, name, self._wrapped(name, call))
         io.open = builtins.open = self._opened
@@ -91,9 +91,9 @@ class Armed:
                 for name in names:
                     path = os.path.join(directory, name)
                     with suppress(FileNotFoundError):  # a thread was already in its operation
-                        found = os.stat(path)
-                        kept = self.safe.get(found.st_ino, 0)
-                        if found.st_size > kept:
+                        status = os.stat(path)
+                        kept = self.safe.get(status.st_ino, 0)
+                        if status.st_size > kept:
                             _real["truncate"](path, kept)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -120,8 +120,8 @@ class Armed:
                 self.point(f"{name} {inside}")
             done = call(path, *arguments, **options)
             if name == "fsync" and inside:
-                found = os.fstat(path) if isinstance(path, int) else os.stat(path)
-                self.safe[found.st_ino] = found.st_size
+                status = os.fstat(path) if isinstance(path, int) else os.stat(path)
+                self.safe[status.st_ino] = status.st_size
             return done
 
         return wrapper
@@ -153,7 +153,7 @@ class Armed:
 
 
 class _Raw(io.FileIO):
-    """A file whose writes are told before they are done."""
+    """A file that reports its writes before they are done."""
 
     owner: Armed
 
@@ -169,5 +169,5 @@ class _Raw(io.FileIO):
 
 
 def _real_write(text: str) -> None:
-    """To standard output, past all buffers."""
+    """Write to standard output without buffering."""
     os.write(1, text.encode())

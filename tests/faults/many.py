@@ -30,7 +30,8 @@ Monitor.advance = advance
 
 
 def same_run(bench: Bench, others: int = 3) -> Row:
-    """While a process has a run, all others are refused by name; it ends as it would have."""
+    """While a process uses a run, others are refused with its name, and the run is not
+    disturbed."""
     row, reference = Row("two processes with one run="), bench.reference("training")
     work = bench.works["training"]
     with bench.place() as place, bench.place() as aside, bench.forks() as forks:
@@ -47,7 +48,7 @@ def same_run(bench: Bench, others: int = 3) -> Row:
 
 
 def same_output(bench: Bench, times: int = 5) -> Row:
-    """Two preprocess runs to one output: it is whole, and the one that comes too late says so."""
+    """Two preprocess runs write one output: it is complete, and the later one is refused."""
     row, work = Row("two preprocess runs to one output"), bench.works["preprocessing"]
     reference = bench.reference("preprocessing")
     for overwrite in (False, True):
@@ -67,7 +68,7 @@ def same_output(bench: Bench, times: int = 5) -> Row:
 
 
 def ten_readers(bench: Bench, number: int = 10) -> Row:
-    """Many runs on one store end as one alone does."""
+    """Many runs that read one store give the results of one run."""
     row, reference = Row(f"{number} runs reading one store"), bench.reference("training")
     work = bench.works["training"]
     with ExitStack() as stack:
@@ -104,19 +105,19 @@ def replaced_while_read(bench: Bench, seconds: float = 5) -> list[Row]:
 
 def _open(store: Path, known: set[str]) -> str:
     try:
-        found = open_store(store)
-        tokens = found.split("train").columns["tokens"]
+        opened = open_store(store)
+        tokens = opened.split("train").columns["tokens"]
         total = sum(len(tokens[i]) for i in range(len(tokens)))
-        bad = [name for name, _, good in found.verify() if not good]
+        bad = [name for name, _, good in opened.verify() if not good]
     except BadInput as error:
         return f"lost: {error}"
-    if bad or found.key not in known or total != found.split("train").tokens:
+    if bad or opened.key not in known or total != opened.split("train").tokens:
         return f"wrong: a mixture of two stores {bad}"
     return ""
 
 
 def _replace_for_ever(store: Path, kinds: list[Path]) -> None:
-    """In a process of its own: put one store after the other into its place."""
+    """Replace the store again and again; runs in its own process."""
     number = 0
     while True:
         number += 1

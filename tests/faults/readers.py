@@ -1,5 +1,5 @@
-"""What a stranger may hand to the project: for each kind of file some that are right, and the call
-that a command makes to read it.
+"""All readers of files: for each kind some valid files, and the call with which a command reads
+them.
 
 A reader is given a directory in which one file may be anything. It may accept it or refuse it in
 one clear line; everything else is a fault.
@@ -35,11 +35,12 @@ from xformer.convert.hf import from_hf
 from xformer.convert.plus import from_plus
 from xformer.data import files, mapping, store, tokenizers
 from xformer.data.errors import BadInput, Failure
-from xformer.preprocess import cli, fetch, unpack
-from xformer.preprocess.predict import write_rows
+from xformer.preprocess import cli
+from xformer.preprocess.fetch import data_sets, unpack
+from xformer.preprocess.tasks.predict import write_rows
 from xformer.recipe import Recipe
 from xformer.study.spec import read_study
-from xformer.surgery.operations import parse
+from xformer.surgery import parse_operation
 
 LIMIT = 2**22  # bytes that an archive may become
 CLEAN = (BadInput, Failure)  # what a command says in one line
@@ -187,7 +188,7 @@ def make_ground(ground: Path) -> None:
     (mapped / "input").mkdir()
     for file in ("tokenizer.json", "tokenizer_meta.json"):
         shutil.copy(mapped / file, mapped / "input" / file)
-    np.save(mapped / "input/mapping.npy", np.arange(len(tokenizers.load(mapped))))
+    np.save(mapped / "input/mapping.npy", np.arange(len(tokenizers.load_tokenizer(mapped))))
     mend_checkpoint(mapped, "input/mapping.npy")
     _make_hugging_face(ground)
     _make_raw(ground)
@@ -212,7 +213,7 @@ def _make_hugging_face(ground: Path) -> None:
         (ground / name).mkdir()
         from xformer.data import published
 
-        published.write(tokenizers.load(ground / kind), ground / name, 64)
+        published.export_tokenizer(tokenizers.load_tokenizer(ground / kind), ground / name, 64)
     (ground / "plus").mkdir()
     torch.save(
         {
@@ -313,7 +314,9 @@ def _make_raw(ground: Path) -> None:
         ("a.tar.bz2", bz2.compress(tarred(a=plain))),
     ):
         (raw / name).write_bytes(packed)
-    (raw / "catalogue.toml").write_bytes((ROOT / "preprocess/catalogue.toml").read_bytes()[:3000])
+    (raw / "catalogue.toml").write_bytes(
+        (ROOT / "preprocess/fetch/catalogue.toml").read_bytes()[:3000]
+    )
     shutil.copytree(ROOT / "recipes", ground / "recipes")
 
 
@@ -361,7 +364,7 @@ def mend_meta(path: Path, file: str) -> None:
         meta = json.loads((path / tokenizers.META).read_text())
         model: Any = meta.get("pieces")
         if (path / "tokenizer.json").is_file():
-            model = tokenizers._fast(path / "tokenizer.json")
+            model = tokenizers._fast_model(path / "tokenizer.json")
         rest = {
             k: v
             for k, v in meta.items()
@@ -391,12 +394,12 @@ TEXT = ("text", "--tokenizer", "{ground}/tok", "--input")
 
 def read_store(path: Path) -> None:
     """All that commands do with a store, short of training."""
-    found = store.open_store(path)
-    found.tokenizer()
-    list(found.verify())
+    opened = store.open_store(path)
+    opened.tokenizer()
+    list(opened.verify())
     command("stats", path)
     command("verify", path)
-    mapping.build("symbols:1", found, tokenizers.load(path))
+    mapping.build_mapping("symbols:1", opened, tokenizers.load_tokenizer(path))
 
 
 def evaluate_store(path: Path) -> None:
@@ -433,12 +436,12 @@ def predict_rows(path: Path) -> None:
 
 def resume(path: Path) -> None:
     """What a run that goes on reads of itself before it steps."""
-    found = run.Run(path).newest()
-    if found is not None:
-        run.State(**files.read_json(found / "state.json"))
+    newest = run.Run(path).newest()
+    if newest is not None:
+        run.State(**files.read_json(newest / "state.json"))
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
-        run.open_run(path, identity, False)._lock.close()  # type: ignore[union-attr]
+        run.Run.open(path, identity, False)._lock.close()  # type: ignore[union-attr]
     with contextlib.suppress(FileNotFoundError):
         monitor.cut_log(path, 1)
     with silent(), monitor.Monitor(path, True, 1, 0, 2, "step"):
@@ -447,7 +450,7 @@ def resume(path: Path) -> None:
 
 def read_result(path: Path) -> None:
     checkpoints.load(path)
-    tokenizers.load(path)
+    tokenizers.load_tokenizer(path)
 
 
 def read_predictions(path: Path) -> None:
@@ -475,7 +478,7 @@ def read_recipe(path: Path) -> None:
 def read_words(path: Path) -> None:
     """Words of command lines that are small languages of their own."""
     for line in (path / "words").read_text(encoding="utf-8", errors="replace").split("\n"):
-        for call in (lambda w: parse_overrides(Recipe, [w]), mapping.parse, parse):
+        for call in (lambda w: parse_overrides(Recipe, [w]), mapping.parse, parse_operation):
             with contextlib.suppress(BadInput):
                 call(line)
         with contextlib.suppress(BadInput):
@@ -575,7 +578,7 @@ READERS = [
         "catalogue",
         "raw",
         "catalogue.toml",
-        lambda path: fetch.load_catalogue(path / "catalogue.toml"),
+        lambda path: data_sets.load_catalogue(path / "catalogue.toml"),
     ),
     # tokenizers, from elsewhere and ours
     *(
@@ -594,7 +597,7 @@ READERS = [
             f"{kind} {file}",
             kind,
             file,
-            lambda path: tokenizers.load(path).encode_batch(["bam"]),
+            lambda path: tokenizers.load_tokenizer(path).encode_batch(["bam"]),
             mend_meta,
         )
         for kind, file in (

@@ -1,5 +1,5 @@
-"""What is killed, and how it is told whether anything was lost: a training run, a preprocess run
-and an operation on weights, small and real. The last two replace an older output."""
+"""The commands that are killed (a training run, a preprocess run and an operation on weights), and
+how to check whether anything was lost. The last two replace an older output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Work:
     opened: Callable[[Path], object] = lambda place: None  # raises BadInput where that is lost
 
     def finish(self, forks: Forks, place: Path, reference: Path) -> str:
-        """Run it to its end in a place where it was stopped; what is lost or wrong then."""
+        """Run the work to its end where it was stopped. Returns what is lost or wrong then."""
         try:
             self.opened(place)
         except BadInput as error:
@@ -79,7 +79,7 @@ class Work:
 
 
 def wrong(check: Callable[..., object], *given: object) -> str:
-    """What a check of a result finds, or nothing."""
+    """The complaint of a check of a result, or ""."""
     try:
         check(*given)
     except (AssertionError, OSError, DirectoryDeletedError) as error:
@@ -88,14 +88,14 @@ def wrong(check: Callable[..., object], *given: object) -> str:
 
 
 def ending(done: Done, check: Callable[..., object], *given: object) -> str:
-    """How a process that should have ended well did otherwise, or nothing."""
+    """How a process that should have succeeded has failed, or ""."""
     return f"lost: {done.err[-300:]}" if done.status else wrong(check, *given)
 
 
 def newest(place: Path) -> int:
     """The step of the newest checkpoint below a place; 0: there is none."""
-    found = (place / "run/checkpoints").glob("step_*/manifest.json")
-    return max((int(path.parent.name.removeprefix("step_")) for path in found), default=0)
+    manifests = (place / "run/checkpoints").glob("step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
 def check_run(place: Path, reference: Path) -> None:
@@ -109,10 +109,10 @@ def check_run(place: Path, reference: Path) -> None:
 def check_store(place: Path, reference: Path, name: str = "store") -> None:
     """Every byte is that of the reference, but for the output's name in the command line."""
     assert [p.name for p in place.iterdir()] == [name], [p.name for p in place.iterdir()]
-    found, wanted = (files(p / name, p) for p in (place, reference))
-    assert found.keys() == wanted.keys()
-    for name in found:
-        assert found[name] == wanted[name], f"{name} differs"
+    actual, wanted = (files(p / name, p) for p in (place, reference))
+    assert actual.keys() == wanted.keys()
+    for name in actual:
+        assert actual[name] == wanted[name], f"{name} differs"
 
 
 def files(directory: Path, place: Path) -> dict[str, bytes]:
@@ -133,7 +133,7 @@ def works(toys: Toys, scratch: Path) -> dict[str, Work]:
     """The works by name."""
     base = scratch / "base"
     shape = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128)
-    checkpoints.save(checkpoints.fresh(shape, tokenizers.load(toys.tokenizer), 0), base)
+    checkpoints.save(checkpoints.fresh(shape, tokenizers.load_tokenizer(toys.tokenizer), 0), base)
     text = [
         "preprocess.py",
         "text",
@@ -204,7 +204,7 @@ class Bench:
 
     @contextmanager
     def place(self, work: Work | None = None) -> Iterator[Path]:
-        """A directory that goes when all was well; empty but for what a work finds in it."""
+        """A directory for a work, which is deleted if all is well."""
         path = self.scratch / f"place-{next(self.numbers)}"
         path.mkdir(parents=True)
         if work is not None:
@@ -213,7 +213,7 @@ class Bench:
         shutil.rmtree(path)
 
     def reference(self, name: str) -> Path:
-        """Where a work lies that never stopped."""
+        """The place of a work that was never stopped."""
         if name not in self.references:
             path = self.scratch / f"reference-{name.replace(' ', '-')}"
             path.mkdir(parents=True)
@@ -224,13 +224,13 @@ class Bench:
         return self.references[name]
 
     def run(self, name: str, place: Path, before: str = "") -> Done:
-        """A work from its beginning to its end."""
+        """Run a work from its beginning to its end."""
         work = self.works[name]
         with self.forks() as forks:
             return forks.run(*work.line(place), ranks=work.ranks, before=before)
 
     def operations(self, name: str) -> list[str]:
-        """What a work does with files, in order."""
+        """The operations on files that a work does, in order."""
         self.reference(name)
         with self.place(self.works[name]) as place:
             said = self.run(name, place, armed(place, COUNT)).out
@@ -239,7 +239,7 @@ class Bench:
 
 
 def clear_line(done: Done) -> str:
-    """What is wrong with how a command told of its failure; nothing if it is one line."""
+    """What is wrong with the message of a command that failed; "" if it is one line."""
     if "Traceback" in done.err:
         return f"wrong: a traceback: {done.err.strip().rpartition(chr(10))[2]}"
     last = done.err.strip().rpartition("\n")[2]

@@ -6,14 +6,17 @@
 
 {commands}
 
-Each writes its result as JSON and the figures drawn from it, as SVG and PNG, light and dark, and
-prints one line. `python -m xformer.analysis NAME --help` shows every key with its default. A
-CHECKPOINT may be a run: then the checkpoint that train.select chose.
+`python -m xformer.analysis NAME --help` explains an analysis and shows every key with its default.
+
+A CHECKPOINT is the directory of a checkpoint or of a finished run. Of a run, the checkpoint that
+train.select chose is used. Every analysis but capture writes its result as JSON, draws figures from
+it (SVG and PNG, for light and dark pages), and prints a summary in one line.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -22,16 +25,16 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput, typed
 from xformer.start import run
 
-# by name: the module, and what it shows
+# the modules by name, and what each of them shows
 MODULES = {
     "pwcca": "how alike the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
-    "attention": "how far apart the attention heads of two models look, matched by layer",
+    "attention": "how far apart the attention maps of two models are, with heads matched",
     "jacobian": "dynamical isometry: singular values of d(last hidden) / d(word embeddings)",
     "gradients": "gradient confusion: cosines between the gradients of different examples",
     "perturbation": "how far outputs move when noise is added to the parameters",
-    "cost": "parameters by part, operations a token, measured speed, seconds to make",
-    "curves": "loss curves of runs, mean and band over seeds",
-    "capture": "hidden states and attention maps as HDF5",
+    "cost": "parameters by part, operations per token, measured speed, seconds to make",
+    "curves": "loss curves of runs: mean and standard deviation over seeds",
+    "capture": "hidden states and attention maps, written to an HDF5 file",
 }
 
 
@@ -39,42 +42,52 @@ def main() -> None:
     """`python -m xformer.analysis NAME ...`"""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
-        listed = "\n".join(f"    {name:<14}{text}" for name, text in MODULES.items())
-        say(*typed((__doc__ or "").strip()).format(commands=listed).split("\n"))
+        lines = "\n".join(f"    {name:<14}{text}" for name, text in MODULES.items())
+        say(*typed((__doc__ or "").strip()).format(commands=lines).split("\n"))
         return
     name, *rest = arguments
     if name == "draw":
-        _draw(rest)
+        _redraw(rest)
         return
     if name not in MODULES:
         near = nearest(name, list(MODULES)) or f"; there are {', '.join(MODULES)} and draw"
         raise BadInput(f"unknown analysis {name!r}{near}")
-    from xformer.analysis.command import parse
+    from xformer.analysis.subcommand import parse_arguments
 
     module = import_module(f"xformer.analysis.{name}")
-    module.run(*parse(module.COMMAND, rest))
+    module.run(*parse_arguments(module.SUBCOMMAND, rest))
 
 
-def _draw(paths: list[str]) -> None:
-    """Draw the figures of results anew, beside them."""
-    from xformer.analysis import figure
+def _redraw(paths: list[str]) -> None:
+    """Draw the figures of earlier results again, next to their JSON files."""
+    from xformer.data import style
     from xformer.data.files import read_json
 
     if not paths or paths[0] in ("-h", "--help"):
-        program = typed("python -m xformer.analysis")
-        say(f"{program} draw FILE.json ...", "", "Draw results anew, beside them.")
+        say(
+            typed("python -m xformer.analysis draw FILE.json [FILE.json ...]"),
+            "",
+            "Draw the figures of earlier results again, next to their JSON files. Nothing is",
+            "computed again.",
+        )
         return
     for path in map(Path, paths):
-        found = read_json(path)
-        if not isinstance(found, dict) or found.get("analysis") not in MODULES:
-            raise BadInput(f"{path} is no result of an analysis")
-        module = import_module(f"xformer.analysis.{found['analysis']}")
+        result = read_json(path)
+        if not isinstance(result, dict) or result.get("analysis") not in MODULES:
+            raise BadInput(
+                f"{path} is not the result of an analysis; give a JSON file that one wrote"
+            )
+        module = import_module(f"xformer.analysis.{result['analysis']}")
         try:
-            pictures = figure.save(found, module.draw, path.parent, path.stem)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadInput(f"{path} is no whole result of {found['analysis']}: {error!r}") from None
-        for picture in pictures:
-            say(str(picture))
+            draw = partial(module.draw, result)
+            figures = style.write_light_and_dark(draw, path.parent, path.stem)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise BadInput(
+                f"{path} is not a complete result of {result['analysis']} ({error!r}); "
+                "run the analysis again"
+            ) from None
+        for figure in figures:
+            say(str(figure))
 
 
 if __name__ == "__main__":

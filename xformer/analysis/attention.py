@@ -1,63 +1,73 @@
-"""Attention maps: how far apart the heads of two models look, layer by layer.
+"""Attention maps: how far apart the heads of two models are, layer by layer.
 
     python -m xformer.analysis attention CHECKPOINT CHECKPOINT data=STORE out=DIR
     python -m xformer.analysis attention ckpt/bert ckpt/plus data=stores/protein show=11 \\
       mapping=symbols:0 mapping_b=none examples=200 out=figures
 
-For each example the heads of one layer of the first model are matched one to one with those of the
-same layer of the second so that the mean L1 distance of their maps is least (Kao & Lee 2021,
-section 4.4.1 and figure 5). The distance of two maps is the sum over keys of |a - b|, averaged over
-queries: 0 for equal maps, 2 for maps that look at different tokens.
-
-H heads, L length of an example.
+In each layer and for each example, the heads of the first model are matched one to one with those
+of the second, so that the mean L1 distance of matched maps is smallest (Kao & Lee 2021, section
+4.4.1 and figure 5). The distance of two maps is the sum over keys of |a - b|, averaged over
+queries. It is 0 for equal maps, and 2 for maps that attend to different tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis import figure
-from xformer.analysis.command import Command, progress, publish
+from xformer.analysis import drawing
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
     look_inside,
     open_examples,
 )
+from xformer.analysis.subcommand import Subcommand, publish, with_progress
+from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-READABLE = 24  # tokens of an example whose maps are drawn, at most, if one is so short
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Shapes: H heads, H' heads of the second model, L tokens of an example, N examples.
+
+READABLE = 24  # tokens: the maps of an example that is longer are too fine to read
 
 
 class AttentionConfig(ExamplesConfig):
-    """Which maps are compared and shown."""
+    """Which maps are compared, and which are drawn."""
 
     examples: int = Field(64, ge=1)
-    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     show: str = "last"
-    """The layer, from 1, whose matched heads are drawn for one example."""
+    """The layer whose matched heads are drawn for one example: last, or a number from 1."""
     example: int | None = Field(None, ge=0)
-    """Row of the split that is drawn; absent: the longest of the drawn rows that is readable."""
+    """The row of the split whose maps are drawn, from 0. Default: of the rows compared, the longest
+    with at most 24 tokens, or the shortest if all are longer."""
 
 
-COMMAND = Command("attention", AttentionConfig, __doc__ or "", 2, 2)
+SUBCOMMAND = Subcommand("attention", AttentionConfig, __doc__ or "", 2, 2)
 
 
-def distances(a: Tensor, b: Tensor) -> Tensor:
-    """Mean L1 distances of every map to every other: (H, L, L), (H', L, L) -> (H, H'), 0 to 2."""
-    # head by head: torch.cdist is slower, all pairs at once take H times the memory
-    return torch.stack([(b - one).abs_().sum((1, 2)) for one in a]) / a.size(1)
+def map_distances(a: Tensor, b: Tensor) -> Tensor:
+    """L1 distances of all pairs of maps, averaged over queries: (H, L, L), (H', L, L) -> (H, H').
+
+    They lie between 0 and 2.
+    """
+    # Head by head: torch.cdist is slower, and all pairs at once take H times the memory.
+    return torch.stack([(b - head).abs_().sum((1, 2)) for head in a]) / a.size(1)
 
 
 def match(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The cheapest one-to-one matching (Hungarian algorithm): heads of the first and of the second
-    in pairs, min(H, H') of them."""
+    """The one-to-one matching of least total cost (H, H'), by the Hungarian algorithm.
+
+    Returns the heads of the first model and their partners, min(H, H') of each.
+    """
     from scipy.optimize import linear_sum_assignment
 
     ours, theirs = linear_sum_assignment(cost)
@@ -67,28 +77,30 @@ def match(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def run(paths: list[str], config: AttentionConfig) -> None:
     """`python -m xformer.analysis attention A B key=value ...`"""
     examples = open_examples(config, paths)
-    first, second = examples.readers
+    first, second = examples.models
     layers = min(first.layers, second.layers)
     if config.show not in ("last", *map(str, range(1, layers + 1))):
         raise BadInput(f"show={config.show}: give last, or one layer from 1 to {layers}")
     show = layers if config.show == "last" else int(config.show)
     if config.example is not None and config.example >= first.assembler.split.rows:
         raise BadInput(
-            f"example={config.example}: the split has {first.assembler.split.rows} rows, from 0"
+            f"example={config.example}: the split has {first.assembler.split.rows} rows; give a "
+            "number from 0"
         )
     if first.layers != second.layers:
         say(
-            f"{first.layers} and {second.layers} layers: the first {layers} are compared",
+            f"the models have {first.layers} and {second.layers} layers: the first {layers} of "
+            "each are compared",
             error=True,
         )
-    found = compare(examples, layers)
+    distances = layer_distances(examples, layers)
     result = {
         "analysis": "attention",
         **examples.describe(),
-        "layers": found,
-        "picture": _picture(examples, found, show, config.example),
+        "layers": distances,
+        "picture": _matched_maps(examples, distances[show - 1], config.example),
     }
-    means = [layer["distance"]["mean"] for layer in found]
+    means = [layer["distance"]["mean"] for layer in distances]
     line = (
         f"attention {first.name} - {second.name}: mean L1 distance of matched heads "
         f"{np.mean(means):.4f} (0 to 2; layers {', '.join(f'{m:.3f}' for m in means)}) on "
@@ -99,23 +111,26 @@ def run(paths: list[str], config: AttentionConfig) -> None:
     publish(config, result, draw, line, {"distance": metrics})
 
 
-def compare(examples: Examples, layers: int) -> list[dict[str, Any]]:
-    """For each layer: the distance after matching the heads of each example (its mean and deviation
-    over examples), that of all pairs of heads, and the one matching of the mean distances."""
+def layer_distances(examples: Examples, layers: int) -> list[dict[str, Any]]:
+    """The distances of the two models' maps, for each of the first `layers` layers."""
     costs: list[list[np.ndarray]] = [[] for _ in range(layers)]
     parts = list(examples.parts())
-    for part in progress(parts, len(examples.rows), "examples", len):
-        ours, theirs = (look_inside(r, part, maps=True)[1].maps for r in examples.readers)
+    for part in with_progress(parts, len(examples.rows), "examples", len):
+        ours, theirs = (look_inside(loaded, part, maps=True)[1].maps for loaded in examples.models)
         for layer in range(layers):
             costs[layer] += [
-                distances(a, b).cpu().double().numpy()
+                map_distances(a, b).cpu().double().numpy()
                 for a, b in zip(ours[layer], theirs[layer], strict=True)
             ]
     return [_of_layer(i + 1, np.stack(layer)) for i, layer in enumerate(costs)]
 
 
 def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
-    """What the costs (N, H, H') of one layer's examples say."""
+    """One layer's distances, from the distances (N, H, H') of all pairs of heads by example.
+
+    `distance` is over heads matched in each example, with its deviation over examples; `unmatched`
+    over all pairs of heads; `matching` is the one matching of the mean distances.
+    """
     each = np.array([cost[match(cost)].mean() for cost in costs])
     mean = costs.mean(0)
     ours, theirs = match(mean)
@@ -135,23 +150,21 @@ def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _picture(
-    examples: Examples, found: list[dict[str, Any]], layer: int, row: int | None
-) -> dict[str, Any]:
-    """The maps of one example and layer, the second model's heads in the order of the matching."""
-    if row is None:
+def _matched_maps(examples: Examples, layer: dict[str, Any], row: int | None) -> dict[str, Any]:
+    """The maps of one layer for one row, with the heads of both models in the matching's order."""
+    if row is None:  # rows are in order of length
         readable = np.flatnonzero(examples.sizes <= READABLE)
         row = int(examples.rows[readable[-1] if len(readable) else 0])
-    rows, matching = np.array([row]), found[layer - 1]["matching"]
+    rows, number, matching = np.array([row]), layer["layer"], layer["matching"]
     maps, pieces = [], []
-    for reader, heads in zip(examples.readers, ("first", "second"), strict=True):
-        batch, inside = look_inside(reader, rows, maps=True)
-        maps.append(inside.maps[layer - 1][0].cpu()[matching[heads]].double())
-        pieces.append([reader.checkpoint.tokenizer.pieces[i] for i in batch.tokens])
-    apart = [float(distances(a[None], b[None])) for a, b in zip(*maps, strict=True)]
+    for loaded, heads in zip(examples.models, ("first", "second"), strict=True):
+        batch, inside = look_inside(loaded, rows, maps=True)
+        maps.append(inside.maps[number - 1][0].cpu()[matching[heads]].double())
+        pieces.append([loaded.checkpoint.tokenizer.pieces[i] for i in batch.tokens])
+    apart = [float(map_distances(a[None], b[None])) for a, b in zip(*maps, strict=True)]
     return {
         "row": row,
-        "layer": layer,
+        "layer": number,
         "heads": [matching["first"], matching["second"]],
         "pieces": pieces,
         "distance": apart,
@@ -162,63 +175,57 @@ def _picture(
 # ----------------------------------------------------------------------------------- drawing
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
-    """The curve over layers, the matching of one layer, and the matched heads of one example."""
-    names = [figure.short(c["name"]) for c in found["checkpoints"]]
-    heads = found["picture"]["heads"]
+def draw(result: dict[str, Any]) -> Figure:
+    """Distances by layer, the matching of one layer, and the matched heads of one example."""
+    names = [drawing.short(c["name"]) for c in result["checkpoints"]]
+    heads = result["picture"]["heads"]
     count = len(heads[0])
     with_maps = max(6, min(count, 12))
-    drawn, axes = figure.mosaic(
-        1.15 * with_maps,
-        7.2,
-        [
-            ["curve"] * (with_maps // 2) + ["matching"] * (with_maps - with_maps // 2),
-            *[[f"{side}{i}" if i < count else "." for i in range(with_maps)] for side in "ab"],
-        ],
-        height_ratios=[2.6, 1, 1],
-    )
-    _draw_curve(axes["curve"], found, theme)
-    _draw_matching(axes["matching"], found, names, theme, drawn)
-    _draw_heads(axes, found, names, theme, min(count, with_maps))
-    store = figure.of_stores(found["data"]["store"])
-    drawn.suptitle(
+    figure = style.new_figure(1.15 * with_maps, 7.2)
+    rows: list[Any] = [
+        ["curve"] * (with_maps // 2) + ["matching"] * (with_maps - with_maps // 2),
+        *[[f"{side}{i}" if i < count else "." for i in range(with_maps)] for side in "ab"],
+    ]
+    axes: Any = figure.subplot_mosaic(rows, height_ratios=[2.6, 1, 1])
+    _draw_curve(axes["curve"], result)
+    _draw_matching(axes["matching"], result, names, figure)
+    _draw_heads(axes, result, names, min(count, with_maps))
+    store = drawing.of_stores(result["data"]["store"])
+    figure.suptitle(
         f"{names[0]} and {names[1]}\n"
-        f"attention on {figure.many(found['data']['examples'], 'example')} of {store}",
+        f"attention on {drawing.many(result['data']['examples'], 'example')} of {store}",
         fontsize=10.5,
     )
-    drawn.supxlabel(
+    figure.supxlabel(
         "maps: queries down, keys across; colours from 0 to each map's own maximum",
         fontsize=8,
-        color=theme.faint,
+        color=style.FAINT,
     )
-    return drawn
+    return figure
 
 
-def _draw_curve(axes: Any, found: dict[str, Any], theme: figure.Theme) -> None:
-    layers = found["layers"]
+def _draw_curve(axes: Any, result: dict[str, Any]) -> None:
+    layers = result["layers"]
     numbers = [layer["layer"] for layer in layers]
     mean = np.array([layer["distance"]["mean"] for layer in layers])
-    spread = np.array([layer["distance"]["deviation"] for layer in layers])
-    colour = theme.colours[0]
+    deviation = np.array([layer["distance"]["deviation"] for layer in layers])
     axes.fill_between(
         numbers,
-        mean - spread,
-        mean + spread,
-        color=colour,
+        mean - deviation,
+        mean + deviation,
+        color="C0",
         alpha=0.22,
         lw=0,
         label="± sd over examples",
     )
-    axes.plot(numbers, mean, "o-", color=colour, ms=4, lw=1.8, label="heads matched by example")
+    axes.plot(numbers, mean, "o-", color="C0", ms=4, lw=1.8, label="heads matched by example")
     fixed = [float(np.mean(layer["matching"]["distance"])) for layer in layers]
-    axes.plot(
-        numbers, fixed, "s--", color=theme.colours[1], ms=3.5, lw=1.3, label="one matching for all"
-    )
+    axes.plot(numbers, fixed, "s--", color="C1", ms=3.5, lw=1.3, label="one matching for all")
     axes.plot(
         numbers,
         [layer["unmatched"] for layer in layers],
         ":",
-        color=theme.faint,
+        color=style.FAINT,
         lw=1.5,
         label="all pairs of heads",
     )
@@ -228,12 +235,10 @@ def _draw_curve(axes: Any, found: dict[str, Any], theme: figure.Theme) -> None:
     axes.legend(fontsize=7.5)
 
 
-def _draw_matching(
-    axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme, drawn: Any
-) -> None:
-    layer = found["layers"][found["picture"]["layer"] - 1]
+def _draw_matching(axes: Any, result: dict[str, Any], names: list[str], figure: Any) -> None:
+    layer = result["layers"][result["picture"]["layer"] - 1]
     values = np.array(layer["distances"])
-    image = axes.imshow(values, cmap=theme.scale, origin="lower", aspect="auto")
+    image = axes.imshow(values, origin="lower", aspect="auto")
     axes.plot(
         layer["matching"]["second"],
         layer["matching"]["first"],
@@ -241,7 +246,7 @@ def _draw_matching(
         mfc="none",
         ms=9,
         mew=1.6,
-        color=theme.colours[1],
+        color="C1",
     )
     axes.grid(False)
     axes.set_xticks(range(values.shape[1]), range(1, values.shape[1] + 1), fontsize=8)
@@ -251,17 +256,15 @@ def _draw_matching(
         ylabel=f"head of {names[0]}",
         title=f"Matching of layer {layer['layer']} (circles)",
     )
-    drawn.colorbar(image, ax=axes, label="mean L1 distance", fraction=0.05, pad=0.02)
+    figure.colorbar(image, ax=axes, label="mean L1 distance", fraction=0.05, pad=0.02)
 
 
-def _draw_heads(
-    axes: Any, found: dict[str, Any], names: list[str], theme: figure.Theme, count: int
-) -> None:
-    picture = found["picture"]
+def _draw_heads(axes: Any, result: dict[str, Any], names: list[str], count: int) -> None:
+    picture = result["picture"]
     for i in range(count):
         for side, maps, heads in zip("ab", picture["maps"], picture["heads"], strict=True):
             panel = axes[f"{side}{i}"]
-            panel.imshow(maps[i], cmap=theme.scale, vmin=0, vmax=max(map(max, maps[i])))
+            panel.imshow(maps[i], vmin=0, vmax=max(map(max, maps[i])))
             panel.grid(False)
             panel.set_xticks([])
             panel.set_yticks([])

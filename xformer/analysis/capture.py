@@ -1,14 +1,13 @@
-"""Representations on disk: every hidden state and attention map as HDF5.
+"""Representations on disk: hidden states and attention maps, written to an HDF5 file.
 
     python -m xformer.analysis capture CHECKPOINT data=STORE out=F.h5
     python -m xformer.analysis capture ckpt/bert data=stores/rte layers=0,6,12 \\
       what=hidden,attention examples=1000 dtype=float32 out=bert.h5
 
-F.h5 joins the files of F.h5.parts/, which are written one after the other and renamed when they
-are whole: the same command again goes on after a kill. Memory does not grow with the examples.
-F.h5.parts/capture.json holds the settings and, once F.h5 is whole, the SHA-256 of every file.
-
-T tokens of all examples, N examples, C hidden size, H heads, L length of an example.
+The numbers are in the part files in F.h5.parts/. F.h5 joins them, so that a program reads one file.
+Each part is renamed when it is complete, so the same command continues after it was killed. Memory
+does not grow with the number of examples. F.h5.parts/capture.json holds the settings and, once F.h5
+is complete, the SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis.command import Command, progress
+from xformer.analysis.drawing import many
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
@@ -37,18 +37,27 @@ from xformer.analysis.examples import (
     open_examples,
     parse_layers,
 )
-from xformer.analysis.figure import many
+from xformer.analysis.subcommand import Subcommand, check_place, with_progress
 from xformer.data.display import say
 from xformer.data.errors import BadInput
-from xformer.data.files import file_checksum, read_json, read_own_json, sync, write_json
+from xformer.data.files import (
+    file_checksum,
+    make_directory,
+    read_json,
+    read_own_json,
+    sync,
+    write_json,
+)
+
+# Shapes: N examples, C hidden size, H heads, L tokens of an example.
 
 FORMAT = 1
-PART = 16384  # tokens of one file of F.h5.parts
-READ = 4096  # tokens read at once
-ROWS = 256  # of a compressed chunk
-NOTE = "capture.json"  # in the directory of parts
-JOINED = "joined"  # what NOTE calls F.h5, beside the parts' own names
-# what h5py raises on a file that is cut off, damaged, or not a capture
+PART_TOKENS = 16384  # in one file of F.h5.parts
+READ_TOKENS = 4096  # read at once
+CHUNK_ROWS = 256  # of a dataset, compressed together
+NOTE = "capture.json"  # in F.h5.parts
+JOINED = "joined"  # the name of F.h5 in NOTE; the parts have their own names
+# what h5py raises if a file is cut off, damaged, or not a capture
 DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -56,38 +65,49 @@ class CaptureConfig(ExamplesConfig):
     """What is written."""
 
     out: str
-    """The HDF5 file to write, F.h5; its parts lie in F.h5.parts beside it."""
+    """The HDF5 file to write, F.h5. Its parts are in F.h5.parts, next to it. The directory is
+    created if necessary."""
+    run: str | None = None
+    """Not allowed here: a capture has no figure that TensorBoard could show."""
+    overwrite: bool = False
+    """Replace an earlier capture of the same name."""
     layers: str = "all"
-    """all, last, or numbers such as 0,6,12: 0 is the embeddings' output, i that of layer i."""
+    """all, last, or numbers such as 0,6,12. 0 is the output of the embeddings, i that of layer
+    i."""
     what: str = "hidden"
     """hidden, attention, or hidden,attention."""
     dtype: Literal["float16", "float32"] = "float16"
-    """Type of the numbers."""
+    """Data type of the numbers."""
     examples: int = Field(256, ge=1)
-    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
 
 
-COMMAND = Command("capture", CaptureConfig, __doc__ or "", directory=False)
+SUBCOMMAND = Subcommand("capture", CaptureConfig, __doc__ or "", directory=False)
 
 
 def run(paths: list[str], config: CaptureConfig) -> None:
     """`python -m xformer.analysis capture CHECKPOINT key=value ...`"""
-    out, parts = Path(config.out), Path(f"{config.out}.parts")
+    out = Path(config.out)
+    parts = _parts_of(out)
     if config.run is not None:
         raise BadInput("capture draws nothing that a run could show: leave run= away")
-    if out.suffix != ".h5" or out.is_dir() or not out.absolute().parent.is_dir():
-        raise BadInput(f"out={out}: give a file F.h5 in a directory that exists")
+    if out.suffix != ".h5" or out.is_dir():
+        raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
+    check_place(parts)
     kinds = [kind.strip() for kind in config.what.split(",")]
     if not kinds or not set(kinds) <= {"hidden", "attention"}:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
-    layers = parse_layers(config.layers, examples.readers[0].layers)
+    layers = parse_layers(config.layers, examples.models[0].layers)
     if "attention" in kinds and not any(layers):
-        raise BadInput(f"layers={config.layers}: the embeddings (0) have no attention")
+        raise BadInput(
+            f"layers={config.layers}: the embeddings (0) have no attention; give other layers, or "
+            "what=hidden"
+        )
     identity = _identity(examples, config, kinds, layers)
     if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
-        say(f"{out} is whole already")
+        say(f"{out} is complete already")
         return
     with _locked(parts, identity, out, config.overwrite):
         files = _write_parts(examples, parts, kinds, layers, config.dtype)
@@ -99,16 +119,19 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     )
 
 
+# ------------------------------------------------------------------------------------ writing
+
+
 def _identity(
     examples: Examples, config: CaptureConfig, kinds: list[str], layers: list[int]
 ) -> dict[str, Any]:
-    """What two captures must agree on to be one; the attributes of the file."""
-    reader = examples.readers[0]
+    """The settings that decide what a capture holds. They become the attributes of the file."""
+    loaded = examples.models[0]
     return {
         "format": FORMAT,
-        "checkpoint": reader.path,
-        "weights": reader.key,
-        "tokenizer": reader.checkpoint.tokenizer.fingerprint,
+        "checkpoint": loaded.path,
+        "weights": loaded.key,
+        "tokenizer": loaded.checkpoint.tokenizer.fingerprint,
         "store": examples.store.name,
         "store_key": examples.store.key,
         "split": examples.split,
@@ -118,91 +141,90 @@ def _identity(
         "mapping": config.mapping or "as trained",
         "what": ",".join(kinds),
         "layers": layers,
-        "model_layers": reader.layers,
+        "model_layers": loaded.layers,
         "dtype": config.dtype,
     }
 
 
-def _refuse_other(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
-    """Raise BadInput naming the settings in which a capture on disk is another one."""
-    paths = ("checkpoint", "store")  # told apart by what is in them
-    other = [
-        f"{key}={found.get(key)} is now {value}"
+def _refuse_other(on_disk: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
+    """Raise BadInput, with the settings that differ, if the capture on disk is another one."""
+    paths = ("checkpoint", "store")  # they may have moved: the weights and the store's key count
+    differing = [
+        f"{key}={on_disk.get(key)} is now {value}"
         for key, value in wanted.items()
-        if found.get(key) != value and key not in paths
+        if on_disk.get(key) != value and key not in paths
     ]
-    if other:
+    if differing:
         raise BadInput(
-            f"{where} holds another capture ({'; '.join(other[:3])}); give another out=, or "
+            f"{where} holds another capture ({'; '.join(differing[:3])}); give another out=, or "
             "overwrite=true to replace it"
         )
 
 
-class _locked:
-    """The directory of parts, made for this capture or left by a killed one, for this process."""
+@contextmanager
+def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -> Iterator[None]:
+    """Keep other processes out of the directory of parts, which is created if necessary.
 
-    def __init__(self, parts: Path, identity: dict[str, Any], out: Path, overwrite: bool):
-        self.parts, self.identity, self.out, self.overwrite = parts, identity, out, overwrite
-
-    def __enter__(self) -> None:
-        fresh = not self.parts.exists()
-        self.parts.mkdir(exist_ok=True)
-        self.lock = (self.parts / ".lock").open("w")
+    Parts of the same capture that a killed process left are kept. Raises BadInput if the directory
+    is in use, or holds another capture.
+    """
+    fresh = not parts.exists()
+    make_directory(parts, "out=")
+    note = parts / NOTE
+    with (parts / ".lock").open("w") as lock:
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadInput(f"out={self.out}: another process is writing it") from None
-        note = self.parts / NOTE
-        if self.overwrite:
-            self.out.unlink(missing_ok=True)
-            for old in [note, *self.parts.glob("*.h5")]:
+            raise BadInput(
+                f"out={out}: another process is writing it; wait for it, or give another out="
+            ) from None
+        if overwrite:
+            out.unlink(missing_ok=True)
+            for old in [note, *parts.glob("*.h5")]:
                 old.unlink(missing_ok=True)
         if not fresh and note.exists():
-            _refuse_other(read_json(note), self.identity, self.parts)
-        for leftover in self.parts.glob(".*.h5.*"):
-            leftover.unlink()
-        write_json(note, self.identity)
+            _refuse_other(read_json(note), identity, parts)
+        try:
+            _remove_temporary(parts)
+            write_json(note, identity)
+            yield
+        finally:
+            _remove_temporary(parts)
+            if not list(parts.glob("*.h5")):  # it ended before the first part
+                shutil.rmtree(parts, ignore_errors=True)
 
-    def __exit__(self, *_: object) -> None:
-        for leftover in self.parts.glob(".*.h5.*"):
-            leftover.unlink()
-        if not list(self.parts.glob("*.h5")):  # it ended before the first part
-            shutil.rmtree(self.parts, ignore_errors=True)
-        self.lock.close()
+
+def _remove_temporary(parts: Path) -> None:
+    for leftover in parts.glob(".*.h5.*"):
+        leftover.unlink()
 
 
 def _write_parts(
     examples: Examples, parts: Path, kinds: list[str], layers: list[int], dtype: str
 ) -> list[Path]:
-    """Every part that is not there yet; the files of all."""
+    """Write the parts that do not exist yet. Returns the files of all parts."""
     files = []
-    size = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
-    pieces = list(examples.parts(PART))
-    shown = progress(pieces, examples.tokens, "tokens", lambda rows: sum(size[r] for r in rows))
-    for number, rows in enumerate(shown):
+    size_of = dict(zip(examples.rows.tolist(), examples.sizes.tolist(), strict=True))
+    pieces = [(rows, [size_of[row] for row in rows]) for rows in examples.parts(PART_TOKENS)]
+    shown = with_progress(pieces, examples.tokens, "tokens", lambda piece: sum(piece[1]))
+    for number, (rows, sizes) in enumerate(shown):
         file = parts / f"{number:05}.h5"
         files.append(file)
-        if file.exists() and _is_whole(file):
+        if file.exists() and _is_complete(file):
             continue
         temporary = parts / f".{file.name}.{os.getpid()}"
         with h5py.File(temporary, "w") as h5:
-            some = Examples(
-                examples.store,
-                examples.split,
-                rows,
-                np.array([size[r] for r in rows]),
-                examples.readers,
-                examples.max_tokens,
-            )
-            for part in some.parts():
-                _append(h5, some, part, kinds, layers, dtype)
+            of_part = replace(examples, rows=rows, sizes=np.array(sizes))
+            for some in of_part.parts():
+                _append(h5, of_part, some, kinds, layers, dtype)
         sync(temporary)
         temporary.replace(file)
         sync(parts)
     return files
 
 
-def _is_whole(file: Path) -> bool:
+def _is_complete(file: Path) -> bool:
+    """Whether HDF5 can open a part."""
     try:
         with h5py.File(file) as h5:
             return "tokens" in h5
@@ -211,32 +233,35 @@ def _is_whole(file: Path) -> bool:
 
 
 def _append(
-    h5: Any, examples: Examples, part: np.ndarray, kinds: list[str], layers: list[int], dtype: str
+    h5: Any, examples: Examples, rows: np.ndarray, kinds: list[str], layers: list[int], dtype: str
 ) -> None:
-    """Look into one batch and add it to a part."""
-    reader = examples.readers[0]
-    batch, inside = look_inside(reader, part, maps="attention" in kinds)
+    """Run the model on one batch of rows, and add the result to a part."""
+    loaded = examples.models[0]
+    batch, inside = look_inside(loaded, rows, maps="attention" in kinds)
     _extend(h5, "tokens", batch.tokens.astype(np.int32))
     _extend(h5, "positions", batch.positions.astype(np.int32))
     _extend(h5, "rows", batch.rows)
     _extend(h5, "sizes", np.diff(batch.cu_seqlens).astype(np.int32))
     if "hidden" in kinds:
         for layer in layers:
-            _extend(h5, f"hidden/{layer}", _as(inside.hidden[layer], dtype, reader.path, layer))
+            _extend(h5, f"hidden/{layer}", _as(inside.hidden[layer], dtype, loaded.path, layer))
     if "attention" in kinds:
         for layer in filter(None, layers):
             maps = [m.permute(1, 2, 0).flatten(0, 1) for m in inside.maps[layer - 1]]  # (L L, H)
-            _extend(h5, f"attention/{layer}", _as(torch.cat(maps), dtype, reader.path, layer))
+            _extend(h5, f"attention/{layer}", _as(torch.cat(maps), dtype, loaded.path, layer))
 
 
 def _as(x: Tensor, dtype: str, path: str, layer: int) -> np.ndarray:
+    """A tensor as an array. Raises BadInput if float16 would make a number infinite."""
     if dtype == "float16" and x.abs().max() > torch.finfo(torch.float16).max:
-        raise BadInput(f"{path}: layer {layer} has numbers too large for float16: dtype=float32")
+        raise BadInput(
+            f"{path}: layer {layer} has numbers too large for float16; give dtype=float32"
+        )
     return x.cpu().numpy().astype(dtype)
 
 
 def _extend(h5: Any, name: str, values: np.ndarray) -> None:
-    """Add rows to a growing dataset."""
+    """Append rows to a dataset, which is created by the first call."""
     if name not in h5:
         h5.create_dataset(
             name,
@@ -245,7 +270,7 @@ def _extend(h5: Any, name: str, values: np.ndarray) -> None:
             compression="gzip",
             compression_opts=1,
             shuffle=True,
-            chunks=(ROWS, *values.shape[1:]),
+            chunks=(CHUNK_ROWS, *values.shape[1:]),
             maxshape=(None, *values.shape[1:]),
         )
     data = h5[name]
@@ -254,7 +279,7 @@ def _extend(h5: Any, name: str, values: np.ndarray) -> None:
 
 
 def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, Any]) -> None:
-    """One file in which each dataset is those of the parts end to end, and the checksums of all."""
+    """Write F.h5, whose datasets are those of the parts end to end, and all files' checksums."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with h5py.File(temporary, "w", libver="latest") as h5:
@@ -264,7 +289,7 @@ def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, 
                 joined = h5py.VirtualLayout((length, *shape), dtype)
                 start = 0
                 for file, its_shape, _ in pieces:
-                    place = f"{out.name}.parts/{file.name}"  # relative: both may be moved
+                    place = f"{out.name}.parts/{file.name}"  # relative: both can be moved
                     end = start + its_shape[0]
                     joined[start:end] = h5py.VirtualSource(place, name, its_shape)
                     start = end
@@ -292,23 +317,22 @@ def _parts_of(path: Path) -> Path:
 
 
 def _missing(dtype: np.dtype) -> Any:
-    """What a program reads where a part is gone: NaN, or -1."""
+    """What HDF5 reads in place of a part that is missing: NaN, or -1."""
     return np.nan if dtype.kind == "f" else -1
 
 
 def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]]:
-    """For each dataset by name, the files that hold a piece of it, and the pieces' shapes and
-    types."""
-    found: dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]] = {}
+    """For each dataset: the files that hold a piece of it, with the piece's shape and type."""
+    pieces: dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]] = {}
     for file in files:
 
         def note(name: str, node: Any, file: Path = file) -> None:
             if isinstance(node, h5py.Dataset):
-                found.setdefault(name, []).append((file, node.shape, node.dtype))
+                pieces.setdefault(name, []).append((file, node.shape, node.dtype))
 
         with h5py.File(file) as h5:
             h5.visititems(note)
-    return found
+    return pieces
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -316,7 +340,7 @@ def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], 
 
 @dataclass(frozen=True)
 class Capture:
-    """A file of captured representations that was checked to be whole."""
+    """A capture on disk, which was checked to be complete."""
 
     path: Path
     attributes: dict[str, Any]
@@ -328,78 +352,87 @@ class Capture:
         return list(self.attributes["layers"])
 
     def hidden(self, layers: list[int]) -> Iterator[list[Tensor]]:
-        """These layers' states, some tokens at a time: lists of (tokens, C)."""
+        """The hidden states of these layers, some tokens at a time: lists of (tokens, C).
+
+        Raises BadInput if a file is damaged.
+        """
         try:
             with h5py.File(self.path) as h5:
-                for start in range(0, int(self.offsets[-1]), READ):
-                    parts = [h5[f"hidden/{layer}"][start : start + READ] for layer in layers]
+                for start in range(0, int(self.offsets[-1]), READ_TOKENS):
+                    parts = [h5[f"hidden/{layer}"][start : start + READ_TOKENS] for layer in layers]
                     yield [torch.from_numpy(values) for values in parts]
         except DAMAGE as error:
-            raise BadInput(f"{self.path} or a part of it is damaged: {error}") from None
+            raise BadInput(
+                f"{self.path} or one of its parts is damaged ({error}); capture it again"
+            ) from None
 
 
 def open_capture(path: str | Path, trust: bool = False) -> Capture:
-    """Open F.h5 after its checksums and those of its parts were compared.
+    """Open F.h5 after comparing its checksum and those of its parts.
 
-    `trust`: a capture without checksums, or with others, is opened too. Raises BadInput if it is
-    absent, cut off, not a capture, renamed, or a part is not whole.
+    With `trust` no checksums are compared. Raises BadInput if the file does not exist, is damaged,
+    was renamed, or is not a capture, or if a part is missing or damaged.
     """
     path = Path(path)
     if not path.is_file():
-        raise BadInput(f"{path} does not exist")
+        raise BadInput(f"{path} does not exist; give the file that `capture` wrote")
     sums = {} if trust else _sums(path)
     if not trust:
-        _check(path, sums[JOINED])
+        _check_sum(path, sums[JOINED])
     try:
         with h5py.File(path) as h5:
             attributes = {
                 k: v.item() if isinstance(v, np.generic) else v for k, v in h5.attrs.items()
             }
             if attributes.get("format") != FORMAT:
-                raise BadInput(f"{path} was not written by `capture` of this version")
+                raise BadInput(
+                    f"{path} was not written by this version of `capture`; capture it again with "
+                    "overwrite=true"
+                )
             attributes |= {k: json.loads(attributes[k]) for k in ("layers", "parts")}
             made = Path(h5["tokens"].virtual_sources()[0].file_name).parent.name
             if made != _parts_of(path).name:
                 raise BadInput(
-                    f"{path} was renamed, and finds its parts as {made} alone: rename "
-                    f"it {made.removesuffix('.parts')} again"
+                    f"{path} was renamed, but its parts can only be found as {made}: rename "
+                    f"it to {made.removesuffix('.parts')} again"
                 )
-            for name, size in attributes["parts"].items():  # before they are read
+            for name, size in attributes["parts"].items():  # HDF5 would not notice
                 part = _parts_of(path) / name
                 if not part.is_file() or part.stat().st_size != size:
                     raise BadInput(
-                        f"{part} is missing or cut off: {path} is not whole; capture it "
-                        "anew with overwrite=true"
+                        f"{part} is missing or cut off: {path} is not complete; capture it again "
+                        "with overwrite=true"
                     )
                 if not trust:
-                    _check(part, sums.get(name))
+                    _check_sum(part, sums.get(name))
             rows, offsets = h5["rows"][:], h5["offsets"][:]
     except DAMAGE as error:
         raise BadInput(
-            f"{path} is cut off or no HDF5 file ({str(error)[:60]}); capture it anew"
+            f"{path} is cut off or not an HDF5 file ({str(error)[:60]}); capture it again"
         ) from None
     return Capture(path, attributes, rows, offsets)
 
 
 def _sums(path: Path) -> dict[str, Any]:
-    """The checksums of a capture's files. Raises BadInput where it has none."""
+    """The checksums of a capture's files. Raises BadInput if it has none."""
     note = _parts_of(path) / NOTE
     content = read_own_json(note) if note.is_file() else {}
     sums = content.get("sha256") if isinstance(content, dict) else None
     if not isinstance(sums, dict) or JOINED not in sums:
         raise BadInput(
             f"{path} has no checksums in {note}: another program or an earlier version wrote it. "
-            "Capture it anew with overwrite=true, or, if you trust its author, let pwcca read it "
+            "Capture it again with overwrite=true, or, if you trust its author, let pwcca read it "
             "with trust=true"
         )
     return sums
 
 
-def _check(file: Path, expected: Any) -> None:
+def _check_sum(file: Path, expected: Any) -> None:
+    """Raise BadInput if a file's checksum is not the expected one."""
     if file_checksum(file) != expected:
         raise BadInput(
             f"{file} is not what `capture` wrote: its checksum is not the one in {NOTE}. Capture "
-            "it anew with overwrite=true, or, if you trust its author, let pwcca read it with "
+            "it again with overwrite=true, or, if you trust its author, let pwcca read it with "
             "trust=true"
         )
 
@@ -415,10 +448,10 @@ class CapturedPair:
         return [int(c.attributes["model_layers"]) for c in self.captures]
 
     def describe(self, names: tuple[str, ...] = ()) -> dict[str, Any]:
-        """What a result says of the data and the checkpoints, which `names` call otherwise."""
-        own = [c.attributes for c in self.captures]
-        names_shown = names_of([a["checkpoint"] for a in own], names)
-        first = own[0]
+        """The checkpoints and the data, as the result's JSON names them (see `Examples`)."""
+        attributes = [capture.attributes for capture in self.captures]
+        shown = names_of([a["checkpoint"] for a in attributes], names)
+        first = attributes[0]
         return {
             "checkpoints": [
                 {
@@ -427,7 +460,7 @@ class CapturedPair:
                     "weights": a["weights"],
                     "capture": str(c.path),
                 }
-                for n, a, c in zip(names_shown, own, self.captures, strict=True)
+                for n, a, c in zip(shown, attributes, self.captures, strict=True)
             ],
             "data": {
                 "store": first["store"],
@@ -440,22 +473,28 @@ class CapturedPair:
         }
 
     def stream(self, chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The chosen layers of both, some tokens at a time. Raises BadInput for one not there."""
+        """The chosen layers of both, some tokens at a time.
+
+        Raises BadInput if a layer was not captured.
+        """
         for capture, layers in zip(self.captures, chosen, strict=True):
             lacking = sorted(set(layers) - set(capture.layers))
             if lacking or "hidden" not in capture.attributes["what"]:
                 has = ", ".join(map(str, capture.layers))
                 raise BadInput(
                     f"{capture.path} holds {capture.attributes['what']} of the layers {has}; "
-                    f"wanted: hidden of {', '.join(map(str, layers))}"
+                    f"wanted: hidden of {', '.join(map(str, layers))}; capture these, or give "
+                    "other layers="
                 )
         first, second = self.captures
         yield from zip(first.hidden(chosen[0]), second.hidden(chosen[1]), strict=True)
 
 
 def open_pair(paths: list[str], trust: bool = False) -> CapturedPair:
-    """Two captures, opened as `open_capture` does. Raises BadInput unless they are of the same
-    tokens of the same rows."""
+    """Open two captures (see `open_capture`).
+
+    Raises BadInput unless they hold the same rows of the same split, with as many tokens in each.
+    """
     first, second = (open_capture(path, trust) for path in paths)
     same = all(first.attributes[k] == second.attributes[k] for k in ("store_key", "split"))
     if not (
@@ -464,8 +503,8 @@ def open_pair(paths: list[str], trust: bool = False) -> CapturedPair:
         and np.array_equal(first.offsets, second.offsets)
     ):
         raise BadInput(
-            f"the tokens of {paths[0]} and {paths[1]} cannot be aligned: they are of other rows, "
-            "another split or another store; capture both with the same data=, split=, examples=, "
+            f"the tokens of {paths[0]} and {paths[1]} cannot be aligned: their rows, splits or "
+            "stores differ; capture both with the same data=, split=, examples=, "
             "seed= and max_tokens="
         )
     return CapturedPair([first, second])

@@ -1,12 +1,12 @@
-"""Loss curves of runs, overlaid: the mean over seeds with a band of one standard deviation.
+"""Loss curves of runs: the mean over seeds, with a band of one standard deviation.
 
     python -m xformer.analysis curves RUN RUN ... out=DIR
     python -m xformer.analysis curves runs/splice-* validation=accuracy smooth=5 out=figures
 
-Runs whose recipes differ in nothing but seeds (also those of a mapping or of operations on weights)
-form one curve, named after what tells it from the others, or, where nothing does, after what their
-directories' names have in common. Numbers come from each run's log.jsonl
-(Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
+Runs whose recipes differ only in seeds form one curve. Seeds of mappings and of operations on
+weights count too. A curve is named after the settings in which it differs from the others. If there
+is only one curve, it is named after the common beginning of the runs' names. The numbers come from
+each run's log.jsonl (Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
 """
 
 from __future__ import annotations
@@ -15,37 +15,42 @@ import math
 import re
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
-from xformer.analysis import figure
-from xformer.analysis.command import Command, Output, publish
+from xformer.analysis import drawing
+from xformer.analysis.subcommand import Output, Subcommand, publish
 from xformer.config import flat
+from xformer.data import style
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.run import completed, read_config
 from xformer.tasks.known import TASKS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SEEDED = re.compile(r"^(random|symbols|unused):\d+$")
-IGNORED = ("run", "seed", "overwrite", "system")  # what runs of one curve may differ in
+MAY_DIFFER = ("run", "seed", "overwrite", "system")  # keys in which runs of one curve may differ
 
 
 class CurvesConfig(Output):
-    """What is drawn."""
+    """Which numbers of the logs are drawn."""
 
     value: str = "loss"
-    """The number of the log's training lines that is drawn: loss, lr, grad_norm and so on."""
+    """A number that the log has for training steps, such as loss, lr or grad_norm."""
     validation: str | None = None
-    """A number of its validation lines to draw beside it, such as loss or accuracy."""
+    """A number that the log has for validations, such as loss or accuracy. It gets a panel of its
+    own."""
     x: str = "step"
-    """What it is drawn over: step or epoch."""
+    """The horizontal axis: step or epoch."""
     smooth: int = Field(1, ge=1)
-    """Average of so many neighbouring points."""
+    """Average over this many neighbouring points."""
 
 
-COMMAND = Command("curves", CurvesConfig, __doc__ or "", 1, None, "run")
+SUBCOMMAND = Subcommand("curves", CurvesConfig, __doc__ or "", 1, None, "run")
 
 
 def run(paths: list[str], config: CurvesConfig) -> None:
@@ -54,36 +59,39 @@ def run(paths: list[str], config: CurvesConfig) -> None:
         raise BadInput(f"x={config.x}: give step or epoch")
     for path in paths:
         if not all((Path(path) / name).is_file() for name in ("log.jsonl", "config.json")):
-            raise BadInput(f"{path} is no run directory (it has no log.jsonl and config.json)")
+            raise BadInput(
+                f"{path} is not a run directory (it lacks log.jsonl or config.json); give the "
+                "directory of a training run"
+            )
     groups = grouped(paths)
     panels = [("train", config.value)]
     panels += [("validation", config.validation)] if config.validation else []
-    found: list[dict[str, Any]] = []
+    drawn: list[dict[str, Any]] = []
     for event, value in panels:
         series = [
             {"name": name, "runs": runs, **average(runs, event, value, config)}
             for name, runs in groups.items()
         ]
-        found.append({"event": event, "value": value, "series": series})
+        drawn.append({"event": event, "value": value, "series": series})
     heads = {_recipe(path).get("head") for path in paths}
     result = {
         "analysis": "curves",
         "x": config.x,
         "smooth": config.smooth,
-        "panels": found,
+        "panels": drawn,
         "nats": all(TASKS[head].loss_in_nats for head in heads if head in TASKS),
     }
-    first = found[0]["series"]
+    first = drawn[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
-        f"{s['name']} {figure.spread(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
-        f"{config.x} {s['x'][-1]:g} ({figure.many(len(s['runs']), 'run')})"
+        f"{s['name']} {drawing.plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
+        f"{config.x} {s['x'][-1]:g} ({drawing.many(len(s['runs']), 'run')})"
         for s in first
     )
     publish(config, result, draw, line, {s["name"]: {config.value: s["mean"][-1]} for s in first})
 
 
 def grouped(paths: list[str]) -> dict[str, list[str]]:
-    """Runs by the name of their curve, in the order in which they are given."""
+    """The runs of each curve, by the curve's name, in the order of `paths`."""
     recipes = {path: flat(_without_seeds(_recipe(path))) for path in paths}
     keys = {key for recipe in recipes.values() for key in recipe}
     differing = sorted(key for key in keys if len({repr(r.get(key)) for r in recipes.values()}) > 1)
@@ -100,16 +108,16 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
 
 def _recipe(path: str) -> dict[str, Any]:
     """The recipe of a run. Raises BadInput if its config.json holds none."""
-    found = read_config(Path(path) / "config.json")
-    if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
-        raise BadInput(f"{path}/config.json is damaged: it holds no recipe")
-    return completed(found["config"])
+    content = read_config(Path(path) / "config.json")
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        raise BadInput(f"{path}/config.json is damaged: it holds no recipe; give another run")
+    return completed(content["config"])
 
 
 def _without_seeds(value: Any, key: str = "") -> Any:
-    """A recipe without what runs of one curve may differ in."""
+    """A recipe without the parts in which runs of one curve may differ."""
     if isinstance(value, dict):
-        return {k: _without_seeds(v, k) for k, v in value.items() if k not in IGNORED}
+        return {k: _without_seeds(v, k) for k, v in value.items() if k not in MAY_DIFFER}
     if isinstance(value, list):
         return [_without_seeds(v, key) for v in value]
     if isinstance(value, str) and SEEDED.match(value):
@@ -118,21 +126,24 @@ def _without_seeds(value: Any, key: str = "") -> Any:
 
 
 def _show(value: Any) -> str:
-    """A value as short as a legend wants it: operations by name, paths by their end."""
+    """A value, short enough for a legend: operations by name, paths by their last part."""
     if isinstance(value, list | tuple):
         return "+".join(v.get("op", "?") if isinstance(v, dict) else str(v) for v in value) or "no"
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)
 
 
 def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> dict[str, Any]:
-    """Mean and deviation over runs at the points that all of them logged.
+    """Mean and deviation over runs, at the points that all of them logged.
 
-    Raises BadInput naming the run that lacks the number, or runs that share no point.
+    Raises BadInput if a run lacks the number, or if the runs have no point in common.
     """
     curves = [_curve(path, event, value, config) for path in runs]
     shared = sorted(set.intersection(*(set(curve) for curve in curves)))
     if not shared:
-        raise BadInput(f"{', '.join(runs)} have no {config.x} of {event} in common")
+        raise BadInput(
+            f"{', '.join(runs)} have no {config.x} of {event} in common; give runs that log at the "
+            "same points"
+        )
     values = np.array([[curve[x] for x in shared] for curve in curves])
     ddof = int(len(values) > 1)
     return {
@@ -144,7 +155,7 @@ def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> di
 
 
 def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[float, float]:
-    """{x: number} of one run."""
+    """The number at each point x of one run, smoothed."""
     points: dict[float, float] = {}
     names: set[str] = set()
     for record in records(Path(path)):
@@ -165,16 +176,17 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
     }
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
-    """A panel of training, and one of validation where it is wanted."""
-    panels = found["panels"]
-    drawn, axes = figure.figure(1.2 + 5.0 * len(panels), 3.8, 1, len(panels), squeeze=False)
-    for one, panel in zip(axes[0], panels, strict=True):
+def draw(result: dict[str, Any]) -> Figure:
+    """A panel for training, and another for validation if the result has one."""
+    panels = result["panels"]
+    figure = style.new_figure(1.2 + 5.0 * len(panels), 3.8)
+    axes = figure.subplots(1, len(panels), squeeze=False)
+    for panel_axes, panel in zip(axes[0], panels, strict=True):
         for i, series in enumerate(panel["series"]):
-            colour = theme.colours[i % len(theme.colours)]
-            x, mean, spread = (np.array(series[k]) for k in ("x", "mean", "deviation"))
-            label = f"{series['name']} ({figure.many(len(series['runs']), 'run')})"
-            one.plot(
+            colour = f"C{i}"
+            x, mean, deviation = (np.array(series[k]) for k in ("x", "mean", "deviation"))
+            label = f"{series['name']} ({drawing.many(len(series['runs']), 'run')})"
+            panel_axes.plot(
                 x,
                 mean,
                 color=colour,
@@ -184,10 +196,12 @@ def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
                 ms=3.5,
             )
             if len(series["runs"]) > 1:
-                one.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
-        unit = " (nats)" if panel["value"] == "loss" and found.get("nats", True) else ""
+                panel_axes.fill_between(
+                    x, mean - deviation, mean + deviation, color=colour, alpha=0.2, lw=0
+                )
+        unit = " (nats)" if panel["value"] == "loss" and result.get("nats", True) else ""
         title = {"train": "Training", "validation": "Validation"}[panel["event"]]
-        one.set(xlabel=found["x"], ylabel=f"{panel['value']}{unit}", title=title)
-        one.legend(fontsize=8)
-    drawn.suptitle("Mean over runs, band ± sd", fontsize=9, color=theme.faint)
-    return drawn
+        panel_axes.set(xlabel=result["x"], ylabel=f"{panel['value']}{unit}", title=title)
+        panel_axes.legend(fontsize=8)
+    figure.suptitle("Mean over runs, band ± sd", fontsize=9, color=style.FAINT)
+    return figure

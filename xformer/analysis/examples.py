@@ -1,6 +1,6 @@
-"""The same examples of a store, as one or several checkpoints read them.
+"""The same examples of a store, read by one or several checkpoints.
 
-T tokens in a batch, N rows, C hidden size.
+T tokens of a batch, N rows, L tokens of a row, H heads, C hidden size.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xformer import checkpoint as checkpoints
-from xformer.analysis.command import Names, Output
+from xformer.analysis.subcommand import NameList, Output
 from xformer.checkpoint import Checkpoint
 from xformer.config import Paths
-from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.joined import open_stores
+from xformer.data.mapping import build_mapping
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
 from xformer.model.encoder import Encoder
@@ -34,41 +34,41 @@ from xformer.parallel.feed import to_device
 from xformer.parallel.processes import SystemConfig
 from xformer.tasks.task import Model
 
-TOKENS = 4096  # of one forward pass
-LONGEST = 128  # most tokens of a row by default
+FORWARD_TOKENS = 4096  # in one forward pass
+DEFAULT_TOKENS = 128  # max_tokens by default
 
 
 class ExamplesConfig(Output):
-    """Which examples, and how they are read."""
+    """Which examples are read, and how."""
 
-    names: Names = ()
-    """What to call the checkpoints in the result, in their order, such as names=bert,scratch;
-    absent: the ends of their paths."""
+    names: NameList = ()
+    """Names of the checkpoints in the result, in order, such as names=bert,scratch. Default: the
+    shortest ends of their paths that differ."""
     data: Paths
-    """The store that the examples come from, or a list of stores, whose rows are joined."""
+    """The store that the examples come from, or a list of stores to join."""
     split: str = "valid"
-    """Which split of it."""
+    """The split of the store."""
     examples: int = Field(256, ge=1)
-    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     max_tokens: int | None = Field(None, ge=3)
-    """Tokens of a row with its special ones; what is longer is truncated. Absent: 128, or what the
-    models take."""
+    """Longer rows are truncated to this many tokens, special tokens included. Default: 128, or the
+    most that all models accept."""
     mapping: str | None = None
-    """What the store's ids mean to the checkpoint (see train.py --help); absent: as in its
+    """How store ids become the checkpoint's ids (see train.py --help). Default: as in its
     training."""
     mapping_b: str | None = None
-    """The same for the second checkpoint and those after it; absent: as `mapping`."""
+    """The same for the second checkpoint and all after it. Default: as `mapping`."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of every random choice."""
+    """Seed of all random choices."""
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A checkpoint and how it reads the examples; `key` is the SHA-256 of its weights."""
+class LoadedModel:
+    """A checkpoint that is examined: its model on the device, and how it reads the store's rows."""
 
     name: str
     path: str
-    key: str
+    key: str  # SHA-256 of the weights
     checkpoint: Checkpoint
     model: Model
     assembler: Assembler
@@ -81,27 +81,27 @@ class Reader:
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows of a split in order of length, and those who read them."""
+    """Rows of a split, in order of length, and the models that read them."""
 
     store: Store
     split: str
     rows: np.ndarray  # (N,) int64
-    sizes: np.ndarray  # (N,) tokens of each
-    readers: list[Reader]
+    sizes: np.ndarray  # (N,) tokens of each row
+    models: list[LoadedModel]
     max_tokens: int
 
     @property
     def tokens(self) -> int:
         return int(self.sizes.sum())
 
-    def parts(self, tokens: int = TOKENS) -> Iterator[np.ndarray]:
-        """The rows in pieces of about so many tokens."""
+    def parts(self, tokens: int = FORWARD_TOKENS) -> Iterator[np.ndarray]:
+        """The rows in pieces of about this many tokens."""
         ends = np.cumsum(self.sizes)
         cuts = np.unique(np.searchsorted(ends, np.arange(tokens, int(ends[-1]), tokens)))
         yield from (part for part in np.split(self.rows, cuts) if len(part))
 
     def describe(self) -> dict[str, Any]:
-        """What a result says of the data and the checkpoints."""
+        """The checkpoints and the data, as the result's JSON names them."""
         return {
             "checkpoints": [
                 {
@@ -110,7 +110,7 @@ class Examples:
                     "weights": r.key,
                     "history": list(r.checkpoint.history),
                 }
-                for r in self.readers
+                for r in self.models
             ],
             "data": {
                 "store": self.store.name,
@@ -123,16 +123,18 @@ class Examples:
         }
 
 
-def names_of(paths: list[str], given: tuple[str, ...]) -> list[str]:
-    """The names given, or the shortest endings of the paths that tell them apart. Raises BadInput
-    unless there is one for each, no two the same."""
-    if given:
-        if len(given) != len(paths) or len(set(given)) != len(given) or "" in given:
+def names_of(paths: list[str], chosen: tuple[str, ...]) -> list[str]:
+    """The chosen names, or if there are none, the shortest ends of the paths that differ.
+
+    Raises BadInput unless there is one name for each path, and all are different.
+    """
+    if chosen:
+        if len(chosen) != len(paths) or len(set(chosen)) != len(chosen) or "" in chosen:
             raise BadInput(
-                f"names={','.join(given)}: give {len(paths)} different names, one for each "
+                f"names={','.join(chosen)}: give {len(paths)} different names, one for each "
                 "checkpoint, with commas between them"
             )
-        return list(given)
+        return list(chosen)
     parts = [Path(path).absolute().parts for path in paths]
     names: list[str] = []
     for i, own in enumerate(parts):
@@ -144,21 +146,23 @@ def names_of(paths: list[str], given: tuple[str, ...]) -> list[str]:
     return names
 
 
-def open_examples(config: ExamplesConfig, paths: list[str], most: int = LONGEST) -> Examples:
-    """Load the checkpoints and draw the rows. By default a row has at most `most` tokens.
+def open_examples(config: ExamplesConfig, paths: list[str], most: int = DEFAULT_TOKENS) -> Examples:
+    """Load the checkpoints and draw the rows. `most` is the default of max_tokens.
 
-    Raises BadInput if a checkpoint has no layers to look into or cannot read the store, or if the
-    tokens of two checkpoints do not correspond one to one.
+    Raises BadInput if a checkpoint is not a transformer or cannot read the store, or if the tokens
+    of two checkpoints do not correspond one to one.
     """
     names = names_of(paths, config.names)
     store = open_stores(config.data)
-    split = replace(store.split(config.split), together=1)  # each row is looked into by itself
+    split = replace(store.split(config.split), together=1)  # rows of one question, too
     if split.rows == 0:
-        raise BadInput(f"the split {config.split!r} of {store.name} has no rows")
+        raise BadInput(
+            f"the split {config.split!r} of {store.name} has no rows; give another split="
+        )
     device = processes.start(SystemConfig(threads=config.threads)).device
     loaded = [checkpoints.load(path) for path in paths]
-    longest = _longest(config, paths, loaded, most)
-    readers = []
+    longest = _max_tokens(config, paths, loaded, most)
+    models = []
     for i, (path, name, checkpoint) in enumerate(zip(paths, names, loaded, strict=True)):
         spec = config.mapping if i == 0 or config.mapping_b is None else config.mapping_b
         try:
@@ -167,13 +171,13 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = LONGEST)
             raise BadInput(f"{path}: {error}") from None
         assembler = Assembler(split, checkpoint.tokenizer, longest, array)
         model = checkpoint.model().to(device)
-        readers.append(Reader(name, path, key_of(path), checkpoint, model, assembler, device))
-    _check_aligned(readers)
+        models.append(LoadedModel(name, path, key_of(path), checkpoint, model, assembler, device))
+    _check_aligned(models)
     count = min(config.examples, split.rows)
     rows, _ = Samples(split.rows, config.seed).at(np.arange(count))
-    sizes = readers[0].assembler.sizes(rows)
+    sizes = models[0].assembler.sizes(rows)
     order = np.argsort(sizes, kind="stable")
-    return Examples(store, config.split, rows[order], sizes[order], readers, longest)
+    return Examples(store, config.split, rows[order], sizes[order], models, longest)
 
 
 def key_of(path: str) -> str:
@@ -183,51 +187,54 @@ def key_of(path: str) -> str:
 
 
 def check_length(max_tokens: int, path: str, most: int) -> None:
-    """Raise BadInput unless the model at a path takes rows of so many tokens."""
+    """Raise BadInput if `max_tokens` is more than the `most` that the model at `path` accepts."""
     if max_tokens > most:
         raise BadInput(f"max_tokens={max_tokens}: {path} takes rows of {most} at most")
 
 
-def _longest(
-    config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint], longest: int
+def _max_tokens(
+    config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint], most: int
 ) -> int:
-    """Tokens of a row that every model takes."""
+    """The number of tokens to which rows are truncated. Every model accepts it."""
     for path, checkpoint in zip(paths, loaded, strict=True):
         if checkpoint.config.architecture != "transformer":
             raise BadInput(
-                f"{path} is a {checkpoint.config.architecture}: only a transformer has layers of "
-                "tokens to look into"
+                f"{path} is a {checkpoint.config.architecture}; give a transformer, whose layers "
+                "have a hidden state for each token"
             )
         if config.max_tokens is not None:
             check_length(config.max_tokens, path, checkpoint.config.max_positions)
-    return config.max_tokens or min(longest, *(c.config.max_positions for c in loaded))
+    return config.max_tokens or min(most, *(c.config.max_positions for c in loaded))
 
 
 def _mapping(checkpoint: Checkpoint, store: Store, spec: str | None) -> np.ndarray | None:
-    """The array from the store's ids to the model's."""
+    """The model's id for each id of the store; None if they are the same."""
     source = checkpoint.source
     if spec is None and source is not None and source.fingerprint == store.fingerprint:
-        return checkpoint.mapping  # the very array of training
+        return checkpoint.mapping  # the same array as in training
     trained = checkpoint.head.mapping if checkpoint.head else "none"
     size = checkpoint.config.vocab_size
-    return mapping.build(spec or trained, store, checkpoint.tokenizer, size)
+    return build_mapping(spec or trained, store, checkpoint.tokenizer, size)
 
 
-def _check_aligned(readers: list[Reader]) -> None:
-    first = readers[0]
-    for other in readers[1:]:
+def _check_aligned(models: list[LoadedModel]) -> None:
+    first = models[0]
+    for other in models[1:]:
         if other.assembler.extra != first.assembler.extra:
             raise BadInput(
-                f"the tokens of {first.path} and {other.path} cannot be aligned: they put "
-                f"{first.assembler.extra} and {other.assembler.extra} special tokens into a row of "
+                f"the tokens of {first.path} and {other.path} cannot be aligned: they add "
+                f"{first.assembler.extra} and {other.assembler.extra} special tokens to a row of "
                 "pairs; give checkpoints of one family, or a store without pairs"
             )
 
 
 @dataclass(frozen=True)
 class Inside:
-    """What an encoder computed on the way: `hidden[0]` the embeddings, then one a layer, (T, C);
-    `maps[layer][sequence]` is (H, L, L)."""
+    """Hidden states and attention maps of a batch.
+
+    `hidden[0]` is the output of the embeddings, and `hidden[i]` that of layer i, each (T, C).
+    `maps[i - 1][k]` (H, L, L) are the attention maps of layer i for sequence k.
+    """
 
     hidden: list[Tensor]
     maps: list[list[Tensor]]
@@ -235,19 +242,21 @@ class Inside:
 
 @torch.no_grad()
 def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside:
-    """Every hidden state of a batch, and with `maps` every attention map. Hooks take them from the
-    embeddings, the layers, and the queries, keys and values."""
+    """Run the encoder and keep every hidden state, and with `maps` every attention map.
+
+    Forward hooks collect them, so the encoder needs no option for it.
+    """
     hidden: list[Tensor] = []
-    found: list[list[Tensor]] = []
+    kept: list[list[Tensor]] = []
     layout = Layout(batch.cu_seqlens, batch.longest)
     sizes = batch.cu_seqlens.diff().tolist()
 
-    def keep_hidden(module: nn.Module, given: object, x: Tensor) -> None:
-        hidden.append(x[: len(batch.tokens)])
+    def keep_hidden(module: nn.Module, inputs: object, x: Tensor) -> None:
+        hidden.append(x[: len(batch.tokens)])  # without rows of padding
 
-    def keep_maps(module: nn.Module, given: object, qkv: Tensor) -> None:
-        each = probabilities(qkv.view(len(qkv), 3, encoder.config.heads, -1), layout)
-        found.append([x[:, :n, :n] for x, n in zip(each, sizes, strict=True)])
+    def keep_maps(module: nn.Module, inputs: object, qkv: Tensor) -> None:
+        padded = probabilities(qkv.view(len(qkv), 3, encoder.config.heads, -1), layout)
+        kept.append([x[:, :n, :n] for x, n in zip(padded, sizes, strict=True)])
 
     with ExitStack() as hooks:
         for module in (encoder.embeddings, *encoder.layers):
@@ -257,37 +266,40 @@ def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside
                 layer.get_submodule("attention.qkv").register_forward_hook(keep_maps).remove
             )
         last = encoder(batch)
-    return Inside([*hidden[:-1], last], found)
+    return Inside([*hidden[:-1], last], kept)
 
 
 def look_inside(
-    reader: Reader, rows: np.ndarray, maps: bool = False
+    loaded: LoadedModel, rows: np.ndarray, maps: bool = False
 ) -> tuple[Batch[np.ndarray], Inside]:
-    """The packed batch of these rows, and what the encoder computed on the way.
+    """The packed batch of these rows, and the encoder's hidden states and maps (see `inside`).
 
-    Raises BadInput naming the layer and the row where a number is not finite.
+    Raises BadInput, with the layer and the row, if a hidden state is not finite.
     """
-    batch = reader.assembler.batch(rows)
-    found = inside(reader.model.encoder, to_device(batch, reader.device), maps)
-    for layer, hidden in enumerate(found.hidden):
-        check_finite(hidden, batch, reader, f"layer {layer}")
-    return batch, found
+    batch = loaded.assembler.batch(rows)
+    result = inside(loaded.model.encoder, to_device(batch, loaded.device), maps)
+    for layer, hidden in enumerate(result.hidden):
+        check_hidden_finite(hidden, batch, loaded, f"layer {layer}")
+    return batch, result
 
 
-def check_finite(x: Tensor, batch: Batch[np.ndarray], reader: Reader, what: str) -> None:
-    """Raise BadInput that names the first row of the store for which `x` (T, C) is not finite."""
+def check_hidden_finite(
+    x: Tensor, batch: Batch[np.ndarray], loaded: LoadedModel, what: str
+) -> None:
+    """Raise BadInput if `x` (T, C) is not finite. It names the first row of the split with NaN."""
     bad = (~torch.isfinite(x)).any(1)
     if bad.any():
         token = int(bad.nonzero()[0])
         row = int(batch.rows[np.searchsorted(batch.cu_seqlens, token, side="right") - 1])
         raise BadInput(
-            f"{reader.path}: {what} is not finite (NaN or infinite) in row {row} of the split "
-            f"{reader.assembler.split.name!r}: the checkpoint's weights are damaged or diverged"
+            f"{loaded.path}: {what} is not finite (NaN or infinite) in row {row} of the split "
+            f"{loaded.assembler.split.name!r}: the weights are damaged, or training diverged; give "
+            "another checkpoint"
         )
 
 
 def parse_layers(text: str, most: int) -> list[int]:
-    """ "all", "last" or "0,6,12" as layer numbers from 0 (the embeddings) to `most`.
+    """The layer numbers that "all", "last" or "0,6,12" means, from 0 (the embeddings) to `most`.
 
     Raises BadInput for any other text.
     """

@@ -1,4 +1,4 @@
-"""A tall matrix in constant memory: the triangular factor of its centred rows, chunk by chunk.
+"""The triangular factor of a tall, centred matrix, from chunks of rows and in constant memory.
 
 n rows (samples), d columns (neurons), r rank.
 """
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 1e-6  # directions below this share of the largest singular value are dropped
-FOLD = 8  # rows are folded in when there are so many times the columns
+FOLD = 8  # rows wait until there are this many times as many as columns
 
 
 class Factor:
-    """R of the QR decomposition of a centred matrix whose rows come in chunks (Demmel et al. 2012,
-    TSQR), always float64.
+    """R of the QR decomposition X = Q R of a centred matrix, from chunks of rows, in float64.
 
-    `R^T R` is the centred matrix's `X^T X`, and X = Q R with orthonormal Q that is never made. The
-    means of old and new rows differ; one further row accounts for that, so that the result is that
-    of centring all rows first, without forming `X^T X`, which would square the condition number.
+    (TSQR, Demmel et al. 2012.) The orthonormal Q is never formed, and neither is X^T X = R^T R,
+    which would square the condition number. The means of old and new rows differ. One extra row
+    accounts for that, so the result is the same as if all rows had been centred together.
     """
 
     def __init__(self, columns: int):
@@ -32,9 +31,12 @@ class Factor:
         self._waiting_rows = 0
 
     def add(self, chunk: Tensor) -> None:
-        """Take further rows, (n, d) of any float type. They are kept until there are enough."""
+        """Add rows (n, d) of any float type. They wait until there are enough to be folded in.
+
+        Raises ValueError if the number of columns is wrong.
+        """
         if chunk.size(1) != self.columns:
-            raise ValueError(f"a chunk has {chunk.size(1)} columns, not {self.columns}")
+            raise ValueError(f"the chunk has {chunk.size(1)} columns; it must have {self.columns}")
         self._waiting.append(chunk)
         self._waiting_rows += len(chunk)
         if self._waiting_rows >= FOLD * self.columns:
@@ -57,19 +59,24 @@ class Factor:
         self.rows = old + new
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(R, (min(n, d), d); the mean, (d,)) of all rows so far."""
+        """R (min(n, d), d) and the mean (d,) of all rows so far.
+
+        Raises ValueError if there are none.
+        """
         self._fold()
         if self._r is None:
-            raise ValueError("there are no rows")
+            raise ValueError("there are no rows to factor; add some first")
         return self._r, self._mean
 
 
 @dataclass(frozen=True)
 class Basis:
-    """A centred matrix X = U diag(scale) directions without the directions that are negligible;
-    U (n, r) is orthonormal and not kept."""
+    """The singular value decomposition X = U diag(scale) directions of a centred matrix.
 
-    scale: Tensor  # (r,) singular values, falling
+    Negligible directions are left out. U (n, r) is orthonormal and not stored.
+    """
+
+    scale: Tensor  # (r,) singular values, largest first
     directions: Tensor  # (r, d) orthonormal rows
     mean: Tensor  # (d,)
     rows: int
@@ -88,13 +95,13 @@ class Basis:
 
 
 def basis(r: Tensor, mean: Tensor, rows: int) -> tuple[Basis, Tensor]:
-    """The basis of X = Q r, (k, d), and U = Q u's inner factor u (k, rank).
+    """The basis of X = Q r, from r (k, d), and u (k, rank), for which U = Q u.
 
     Raises ValueError if all columns are constant.
     """
     u, scale, directions = torch.linalg.svd(r, full_matrices=False)
     tiny = torch.finfo(torch.float64).eps * float(mean.norm()) * math.sqrt(rows)
-    kept = int((scale > max(NEGLIGIBLE * float(scale[0]), tiny)).sum()) if len(scale) else 0
-    if kept == 0:
+    rank = int((scale > max(NEGLIGIBLE * float(scale[0]), tiny)).sum()) if len(scale) else 0
+    if rank == 0:
         raise ValueError("all neurons are constant: there is nothing to correlate")
-    return Basis(scale[:kept], directions[:kept], mean, rows), u[:, :kept]
+    return Basis(scale[:rank], directions[:rank], mean, rows), u[:, :rank]

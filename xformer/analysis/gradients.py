@@ -1,19 +1,18 @@
-"""Gradient confusion: do the gradients of different examples point the same way?
+"""Gradient confusion: do the gradients of different examples point in the same direction?
 
     python -m xformer.analysis gradients CHECKPOINT [CHECKPOINT ...] data=STORE out=DIR
     python -m xformer.analysis gradients ckpt/bert ckpt/bert-clean data=stores/rte \\
       mapping=shift:1000 examples=64 out=figures
 
-Cosines between the gradients of the loss of every two examples, over all parameters: their
-distribution, mean, median and minimum (Sankararaman et al. 2020; Kao & Lee 2021, F.2 and figure
-11). A store of texts gives the loss of masked language modelling, one of classes, scores or answers
-that of the task. If a checkpoint lacks the head for it, it gets a fresh one, drawn by `seed`.
+For every two examples, the cosine between the gradients of their losses over all parameters; the
+result is the distribution of these cosines, with its mean, median and minimum (Sankararaman et al.
+2020; Kao & Lee 2021, F.2 and figure 11). The store decides the loss: masked language modelling for
+texts, otherwise the task of its labels. If a checkpoint has no head for that loss, it gets a new
+one, initialised with `seed`.
 
-All gradients come from one packed backward pass, and no example's gradient is ever kept: the inner
-product of two examples' gradients of a weight matrix is the sum over their tokens s and t of
-(a_s . a_t) (g_s . g_t), with a token's input a and the gradient g of its output.
-
-N examples, T tokens, R rows of a matrix product, V vocabulary.
+One packed backward pass serves all examples, and no gradient of a single example is stored. For a
+weight matrix, the inner product of two examples' gradients is the sum over their tokens s and t of
+(a_s . a_t) (g_s . g_t), where a is a token's input and g the gradient of its output.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,15 +29,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from xformer.analysis import figure
-from xformer.analysis.command import Command, publish
+from xformer.analysis import drawing
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
-    Reader,
+    LoadedModel,
     look_inside,
     open_examples,
 )
+from xformer.analysis.subcommand import Subcommand, publish
+from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
@@ -48,42 +48,46 @@ from xformer.parallel.feed import to_device
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
 
-STRIP = 1024  # rows of a matrix of token by token products that exist at once
-FORMED = 2**22  # numbers of formed gradients that exist at once: more leave the cache
-# the first kind of store that a task learns from is its own
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Shapes: N examples, R rows of a matrix product, V rows and E columns of a weight.
+
+STRIP = 1024  # rows of the token by token matrix in memory at a time
+FORMED = 2**22  # gradient entries in memory at a time; more would not fit into the cache
+# A task may learn from several kinds of store. The first is its own.
 TASK_OF_STORE = {task.stores[0]: task for task in TASKS.values()}
 
 
 class GradientsConfig(ExamplesConfig):
-    """Whose gradients."""
+    """Which gradients are compared."""
 
     examples: int = Field(64, ge=2)
-    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     masking: float = Field(0.15, gt=0, lt=1)
-    """Share of the tokens that a masked-language-modelling loss asks for."""
+    """For masked language modelling: the share of tokens to predict."""
 
 
-COMMAND = Command("gradients", GradientsConfig, __doc__ or "", 1, None)
+SUBCOMMAND = Subcommand("gradients", GradientsConfig, __doc__ or "", 1, None)
 
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a weight matrix (V, E): its gradient is the sum over rows of left_r right_r^T.
+    """One use of a weight matrix (V, E) in the forward pass.
 
-    `left` is (R, V), or (R,) where row r is all zero but a one at that place; `right` is (R, E).
-    `owner` (R,) says to which example a row belongs.
+    It adds the sum over r of left_r right_r^T to the weight's gradient.
     """
 
-    left: Tensor
-    right: Tensor
-    owner: Tensor
+    left: Tensor  # (R, V); or (R,) integers, where left_r is the unit vector of that entry
+    right: Tensor  # (R, E)
+    owner: Tensor  # (R,) the example that a row belongs to
 
 
 def gram(uses: list[Use], count: int) -> Tensor:
-    """Inner products of the examples' gradients of one weight, (N, N) float64.
+    """Inner products of the examples' gradients of one weight, (N, N) float64; N is `count`.
 
-    Either the tokens' products are multiplied and summed, or the gradients of a few of the weight's
-    rows at a time are formed; whichever takes fewer operations.
+    It either sums over pairs of tokens, or forms the gradients of a few rows of the weight at a
+    time, whichever takes fewer operations.
     """
     rows = sum(len(use.owner) for use in uses)
     if all(use.left.dim() == 2 for use in uses):
@@ -96,22 +100,26 @@ def gram(uses: list[Use], count: int) -> Tensor:
 
 
 def _by_tokens(uses: list[Use], count: int) -> Tensor:
-    found = torch.zeros(count, count, dtype=torch.float64)
+    """`gram` by sums over pairs of tokens."""
+    products = torch.zeros(count, count, dtype=torch.float64)
     for i, a in enumerate(uses):
         for start in range(0, len(a.owner), STRIP):
             end = min(start + STRIP, len(a.owner))
             strip = Use(a.left[start:end], a.right[start:end], a.owner[start:end])
-            found += _products(strip, strip, count)
+            products += _products(strip, strip, count)
             rest = Use(a.left[end:], a.right[end:], a.owner[end:])
             for other in (rest, *uses[i + 1 :]):
                 if len(other.owner):
                     between = _products(strip, other, count)
-                    found += between + between.T
-    return found
+                    products += between + between.T
+    return products
 
 
 def _products(a: Use, b: Use, count: int) -> Tensor:
-    """(N, N): the sum over rows s of example i in `a` and t of j in `b` of the two products."""
+    """(N, N): the sums of (left_s . left_t) (right_s . right_t).
+
+    Entry (i, j) is over the rows s of example i in `a` and the rows t of example j in `b`.
+    """
     if a.left.dim() == 1 and b.left.dim() == 1:
         left = (a.left[:, None] == b.left).to(a.right.dtype)
     elif a.left.dim() == 1:
@@ -124,7 +132,8 @@ def _products(a: Use, b: Use, count: int) -> Tensor:
 
 
 def _by_forming(uses: list[Use], count: int) -> Tensor:
-    found = torch.zeros(count, count, dtype=torch.float64)
+    """`gram` by forming the examples' gradients, a block of the weight's rows at a time."""
+    products = torch.zeros(count, count, dtype=torch.float64)
     out, width = uses[0].left.size(1), uses[0].right.size(1)
     block = max(1, FORMED // (count * width))
     pieces = [(use, _bounds(use.owner, count)) for use in uses]
@@ -134,24 +143,25 @@ def _by_forming(uses: list[Use], count: int) -> Tensor:
             for i in range(count):
                 here = slice(bounds[i], bounds[i + 1])
                 left, right = use.left[here, start : start + block].T, use.right[here]
-                some[i].addmm_(left, right, beta=float(number > 0))  # 0: whatever was there
+                some[i].addmm_(left, right, beta=float(number > 0))  # 0: ignore what is there
         flat = some.flatten(1)
-        found += (flat @ flat.T).double().cpu()
-    return found
+        products += (flat @ flat.T).double().cpu()
+    return products
 
 
 def _bounds(owner: Tensor, count: int) -> list[int]:
-    """Where the rows of each example begin and end; rows of one example are neighbours."""
+    """Where the rows of each example begin and end. The rows are in order of examples."""
     steps = torch.arange(count + 1, device=owner.device)
     return torch.searchsorted(owner, steps).tolist()
 
 
 class PerExample(TorchFunctionMode):
-    """Watches a model's forward pass and gathers, during its backward pass, the inner products of
-    the examples' gradients of every parameter, `products` (N, N).
+    """Sums the inner products of the examples' gradients over all parameters.
 
-    It knows how parameters are used in this project (linear maps, embeddings, LayerNorm, sums and
-    products with a vector) and raises Failure where one is used in another way.
+    While it is active, it intercepts every function of torch that a parameter enters, and puts a
+    hook on the result. During the backward pass the hooks add to `products` (N, N). It knows linear
+    maps, embeddings, LayerNorm, and sums and products with a vector. Any other use of a parameter
+    raises Failure, because leaving it out would give wrong cosines.
     """
 
     def __init__(self, model: Model, batch: Batch[Tensor]):
@@ -167,10 +177,10 @@ class PerExample(TorchFunctionMode):
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.products = torch.zeros(self.count, self.count, dtype=torch.float64)
-        self.waiting: dict[str, int] = {}  # uses whose gradient has not come yet
-        self.uses: dict[str, list[Use]] = {}
-        self.vectors: dict[str, Tensor] = {}  # (N, d)
-        self.rows: dict[int, tuple[Tensor, Tensor, int]] = {}  # a row taken out of a parameter
+        self.waiting: dict[str, int] = {}  # by name: uses whose gradient has not arrived yet
+        self.uses: dict[str, list[Use]] = {}  # by name: uses whose gradient has arrived
+        self.vectors: dict[str, Tensor] = {}  # by name: sums of such gradients, (N, d)
+        self.rows: dict[int, tuple[Tensor, Tensor, int]] = {}  # rows that `take_row` returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -180,11 +190,13 @@ class PerExample(TorchFunctionMode):
         rule = RULES.get(resolve_name(func) or "")
         if rule is not None:
             return rule(self, *args, **kwargs)
-        found = func(*args, **kwargs)
-        if isinstance(found, Tensor):
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
             name = self.names.get(id(known[0]), "a row of a parameter")
-            raise Failure(f"{name} is used by {func}, which this analysis does not know")
-        return found  # a size, a type
+            raise Failure(
+                f"{name} is used by {func}, which this analysis does not know; add a rule to RULES"
+            )
+        return result  # such as a size or a type
 
     # ------------------------------------------------------------------ how parameters are used
 
@@ -230,7 +242,7 @@ class PerExample(TorchFunctionMode):
         return y
 
     def take_row(self, weight: Tensor, row: int) -> Tensor:
-        """A row of an embedding table that is added to every token (RoBERTa's one segment)."""
+        """A row of an embedding table that is added to every token (RoBERTa's only segment)."""
         taken = weight.detach()[row]
         self.rows[id(taken)] = (taken, weight, row)
         return taken
@@ -264,7 +276,7 @@ class PerExample(TorchFunctionMode):
     # ------------------------------------------------------------------------- what is gathered
 
     def _owner(self, name: str, x: Tensor) -> Tensor:
-        """To which example each row of `x` (R, d) belongs, by the part that reads it."""
+        """The example that each row of `x` (R, d) belongs to. The part `name` reads `x`."""
         kind = "examples"
         if name.startswith("encoder."):
             kind = "tokens"
@@ -273,22 +285,24 @@ class PerExample(TorchFunctionMode):
         owner = self.owners[kind]
         if x.dim() != 2 or len(x) != len(owner):
             raise Failure(
-                f"{name} reads rows {tuple(x.shape)}, not one for each of {len(owner)} "
-                f"{kind}, which this analysis does not know"
+                f"{name} reads a tensor of shape {tuple(x.shape)}, but this analysis expects one "
+                f"row for each of {len(owner)} {kind}"
             )
         return owner
 
     def _expect(self, name: str) -> None:
+        """Count a use whose gradient must arrive in the backward pass."""
         self.waiting[name] = self.waiting.get(name, 0) + 1
 
     def _matrix(self, name: str, use: Use) -> None:
+        """Take a use of a weight matrix. The last one adds the weight's share to `products`."""
         self.uses.setdefault(name, []).append(use)
         self.waiting[name] -= 1
-        if not self.waiting[name]:  # all uses of a shared weight are there
+        if not self.waiting[name]:  # a shared weight has several uses
             self.products += gram(self.uses.pop(name), self.count)
 
     def _vector(self, name: str, each: Tensor, owner: Tensor) -> None:
-        """`each` (R, d) summed to the examples' gradients of a vector, (N, d)."""
+        """Take a use of a vector. `each` (R, d) are the gradients of its rows."""
         summed = each.new_zeros(self.count, each.size(1)).index_add_(0, owner, each)
         self.vectors[name] = self.vectors[name] + summed if name in self.vectors else summed
         self.waiting[name] -= 1
@@ -301,14 +315,17 @@ class PerExample(TorchFunctionMode):
         missed = [name for name, p in self.parameters.items() if p.grad is not None]
         missed += [name for name, count in self.waiting.items() if count]
         if missed:
-            raise Failure(f"the use of {missed[0]} is unknown to this analysis")
+            raise Failure(
+                f"{missed[0]} is used in a way that this analysis does not know; add a rule to "
+                "RULES"
+            )
 
 
 def _on_gradient(y: Tensor, gather: Callable[[Tensor], None]) -> None:
-    """Call `gather` with the gradient of `y` when the backward pass has it."""
-    if not y.requires_grad:  # within a function that has a backward pass of its own
+    """Call `gather` with the gradient of `y` when the backward pass has computed it."""
+    if not y.requires_grad:  # so inside an autograd function, which runs without gradients
         raise Failure(
-            "a parameter is used inside an autograd function, which this analysis does not know"
+            "a parameter is used inside an autograd function, which this analysis cannot look into"
         )
     y.register_hook(gather)
 
@@ -326,10 +343,10 @@ RULES: dict[str, Callable[..., Tensor]] = {
 
 
 def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
-    """<gradient of example i's loss, of j's> over all parameters, (N, N) float64 on the CPU, from
-    one forward and one backward pass of the packed batch. The model is in evaluation mode.
+    """Inner products of the examples' gradients over all parameters, (N, N) float64 on the CPU.
 
-    Raises Failure where a parameter is used in a way that is not known here.
+    It takes one forward and one backward pass of the packed batch. The model must be in evaluation
+    mode. Raises Failure if a parameter is used in a way that `PerExample` does not know.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -345,12 +362,14 @@ def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
 
 @contextmanager
 def _every_token(encoder: Encoder) -> Iterator[None]:
-    """Within it the last layer works on every token, of each of which the example is known, and not
-    on those alone whose hidden states are asked for."""
-    every = encoder.forward
+    """Make the last layer compute every token, not only those that the head reads.
+
+    `PerExample` must know the example of every row, and it knows that of all tokens.
+    """
+    whole_forward = encoder.forward
 
     def forward(batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
-        x = every(batch)
+        x = whole_forward(batch)
         return x if places is None else x.index_select(0, places)
 
     encoder.forward = forward  # type: ignore[method-assign]
@@ -361,8 +380,10 @@ def _every_token(encoder: Encoder) -> Iterator[None]:
 
 
 def cosines(products: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(cosines of all pairs i < j, norms (N,)) of inner products (N, N). A gradient that is zero
-    (an example without a masked token) has no cosine: NaN."""
+    """The cosines of all pairs i < j, and the norms (N,), from inner products (N, N).
+
+    A gradient of zero, that of an example without a masked token, has the cosine NaN.
+    """
     norms = products.diagonal().clamp(min=0).sqrt()
     matrix = (products / norms[:, None] / norms).numpy()
     matrix = np.where((norms[:, None] * norms).numpy() > 0, matrix, np.nan)
@@ -376,43 +397,43 @@ def run(paths: list[str], config: GradientsConfig) -> None:
     """`python -m xformer.analysis gradients CHECKPOINT ... key=value ...`"""
     examples = open_examples(config, paths)
     rows = _labelled(examples)
-    found = []
-    for reader in examples.readers:
-        model, fresh = _with_head(reader, examples, config)
-        batch = to_device(_batch(reader, rows, config, model), reader.device)
+    summaries: list[dict[str, Any]] = []
+    for loaded in examples.models:
+        model, fresh = _with_head(loaded, examples, config)
+        batch = to_device(_batch(loaded, rows, config, model), loaded.device)
         values, norms = cosines(inner_products(model, batch))
         if not np.isfinite(norms).all():
             for row in rows:
-                look_inside(reader, np.array([row]))  # which says where a number is not finite
-        found.append(
+                look_inside(loaded, np.array([row]))  # raises BadInput with the layer
+        summaries.append(
             {
-                "name": reader.name,
+                "name": loaded.name,
                 "head": model.task.name if model.task else "none",
                 "fresh_head": fresh,
-                **_summary(values, norms, reader),
+                **_summary(values, norms, loaded),
             }
         )
     result = {
         "analysis": "gradients",
         **examples.describe(),
         "rows": rows.tolist(),
-        "gradients": found,
+        "gradients": summaries,
     }
     line = "gradients " + "; ".join(
-        f"{f['name']}: cosine mean {f['mean']:.4f}, median {f['median']:.4f}, "
-        f"minimum {f['minimum']:.4f}, {100 * f['negative']:.1f} % negative"
-        for f in found
+        f"{s['name']}: cosine mean {s['mean']:.4f}, median {s['median']:.4f}, "
+        f"minimum {s['minimum']:.4f}, {100 * s['negative']:.1f} % negative"
+        for s in summaries
     )
-    line += f" over {found[0]['pairs']:,} pairs of examples"
+    line += f" over {summaries[0]['pairs']:,} pairs of examples"
     metrics = {
-        f["name"]: {name: f[name] for name in ("mean", "median", "minimum", "negative")}
-        for f in found
+        s["name"]: {name: s[name] for name in ("mean", "median", "minimum", "negative")}
+        for s in summaries
     }
     publish(config, result, draw, line, metrics)
 
 
 def _labelled(examples: Examples) -> np.ndarray:
-    """The drawn rows that have a label, where the task has labels."""
+    """The drawn rows, without those that lack the label that the task needs."""
     rows = examples.rows
     columns = examples.store.split(examples.split).columns
     if examples.store.kind in ("class", "score"):
@@ -420,47 +441,65 @@ def _labelled(examples: Examples) -> np.ndarray:
         known = labels >= 0 if examples.store.kind == "class" else ~np.isnan(labels)
         rows = rows[known]
     if len(rows) < 2:
-        raise BadInput(f"the split {examples.split!r} has fewer than 2 drawn rows with a label")
+        raise BadInput(
+            f"fewer than 2 of the rows drawn from the split {examples.split!r} have a label; give "
+            "more examples=, or another split="
+        )
     return rows
 
 
-def _with_head(reader: Reader, examples: Examples, config: GradientsConfig) -> tuple[Model, bool]:
-    """The model with the head that the store's task takes, and whether that is fresh."""
-    store, checkpoint = examples.store, reader.checkpoint
+def _with_head(
+    loaded: LoadedModel, examples: Examples, config: GradientsConfig
+) -> tuple[Model, bool]:
+    """The model with the head of the store's task, and whether the head is new."""
+    store, checkpoint = examples.store, loaded.checkpoint
     if store.split(examples.split).together > 1:
-        raise BadInput(f"{store.name} is {store.kind}: the loss of a row depends on other rows")
+        raise BadInput(
+            f"{store.name} is {store.kind}: the loss of a row depends on other rows, so it has no "
+            "gradient of its own; give another store"
+        )
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
     labels = tuple(store.labels) if task.named_classes else ()
     if type(own) is task and (not task.named_classes or own.head.labels == labels):
-        return reader.model, False
+        return loaded.model, False
     made, fresh, _ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
-    if not fresh:  # an MLM head that trained beside a pair head
-        return made.model().to(reader.device), False
+    if not fresh:  # an MLM head that was trained with a pair head
+        return made.model().to(loaded.device), False
     say(
-        f"{reader.path} has no head for {figure.of_stores(store.name)}: a fresh one ({task.name}, "
-        f"seed {config.seed})",
+        f"{loaded.path} has no head for {drawing.of_stores(store.name)}; it gets a new one "
+        f"({task.name}, seed {config.seed})",
         error=True,
     )
-    return made.model().to(reader.device), True
+    return made.model().to(loaded.device), True
 
 
 def _batch(
-    reader: Reader, rows: np.ndarray, config: GradientsConfig, model: Model
+    loaded: LoadedModel, rows: np.ndarray, config: GradientsConfig, model: Model
 ) -> Batch[np.ndarray]:
+    """The packed batch of these rows, with masked tokens if the task predicts them."""
     if model.task is not None and model.task.predicts_masked:
         epochs = np.zeros_like(rows)
-        return reader.assembler.masked_batch(rows, epochs, config.seed, config.masking)
-    return reader.assembler.batch(rows)
+        return loaded.assembler.masked_batch(rows, epochs, config.seed, config.masking)
+    return loaded.assembler.batch(rows)
 
 
-def _summary(values: np.ndarray, norms: np.ndarray, reader: Reader) -> dict[str, Any]:
+def _summary(values: np.ndarray, norms: np.ndarray, loaded: LoadedModel) -> dict[str, Any]:
     if not np.isfinite(norms).all():
-        raise BadInput(f"{reader.path}: the gradient of an example is not finite (NaN or infinite)")
+        raise BadInput(
+            f"{loaded.path}: the gradient of an example is not finite (NaN or infinite); give "
+            "another checkpoint"
+        )
     if without := int((norms == 0).sum()):
-        say(f"{reader.path}: {without} examples have no gradient (no masked token)", error=True)
+        say(
+            f"{loaded.path}: {without} examples have no masked token, so no gradient; they are "
+            "left out",
+            error=True,
+        )
     values = values[np.isfinite(values)]
     if not len(values):
-        raise BadInput("no two examples have a gradient: take longer rows or more masking")
+        raise BadInput(
+            "no two examples have a gradient: give a larger max_tokens= or masking=, or other data="
+        )
     return {
         "pairs": len(values),
         "mean": float(values.mean()),
@@ -474,42 +513,53 @@ def _summary(values: np.ndarray, norms: np.ndarray, reader: Reader) -> dict[str,
     }
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
-    """The distribution of the cosines of each checkpoint, its mean, median and minimum."""
-    every = found["gradients"]
-    drawn, axes = figure.figure(2.4 + 1.7 * len(every), 4.2)
-    for i, one in enumerate(every):
-        colour = theme.colours[i % len(theme.colours)]
-        parts = axes.violinplot([one["cosines"]], [i], widths=0.75, showextrema=False)
+def draw(result: dict[str, Any]) -> Figure:
+    """The distribution of each checkpoint's cosines, with its mean, median and minimum."""
+    from matplotlib import rcParams
+
+    summaries = result["gradients"]
+    figure = style.new_figure(2.4 + 1.7 * len(summaries), 4.2)
+    axes = figure.subplots()
+    ink, paper = rcParams["text.color"], rcParams["axes.facecolor"]
+    for i, summary in enumerate(summaries):
+        colour = f"C{i}"
+        parts: Any = axes.violinplot([summary["cosines"]], [i], widths=0.75, showextrema=False)
         for body in parts["bodies"]:
             body.set(facecolor=colour, alpha=0.35, edgecolor=colour)
         axes.boxplot(
-            [one["cosines"]],
+            [summary["cosines"]],
             positions=[i],
             widths=0.16,
             whis=(0, 100),
             meanline=True,
             showmeans=True,
             patch_artist=True,
-            boxprops={"facecolor": theme.paper, "edgecolor": colour},
+            boxprops={"facecolor": paper, "edgecolor": colour},
             whiskerprops={"color": colour},
             capprops={"color": colour},
             medianprops={"color": colour, "lw": 1.6},
-            meanprops={"color": theme.ink, "ls": "--", "lw": 1.3},
+            meanprops={"color": ink, "ls": "--", "lw": 1.3},
         )
-        axes.plot(i, one["minimum"], "v", color=colour, ms=6)
+        axes.plot(i, summary["minimum"], "v", color=colour, ms=6)
         axes.text(
-            i + 0.12, one["minimum"], f"{one['minimum']:.3f}", fontsize=8, va="center", color=colour
+            i + 0.12,
+            summary["minimum"],
+            f"{summary['minimum']:.3f}",
+            fontsize=8,
+            va="center",
+            color=colour,
         )
-    axes.axhline(0, color=theme.faint, ls=":", lw=1.2)
-    axes.set_xticks(range(len(every)), [figure.short(one["name"]) for one in every])
-    axes.set_xlim(-0.6, len(every) - 0.4)
-    store = figure.of_stores(found["data"]["store"])
+    axes.axhline(0, color=style.FAINT, ls=":", lw=1.2)
+    axes.set_xticks(
+        range(len(summaries)), [drawing.short(summary["name"]) for summary in summaries]
+    )
+    axes.set_xlim(-0.6, len(summaries) - 0.4)
+    store = drawing.of_stores(result["data"]["store"])
     axes.set_ylabel("cosine of two examples' gradients")
-    axes.set_title(f"{len(found['rows'])} examples of {store}\nhead: {every[0]['head']}")
-    drawn.supxlabel(
+    axes.set_title(f"{len(result['rows'])} examples of {store}\nhead: {summaries[0]['head']}")
+    figure.supxlabel(
         "line median, dashes mean,\ntriangle minimum, whiskers the range",
         fontsize=8,
-        color=theme.faint,
+        color=style.FAINT,
     )
-    return drawn
+    return figure

@@ -4,90 +4,99 @@
     python -m xformer.analysis perturbation ckpt/bert ckpt/bert-clean data=stores/rte \\
       mapping=shift:1000 examples=64 draws=5 out=figures
 
-Gaussian noise of mean 0 and standard deviations 1e-2, 1e-4, 1e-6 and 1e-8 is added to every
-parameter of the encoder (Liu et al. 2020; Kao & Lee 2021, F.3, figures 12 and 13). The L2 distance
-is that between a token's last hidden states without and with noise, averaged over an example's
-tokens; mean and deviation are over examples and draws. Everything is float64: in float32, noise of
-1e-8 is less than the spacing of numbers near 1.
-
-T tokens in a batch, N examples, C hidden size.
+Gaussian noise is added to every parameter of the encoder, with mean 0 and standard deviations
+1e-2, 1e-4, 1e-6 and 1e-8 (Liu et al. 2020; Kao & Lee 2021, F.3, figures 12 and 13). The result is
+the L2 distance between a token's last hidden states without and with noise, averaged over an
+example's tokens. Its mean and deviation are over examples and draws of the noise. Everything is
+float64, because noise of 1e-8 is smaller than the spacing of float32 numbers near 1.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xformer.analysis import figure
-from xformer.analysis.command import Command, progress, publish
+from xformer.analysis import drawing
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
-    Reader,
-    check_finite,
+    LoadedModel,
+    check_hidden_finite,
     look_inside,
     open_examples,
 )
+from xformer.analysis.subcommand import Subcommand, publish, with_progress
+from xformer.data import style
 from xformer.data.errors import BadInput
 from xformer.parallel.feed import to_device
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Shapes: L tokens of an example, N examples, C hidden size.
+
 
 class PerturbationConfig(ExamplesConfig):
-    """What noise."""
+    """Which noise is added."""
 
     examples: int = Field(64, ge=1)
-    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     deviations: tuple[float, ...] = (1e-2, 1e-4, 1e-6, 1e-8)
-    """Standard deviations of the noise, as a list: [1e-2,1e-4]."""
+    """Standard deviations of the noise, such as [1e-2,1e-4]."""
     draws: int = Field(3, ge=1)
-    """Draws of the noise at each size; draw i has the same directions at every size."""
+    """How often noise of each size is drawn. Apart from its scale, draw i is the same at all
+    sizes."""
 
 
-COMMAND = Command("perturbation", PerturbationConfig, __doc__ or "", 1, None)
+SUBCOMMAND = Subcommand("perturbation", PerturbationConfig, __doc__ or "", 1, None)
 
 
-def noise(name: str, weight: Tensor, seed: int, draw: int) -> Tensor:
-    """Standard Gaussian noise for one parameter, a function of (seed, draw, name)."""
-    digest = hashlib.sha256(f"noise:{seed}:{draw}:{name}".encode()).digest()
+def noise(name: str, weight: Tensor, seed: int, number: int) -> Tensor:
+    """Standard Gaussian noise for one parameter. It depends on (seed, number of the draw, name)."""
+    digest = hashlib.sha256(f"noise:{seed}:{number}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    made = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-    return made.to(weight.device)
+    values = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    return values.to(weight.device)
 
 
 @torch.no_grad()
-def perturbed(model: nn.Module, deviation: float, seed: int, draw: int) -> nn.Module:
+def perturbed(model: nn.Module, deviation: float, seed: int, number: int) -> nn.Module:
     """A copy of a float64 model with noise of this standard deviation on every parameter."""
     moved = copy.deepcopy(model)
     for name, weight in moved.named_parameters():
-        weight.add_(deviation * noise(name, weight, seed, draw))
+        weight.add_(deviation * noise(name, weight, seed, number))
     return moved
 
 
 @torch.no_grad()
-def outputs(encoder: nn.Module, reader: Reader, examples: Examples) -> list[Tensor]:
-    """The last hidden states of every example, a list of (L, C). Raises BadInput naming the row
-    where one is not finite."""
-    found: list[Tensor] = []
+def outputs(encoder: nn.Module, loaded: LoadedModel, examples: Examples) -> list[Tensor]:
+    """The last hidden states of every example, a list of (L, C).
+
+    Raises BadInput, with the row, if one is not finite.
+    """
+    states: list[Tensor] = []
     for part in examples.parts():
-        batch = reader.assembler.batch(part)
-        packed = to_device(batch, reader.device)
+        batch = loaded.assembler.batch(part)
+        packed = to_device(batch, loaded.device)
         hidden = encoder(packed)
         if not torch.isfinite(hidden).all():
-            look_inside(reader, part)  # which says in which layer, unless it is for the noise
-        check_finite(hidden, batch, reader, "the last layer")
-        found += hidden.split(np.diff(batch.cu_seqlens).tolist())
-    return found
+            look_inside(loaded, part)  # names the layer, unless only the noise is to blame
+        check_hidden_finite(hidden, batch, loaded, "the last layer")
+        states += hidden.split(np.diff(batch.cu_seqlens).tolist())
+    return states
 
 
-def distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """The L2 distance of each example, and that relative to its outputs' length, (N,) each; both
-    are means over the example's tokens."""
+def output_distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Each example's L2 distance, (N,), and the same relative to the norm of its outputs, (N,).
+
+    Distances and norms are averaged over the example's tokens.
+    """
     pairs = list(zip(before, after, strict=True))
     apart = [float((b - a).norm(dim=1).mean()) for a, b in pairs]
     size = [float(a.norm(dim=1).mean()) for a, _ in pairs]
@@ -100,21 +109,27 @@ def distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np
 def run(paths: list[str], config: PerturbationConfig) -> None:
     """`python -m xformer.analysis perturbation CHECKPOINT ... key=value ...`"""
     if not config.deviations or min(config.deviations) <= 0:
-        raise BadInput("deviations: give positive numbers, such as deviations=[1e-2,1e-4]")
+        raise BadInput(
+            f"deviations={list(config.deviations)}: give positive numbers, such as "
+            "deviations=[1e-2,1e-4]"
+        )
     examples = open_examples(config, paths)
-    work = [(reader, n) for reader in examples.readers for n in range(config.draws)]
-    measured: dict[str, dict[float, list[tuple[np.ndarray, np.ndarray]]]] = {}
-    encoders = {r.path: copy.deepcopy(r.model.encoder).double() for r in examples.readers}
-    before = {r.path: outputs(encoders[r.path], r, examples) for r in examples.readers}
-    for reader, number in progress(work, len(work), "draws"):
+    encoders = {m.path: copy.deepcopy(m.model.encoder).double() for m in examples.models}
+    before = {m.path: outputs(encoders[m.path], m, examples) for m in examples.models}
+    # by model and size of the noise: the distances of each draw
+    distances: dict[str, dict[float, list[tuple[np.ndarray, np.ndarray]]]] = {
+        m.path: {deviation: [] for deviation in config.deviations} for m in examples.models
+    }
+    work = [(loaded, number) for loaded in examples.models for number in range(config.draws)]
+    for loaded, number in with_progress(work, len(work), "draws"):
         for deviation in config.deviations:
-            moved = perturbed(encoders[reader.path], deviation, config.seed, number)
-            after = outputs(moved, reader, examples)
-            of_model = measured.setdefault(reader.path, {})
-            of_model.setdefault(deviation, []).append(distances(before[reader.path], after))
-    found: list[dict[str, Any]] = [
-        {"name": r.name, "noise": [_summary(d, measured[r.path][d]) for d in config.deviations]}
-        for r in examples.readers
+            moved = perturbed(encoders[loaded.path], deviation, config.seed, number)
+            after = outputs(moved, loaded, examples)
+            of_draw = output_distances(before[loaded.path], after)
+            distances[loaded.path][deviation].append(of_draw)
+    models: list[dict[str, Any]] = [
+        {"name": m.name, "noise": [_summary(d, distances[m.path][d]) for d in config.deviations]}
+        for m in examples.models
     ]
     result = {
         "analysis": "perturbation",
@@ -122,58 +137,70 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         "seed": config.seed,
         "distance": "L2 of a token's last hidden states, mean over the tokens of an example",
         **examples.describe(),
-        "models": found,
+        "models": models,
     }
     line = "perturbation " + "; ".join(
-        f"{f['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in f["noise"])
-        for f in found
+        f"{m['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in m["noise"])
+        for m in models
     )
-    line += f" (L2, {len(examples.rows)} examples, {figure.many(config.draws, 'draw')} of noise)"
-    metrics = {f["name"]: {f"{n['std']:.0e}": n["mean"] for n in f["noise"]} for f in found}
+    line += f" (L2, {len(examples.rows)} examples, {drawing.many(config.draws, 'draw')} of noise)"
+    metrics = {m["name"]: {f"{n['std']:.0e}": n["mean"] for n in m["noise"]} for m in models}
     publish(config, result, draw, line, metrics)
 
 
-def _summary(deviation: float, drawn: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    absolute, relative = (np.concatenate([pair[i] for pair in drawn]) for i in (0, 1))
+def _summary(deviation: float, of_draws: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """The distances for noise of one size, over examples and draws."""
+    absolute, relative = (np.concatenate([draw[i] for draw in of_draws]) for i in (0, 1))
     ddof = int(len(absolute) > 1)
     return {
         "std": deviation,
         "mean": float(absolute.mean()),
         "deviation": float(absolute.std(ddof=ddof)),
         "relative": float(relative.mean()),
-        "by_draw": [float(a.mean()) for a, _ in drawn],
+        "by_draw": [float(a.mean()) for a, _ in of_draws],
     }
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
-    """Bars of the means with deviations, as figures 12 and 13 of the paper."""
-    models = found["models"]
-    drawn, axes = figure.figure(6.4, 3.8)
+def draw(result: dict[str, Any]) -> Figure:
+    """Bars of the means with deviations, as in Kao & Lee 2021, figures 12 and 13."""
+    from matplotlib import rcParams
+
+    models = result["models"]
+    figure = style.new_figure(6.4, 3.8)
+    axes = figure.subplots()
     width = 0.8 / len(models)
     for i, model in enumerate(models):
         places = np.arange(len(model["noise"])) + (i + 0.5) * width - 0.4
         mean = np.array([n["mean"] for n in model["noise"]])
-        spread = np.array([n["deviation"] for n in model["noise"]])
-        # an error bar that reaches 0 has no lower end on this axis
-        below = np.minimum(spread, 0.9 * mean)
+        above = np.array([n["deviation"] for n in model["noise"]])
+        # On a logarithmic axis an error bar that reached 0 would have no lower end.
+        below = np.minimum(above, 0.9 * mean)
         axes.bar(
             places,
             mean,
             width * 0.92,
-            color=theme.colours[i % len(theme.colours)],
-            label=figure.short(model["name"]),
+            color=f"C{i}",
+            label=drawing.short(model["name"]),
         )
-        axes.errorbar(places, mean, [below, spread], fmt="none", ecolor=theme.ink, lw=1, capsize=3)
+        axes.errorbar(
+            places,
+            mean,
+            [below, above],
+            fmt="none",
+            ecolor=rcParams["text.color"],
+            lw=1,
+            capsize=3,
+        )
     axes.set_yscale("log")
-    figure.plain_ticks(axes.yaxis)
+    style.plain_ticks(axes.yaxis)
     axes.set_xticks(range(len(models[0]["noise"])), [f"{n['std']:g}" for n in models[0]["noise"]])
     axes.grid(axis="x", visible=False)
-    store = figure.of_stores(found["data"]["store"])
+    store = drawing.of_stores(result["data"]["store"])
     axes.set(
         xlabel="standard deviation of the noise on every parameter",
         ylabel="L2 distance of last hidden states",
-        title=f"{found['data']['examples']} examples of {store}, "
-        f"{figure.many(found['draws'], 'draw')} of noise (mean ± sd)",
+        title=f"{result['data']['examples']} examples of {store}, "
+        f"{drawing.many(result['draws'], 'draw')} of noise (mean ± sd)",
     )
     axes.legend(fontsize=8.5)
-    return drawn
+    return figure

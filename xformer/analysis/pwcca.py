@@ -3,13 +3,12 @@
     python -m xformer.analysis pwcca CHECKPOINT CHECKPOINT data=STORE out=DIR
     python -m xformer.analysis pwcca ckpt/bert ckpt/plus data=stores/protein layers=last \\
       mapping=symbols:0 mapping_b=none out=figures
-    python -m xformer.analysis pwcca a.h5 b.h5 out=DIR        of what `capture` wrote
+    python -m xformer.analysis pwcca a.h5 b.h5 out=DIR        # files that `capture` wrote
 
-Every token of the same examples is a sample, every hidden unit a neuron. Both checkpoints may be
-the same one. Layer 0 is the embeddings' output, layer i that of the i-th layer. `layers=last`
-takes one pass over the examples, several layers take two.
-
-n samples (tokens), d neurons of a network, r its rank, k = min(r, r').
+Both checkpoints read the same examples. Every token is a sample, and every hidden unit is a neuron.
+Layer 0 is the output of the embeddings, layer i that of the i-th layer. Give the same checkpoint
+twice to compare its layers with each other. `layers=last` takes one pass over the examples; several
+layers take two.
 """
 
 from __future__ import annotations
@@ -18,35 +17,42 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis import capture, figure
-from xformer.analysis.command import Command, publish
+from xformer.analysis import capture, drawing
 from xformer.analysis.examples import ExamplesConfig, look_inside, open_examples, parse_layers
 from xformer.analysis.factor import Basis, Factor, basis
+from xformer.analysis.subcommand import Subcommand, publish
 from xformer.config import Paths
+from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Shapes: n samples (tokens), d neurons of a network, r its rank, k = min(r, r'). A prime means the
+# second network.
+
 Variant = Literal["definition", "svcca", "anatome"]
-Stream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
-KEPT_VARIANCE = 0.99  # of SVCCA (Raghu et al. 2017, section 2)
+LayerStream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
+KEPT_VARIANCE = 0.99  # by SVCCA (Raghu et al. 2017, section 2)
 MEASURES = ("pwcca", "svcca", "cca", "cka")
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """How alike two networks' representations are; each measure is 1 for equal ones.
+    """How alike the representations of two networks are. A measure is 1 if they are equal.
 
-    `pwcca` weighs by the first network, `pwcca_reversed` by the second; `correlations` (k,) are the
-    canonical ones, falling, `weights` (k,) those of `pwcca`. `ranks` are how many directions of
-    each network are above 1e-6 of its largest singular value. `chance` is the mean correlation of
-    independent Gaussian samples of these sizes.
+    `pwcca` takes its weights from the first network, `pwcca_reversed` from the second.
+    `correlations` (k,) are the canonical correlations, largest first, and `weights` (k,) those of
+    `pwcca`. `ranks` count the directions of each network whose singular value is above 1e-6 of its
+    largest. `chance` is the mean correlation of independent Gaussian samples of these sizes.
     """
 
     pwcca: float
@@ -65,55 +71,59 @@ class Similarity:
 def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
     """Projection-weighted CCA similarity of two networks, 0 to 1 (Morcos et al. 2018, section 2).
 
-    x (n, d), y (n, d'): arrays or tensors, a row a sample. With h_i (n,) the i-th canonical vector
-    of x, rho_i its correlation and x_j (n,) the j-th centred neuron of x:
+    x (n, d) and y (n, d') are arrays or tensors with a row for each sample. With h_i (n,) the i-th
+    canonical vector of x, rho_i its correlation and x_j (n,) the j-th centred neuron of x:
 
         alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
 
-    `variant` gives what two well-known programs compute instead (see docs/analysis.md): "svcca"
-    and "anatome". Raises ValueError for arrays that do not match, are constant or not finite; warns
-    where there are not more samples than neurons.
+    `variant` "svcca" or "anatome" gives what these two well-known programs compute instead (see
+    docs/analysis.md). Raises ValueError if the arrays do not match, are constant, or are not
+    finite. Warns if there are too few samples.
     """
     x, y = _matrices(x, y)
-    found = compare(x, y)
-    if variant == "anatome":
-        pair = _joint(iter([(x, y)]))
-        return _anatome(pair, iter([x]))
-    return found.pwcca if variant == "definition" else _svcca_code(_joint(iter([(x, y)])))
+    measures = compare_networks(x, y)
+    if variant == "definition":
+        return measures.pwcca
+    pair = _joint(iter([(x, y)]))
+    return _svcca_code(pair) if variant == "svcca" else _anatome(pair, iter([x]))
 
 
-def compare(x: Any, y: Any) -> Similarity:
-    """All measures of two networks' (n, d) and (n, d') arrays. Raises ValueError as `pwcca`."""
+def compare_networks(x: Any, y: Any) -> Similarity:
+    """All measures of two networks, from arrays (n, d) and (n, d').
+
+    Raises ValueError and warns as `pwcca` does.
+    """
     x, y = _matrices(x, y)
     pair = _joint(iter([(x, y)]))
-    found = similarity(pair.x, pair.y, pair.inner)
-    if message := too_few(found.samples, found.ranks):
+    measures = similarity(pair.x, pair.y, pair.inner)
+    if message := too_few(measures.samples, measures.ranks):
         warnings.warn(message, stacklevel=2)
-    return found
+    return measures
 
 
 def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """Both arrays as float64 tensors. Raises ValueError if they are not samples of two networks."""
     x, y = (torch.as_tensor(array, dtype=torch.float64) for array in (x, y))
     for name, array in (("x", x), ("y", y)):
         if array.dim() != 2 or len(array) < 2:
             raise ValueError(
-                f"{name} must be (samples, neurons) with 2 samples at least, not "
-                f"{tuple(array.shape)}"
+                f"{name} has the shape {tuple(array.shape)}; it must be (samples, neurons), with "
+                "at least 2 samples"
             )
         if not torch.isfinite(array).all():
-            raise ValueError(f"{name} has numbers that are not finite")
+            raise ValueError(f"{name} has numbers that are not finite (NaN or infinite)")
     if len(x) != len(y):
-        raise ValueError(f"x has {len(x)} samples and y {len(y)}: a row of each must be the same")
+        raise ValueError(f"x has {len(x)} samples and y {len(y)}: row i of both must be one sample")
     return x, y
 
 
 def too_few(samples: int, ranks: tuple[int, int]) -> str:
-    """What is wrong where correlations are 1 by themselves, or nothing."""
+    """A warning if some correlations must be 1 for want of samples, otherwise an empty text."""
     if samples > sum(ranks):
         return ""
     return (
         f"{samples:,} tokens are too few for {ranks[0]} and {ranks[1]} directions: some "
-        f"correlations are 1 by themselves; take more than {sum(ranks):,}, better "
+        f"correlations are 1 for any data; take more than {sum(ranks):,}, better "
         f"{10 * max(ranks):,}"
     )
 
@@ -122,16 +132,19 @@ def too_few(samples: int, ranks: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two networks over the same samples; `inner` (r, r') is U^T U' of their bases."""
+class NetworkPair:
+    """The bases of two networks over the same samples."""
 
     x: Basis
     y: Basis
-    inner: Tensor
+    inner: Tensor  # (r, r') U^T U' of the bases
 
 
-def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> Pair:
-    """The pair of two matrices that come in chunks of rows, in one pass and constant memory."""
+def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> NetworkPair:
+    """The bases of two matrices that arrive in chunks of rows, in one pass and constant memory.
+
+    Both are factored as one matrix [X Y], so no second pass is needed for U^T U'.
+    """
     factor: Factor | None = None
     for x, y in chunks:
         width = x.size(1)
@@ -142,11 +155,11 @@ def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> Pair:
     r, mean = factor.result()
     x_basis, u = basis(r[:, :width], mean[:width], factor.rows)
     y_basis, v = basis(r[:, width:], mean[width:], factor.rows)
-    return Pair(x_basis, y_basis, u.T @ v)
+    return NetworkPair(x_basis, y_basis, u.T @ v)
 
 
 def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
-    """Every measure, from the two bases and `inner` (r, r') = U^T U'."""
+    """All measures, from two bases and `inner` = U^T U' (r, r')."""
     p, rho, q = torch.linalg.svd(inner, full_matrices=False)  # (r, k), (k,), (k, r')
     rho = rho.clamp(max=1.0)
     # <h_i, x_j> for h_i = U p_i and x_j = U diag(scale) directions[:, j]
@@ -170,14 +183,16 @@ def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
 
 
 def _enough(network: Basis) -> int:
-    """How many of the largest directions hold 99 % of the variance."""
+    """The number of directions that SVCCA keeps, those that hold 99 % of the variance."""
     share = torch.cumsum(network.scale**2, 0) / (network.scale**2).sum()
     return int((share < KEPT_VARIANCE).sum()) + 1
 
 
 def chance(samples: int, rank_x: int, rank_y: int) -> float:
-    """Mean canonical correlation of independent Gaussian data, for many directions (Wachter 1980):
-    what a similarity must be compared with."""
+    """Mean canonical correlation of independent Gaussian data, in the limit of many directions.
+
+    (Wachter 1980.) A similarity means something only if it is well above this.
+    """
     from scipy.integrate import quad
 
     free = samples - 1
@@ -186,9 +201,9 @@ def chance(samples: int, rank_x: int, rank_y: int) -> float:
         return 1.0
     low = (math.sqrt(a * (1 - b)) - math.sqrt(b * (1 - a))) ** 2 if b < 1 else 1.0
     high = (math.sqrt(a * (1 - b)) + math.sqrt(b * (1 - a))) ** 2 if b < 1 else 1.0
-    ones = max(0.0, a + b - 1) / a  # correlations that are 1 by themselves
+    ones = max(0.0, a + b - 1) / a  # share of correlations that are 1 for any data
 
-    def density(t: float) -> float:  # of rho^2 = middle - reach cos t, which has no poles
+    def density(t: float) -> float:  # of rho^2; in t the integrand has no poles
         value = (high + low) / 2 - (high - low) / 2 * math.cos(t)
         root = ((high - low) / 2 * math.sin(t)) ** 2
         return math.sqrt(value) * root / (2 * math.pi * a * value * (1 - value))
@@ -197,22 +212,24 @@ def chance(samples: int, rank_x: int, rank_y: int) -> float:
     return min(1.0, middle + ones)
 
 
-def _svcca_code(pair: Pair) -> float:
-    """As google/svcca's compute_pwcca: the network with fewer neurons is the reference; its
-    directions are the canonical coefficients applied to neurons that are not whitened, with the
-    neurons' means added, orthonormalised in order, and projected on neurons that are not centred.
-    The sign of a coefficient vector, which matters once means are added, is left to chance there;
-    here its largest entry is positive.
+def _svcca_code(pair: NetworkPair) -> float:
+    """What compute_pwcca of google/svcca computes.
+
+    The network with fewer neurons gives the weights. That program applies the canonical
+    coefficients to neurons that are not whitened, adds the neurons' means, orthonormalises the
+    directions in order, and projects neurons that are not centred on them. Once means are added,
+    the sign of a coefficient vector matters. There it is arbitrary; here its largest entry is
+    positive.
     """
     x, y, inner = pair.x, pair.y, pair.inner
     if x.width > y.width:
         x, y, inner = y, x, inner.T
-    # the symmetric root of the covariance gives the coefficients directions^T p
+    # With the symmetric root of the covariance the coefficients are directions^T p.
     p, rho, _ = torch.linalg.svd(inner, full_matrices=False)
     coefficients = x.directions.T @ p  # (d, k)
     largest = coefficients.abs().argmax(0, keepdim=True)
     p = p * coefficients.gather(0, largest).sign()
-    constant = math.sqrt(x.rows)  # of the vector of ones, which is orthogonal to U
+    constant = math.sqrt(x.rows)  # norm of the vector of ones, which is orthogonal to U
     centred = x.scale[:, None] * x.directions  # U^T X
     directions = torch.cat([x.scale[:, None] * p, constant * x.mean[None, : len(rho)]])
     neurons = torch.cat([centred, constant * x.mean[None]])
@@ -221,10 +238,12 @@ def _svcca_code(pair: Pair) -> float:
     return float(weights @ rho / weights.sum())
 
 
-def _anatome(pair: Pair, chunks: Iterator[Tensor]) -> float:
-    """As anatome's pwcca_distance: the coefficients of the canonical vectors of x are
-    orthonormalised, and a weight is the sum over samples of the absolute values of x projected on
-    them. `chunks` are the rows of x once more."""
+def _anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
+    """What pwcca_distance of anatome computes.
+
+    That program orthonormalises the coefficients of the canonical vectors of x. A weight is the sum
+    over samples of the absolute values of x projected on them. `chunks` are the rows of x again.
+    """
     x = pair.x
     p, rho, _ = torch.linalg.svd(pair.inner, full_matrices=False)
     coefficients = x.directions.T @ (p / x.scale[:, None])  # (d, k)
@@ -238,12 +257,12 @@ def _anatome(pair: Pair, chunks: Iterator[Tensor]) -> float:
 # ------------------------------------------------------------------------------ many layers
 
 
-def grid(stream: Stream) -> list[list[Similarity]]:
-    """The similarity of every layer of one network to every layer of another, in two passes.
+def grid(stream: LayerStream) -> list[list[Similarity]]:
+    """The similarity of every layer of one network with every layer of another, in two passes.
 
-    `stream()` starts a pass: it yields, for the same samples, the layers of both, lists of (n, d).
-    The first pass finds each layer's basis, the second the inner products between them.
-    Raises ValueError naming a layer that is constant.
+    `stream()` starts a pass. It yields chunks of samples: the layers of both networks, lists of
+    (n, d). The first pass computes each layer's basis, the second the inner products between them.
+    Raises ValueError, with the layer, if one is constant.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():
@@ -282,58 +301,34 @@ def grid(stream: Stream) -> list[list[Similarity]]:
 
 
 class PwccaConfig(ExamplesConfig):
-    """What is compared."""
+    """Which layers are compared, and by which measure."""
 
     data: Paths = ""
-    """The store that the examples come from, or a list of stores, whose rows are joined; not needed
-    if both inputs are captures."""
+    """The store that the examples come from, or a list of stores to join. Captures (.h5) need
+    none."""
     layers: str = "all"
     """Layers of the first network: all, last, or numbers such as 0,6,12."""
     layers_b: str | None = None
-    """Layers of the second; absent: as `layers`."""
+    """Layers of the second network. Default: as `layers`."""
     variant: Variant = "definition"
-    """PWCCA as Morcos et al. 2018 define it, or as the programs svcca or anatome compute it."""
+    """PWCCA as defined by Morcos et al. 2018, or as the programs svcca or anatome compute it."""
     examples: int = Field(512, ge=1)
-    """How many rows, drawn by `seed`; all of them if the split has no more."""
+    """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     trust: bool = False
-    """Read captures whose checksums are missing or differ. A damaged or malicious HDF5 file can
-    crash the library or keep it busy for ever."""
+    """Read captures whose checksums are missing or wrong. A damaged or malicious HDF5 file can
+    crash the HDF5 library or keep it busy for ever."""
 
 
-COMMAND = Command("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
+SUBCOMMAND = Subcommand("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
 
 
 def run(paths: list[str], config: PwccaConfig) -> None:
     """`python -m xformer.analysis pwcca A B key=value ...`"""
-    if all(path.endswith(".h5") for path in paths):
-        source = capture.open_pair(paths, config.trust)
-        chosen_rows = {"data", "split", "examples", "max_tokens", "mapping", "mapping_b", "seed"}
-        if given := sorted(config.model_fields_set & chosen_rows):
-            raise BadInput(f"{given[0]}= was chosen when the captures were made: leave it away")
-        described, layers = source.describe(config.names), source.layers
-        stream_of = source.stream
-    elif any(path.endswith(".h5") for path in paths):
-        raise BadInput("give two checkpoints, or two captures (.h5): the examples must be the same")
-    else:
-        if config.trust:
-            raise BadInput("trust= is for captures (.h5): leave it away")
-        if not config.data:
-            raise BadInput("data must be given: data=STORE")
-        examples = open_examples(config, paths)
-        described, layers = examples.describe(), [reader.layers for reader in examples.readers]
-
-        def stream_of(chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-            for part in examples.parts():
-                both = []
-                for reader, numbers in zip(examples.readers, chosen, strict=True):
-                    hidden = look_inside(reader, part)[1].hidden
-                    both.append([hidden[number] for number in numbers])
-                yield both[0], both[1]
-
+    described, layers, stream_of = _open_source(paths, config)
     texts = (config.layers, config.layers_b or config.layers)
     chosen = [parse_layers(text, most) for text, most in zip(texts, layers, strict=True)]
     try:
-        found = _compare_layers(lambda: stream_of(chosen), chosen, config.variant)
+        similarities = _compare_layers(lambda: stream_of(chosen), chosen, config.variant)
     except ValueError as error:
         raise BadInput(str(error)) from None
     result = {
@@ -341,26 +336,62 @@ def run(paths: list[str], config: PwccaConfig) -> None:
         "variant": config.variant,
         **described,
         "layers": chosen,
-        "similarity": found,
+        "similarity": similarities,
     }
     _publish(config, result)
 
 
+Source = Callable[[list[list[int]]], Iterator[tuple[list[Tensor], list[Tensor]]]]
+
+
+def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any], list[int], Source]:
+    """Open two checkpoints or two captures.
+
+    Returns what the result says about them, their numbers of layers, and a function that starts a
+    pass over the chosen layers of both.
+    """
+    if all(path.endswith(".h5") for path in paths):
+        pair = capture.open_pair(paths, config.trust)
+        chosen_before = {"data", "split", "examples", "max_tokens", "mapping", "mapping_b", "seed"}
+        if fixed := sorted(config.model_fields_set & chosen_before):
+            raise BadInput(f"{fixed[0]}= was chosen when the captures were made: leave it away")
+        return pair.describe(config.names), pair.layers, pair.stream
+    if any(path.endswith(".h5") for path in paths):
+        raise BadInput(
+            f"{paths[0]} and {paths[1]}: give two checkpoints, or two captures (.h5), because the "
+            "examples must be the same"
+        )
+    if config.trust:
+        raise BadInput("trust= is for captures (.h5): leave it away")
+    if not config.data:
+        raise BadInput("data= is missing: checkpoints read a store; give data=STORE")
+    examples = open_examples(config, paths)
+
+    def stream(chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        for part in examples.parts():
+            both = []
+            for loaded, numbers in zip(examples.models, chosen, strict=True):
+                hidden = look_inside(loaded, part)[1].hidden
+                both.append([hidden[number] for number in numbers])
+            yield both[0], both[1]
+
+    return examples.describe(), [loaded.layers for loaded in examples.models], stream
+
+
 def _compare_layers(
-    stream: Stream,
-    chosen: list[list[int]],
-    variant: Variant,
+    stream: LayerStream, chosen: list[list[int]], variant: Variant
 ) -> list[list[dict[str, Any]]]:
+    """The similarity of each chosen layer of the first network with each of the second."""
     if len(chosen[0]) == len(chosen[1]) == 1:
         pair = _joint((x[0], y[0]) for x, y in stream())
         rows = [[similarity(pair.x, pair.y, pair.inner)]]
         pairs = [[pair]]
     else:
         if variant != "definition":
-            raise BadInput(f"variant={variant} compares one layer with one: give layers=last")
+            raise BadInput(f"variant={variant} compares one layer with one other: give layers=last")
         rows, pairs = grid(stream), []
-    warned = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
-    if message := too_few(warned.samples, warned.ranks):
+    widest = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
+    if message := too_few(widest.samples, widest.ranks):
         say(f"warning: {message}", error=True)
     shown = [[_as_json(s, whole=len(rows) == len(row) == 1) for s in row] for row in rows]
     if variant == "svcca":
@@ -371,8 +402,9 @@ def _compare_layers(
 
 
 def _as_json(s: Similarity, whole: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {name: getattr(s, name) for name in MEASURES}
-    found |= {
+    """The numbers of a similarity; with `whole` also those of every canonical direction."""
+    numbers: dict[str, Any] = {name: getattr(s, name) for name in MEASURES}
+    numbers |= {
         "pwcca_reversed": s.pwcca_reversed,
         "chance": s.chance,
         "ranks": list(s.ranks),
@@ -380,8 +412,8 @@ def _as_json(s: Similarity, whole: bool) -> dict[str, Any]:
         "samples": s.samples,
     }
     if whole:
-        found |= {"correlations": s.correlations.tolist(), "weights": s.weights.tolist()}
-    return found
+        numbers |= {"correlations": s.correlations.tolist(), "weights": s.weights.tolist()}
+    return numbers
 
 
 def _publish(config: PwccaConfig, result: dict[str, Any]) -> None:
@@ -398,56 +430,58 @@ def _publish(config: PwccaConfig, result: dict[str, Any]) -> None:
     publish(config, result, draw, line, {"last": metrics})
 
 
-def draw(found: dict[str, Any], theme: figure.Theme) -> Any:
-    """Heat maps of every measure over layers; of one pair of layers its correlations."""
-    names = [figure.short(c["name"]) for c in found["checkpoints"]]
-    if len(found["similarity"]) == len(found["similarity"][0]) == 1:
-        return _draw_pair(found, names, theme)
+def draw(result: dict[str, Any]) -> Figure:
+    """Heat maps of every measure over layers, or the correlations of a single pair of layers."""
+    names = [drawing.short(c["name"]) for c in result["checkpoints"]]
+    if len(result["similarity"]) == len(result["similarity"][0]) == 1:
+        return _draw_pair(result, names)
     titles = {"pwcca": "PWCCA", "svcca": "SVCCA", "cca": "mean CCA", "cka": "linear CKA"}
-    drawn, axes = figure.figure(12.4, 3.7, 1, 4, sharey=True)
+    figure = style.new_figure(12.4, 3.7)
+    axes = figure.subplots(1, 4, sharey=True)
     for panel, (measure, title) in zip(axes, titles.items(), strict=True):
-        values = [[cell[measure] for cell in row] for row in found["similarity"]]
-        image = figure.heat_map(panel, values, theme, title)
-        panel.set_xticks(range(len(found["layers"][1])), found["layers"][1])
-        panel.set_yticks(range(len(found["layers"][0])), found["layers"][0])
+        values = [[cell[measure] for cell in row] for row in result["similarity"]]
+        image = drawing.heat_map(panel, values, title)
+        panel.set_xticks(range(len(result["layers"][1])), result["layers"][1])
+        panel.set_yticks(range(len(result["layers"][0])), result["layers"][0])
         panel.set_xlabel(f"layer of {names[1]}")
     axes[0].set_ylabel(f"layer of {names[0]}")
-    bar = drawn.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
+    bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
     bar.set_label("similarity (1: equal)")
-    tokens = found["similarity"][0][0]["samples"]
-    store = figure.of_stores(found["data"]["store"])
-    drawn.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
-    return drawn
+    tokens = result["similarity"][0][0]["samples"]
+    store = drawing.of_stores(result["data"]["store"])
+    figure.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
+    return figure
 
 
-def _draw_pair(found: dict[str, Any], names: list[str], theme: figure.Theme) -> Any:
-    cell = found["similarity"][0][0]
-    drawn, axes = figure.figure(6.2, 3.8)
+def _draw_pair(result: dict[str, Any], names: list[str]) -> Any:
+    cell = result["similarity"][0][0]
+    figure = style.new_figure(6.2, 3.8)
+    axes = figure.subplots()
     axes.plot(
         range(1, len(cell["correlations"]) + 1),
         cell["correlations"],
-        color=theme.colours[0],
+        color="C0",
         lw=2,
         label="canonical correlations",
     )
     axes.plot(
         range(1, len(cell["weights"]) + 1),
         np.array(cell["weights"]) / max(cell["weights"]),
-        color=theme.colours[4],
+        color="C4",
         lw=1.2,
         label="their weights in PWCCA (largest: 1)",
     )
     for i, measure in enumerate(("pwcca", "cka")):
         axes.axhline(
             cell[measure],
-            color=theme.colours[i + 1],
+            color=f"C{i + 1}",
             ls="--",
             lw=1.4,
             label=f"{measure.upper()} {cell[measure]:.3f}",
         )
     axes.axhline(
         cell["chance"],
-        color=theme.faint,
+        color=style.FAINT,
         ls=":",
         lw=1.4,
         label=f"mean of independent data {cell['chance']:.3f}",
@@ -455,9 +489,9 @@ def _draw_pair(found: dict[str, Any], names: list[str], theme: figure.Theme) -> 
     axes.set(
         xlabel="canonical direction",
         ylabel="correlation",
-        title=f"{names[0]} layer {found['layers'][0][0]}, {names[1]} layer "
-        f"{found['layers'][1][0]}, {cell['samples']:,} tokens",
+        title=f"{names[0]} layer {result['layers'][0][0]}, {names[1]} layer "
+        f"{result['layers'][1][0]}, {cell['samples']:,} tokens",
     )
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8)
-    return drawn
+    return figure

@@ -1,6 +1,7 @@
-"""Checkpoints of Hugging Face, in and out, and what a directory holds.
+"""Import checkpoints of Hugging Face and PLUS, export them, and show what a directory holds.
 
 python -m xformer.convert from-hf HF_DIR OUT
+python -m xformer.convert from-plus FILE OUT
 python -m xformer.convert to-hf CHECKPOINT OUT
 python -m xformer.convert halve CHECKPOINT OUT
 python -m xformer.convert inspect DIR
@@ -20,13 +21,13 @@ from xformer.data.files import refuse_existing
 from xformer.start import run
 
 PROGRAM = "python -m xformer.convert"
-# what an output must hold to be one that may be overwritten
+# the files by which we recognise an output of ours, which --overwrite may replace
 CHECKPOINT = ("manifest.json", "model.safetensors")
 EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
+class ConvertParser(argparse.ArgumentParser):
+    """An ArgumentParser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message}; see {typed(PROGRAM)} --help")
@@ -34,19 +35,20 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> None:
     """`python -m xformer.convert COMMAND ...`"""
-    parser = Parser(
+    parser = ConvertParser(
         prog=typed(PROGRAM),
-        description="Import checkpoints of Hugging Face and PLUS, export them, and look inside.",
+        description="Import checkpoints of Hugging Face and PLUS, export them, and show what a "
+        "directory holds.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    functions = {
-        "from-hf": _add_from_hf,
-        "from-plus": _add_from_plus,
-        "to-hf": _add_to_hf,
-        "halve": _add_halve,
-        "inspect": _add_inspect,
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=ConvertParser)
+    functions = {  # for each command: add its arguments, run it
+        "from-hf": (_add_from_hf, _import_hf),
+        "from-plus": (_add_from_plus, _import_plus),
+        "to-hf": (_add_to_hf, _export_hf),
+        "halve": (_add_halve, _halve),
+        "inspect": (_add_inspect, _inspect),
     }
-    for add in functions.values():
+    for add, _ in functions.values():
         add(commands)
     first = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
     if first is not None and first not in functions:
@@ -54,92 +56,92 @@ def main() -> None:
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(functions)}"
         raise BadInput(f"unknown command {first!r}{hint}")
     arguments = parser.parse_args()
-    commands_by_name = {
-        "from-hf": from_hf,
-        "from-plus": from_plus,
-        "to-hf": to_hf,
-        "halve": halve,
-        "inspect": inspect,
-    }
-    commands_by_name[arguments.command](arguments)
+    _, convert = functions[arguments.command]
+    convert(arguments)
 
 
-def _add_from_hf(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_from_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     command = commands.add_parser(
         "from-hf",
-        help="Import a Hugging Face checkpoint of BERT, RoBERTa, ALBERT or DistilBERT.",
-        description="Import a Hugging Face checkpoint of BERT, RoBERTa, ALBERT or DistilBERT: its "
-        "config.json, its weights (model.safetensors or pytorch_model.bin, whole or in shards; of "
-        "a .bin only tensors are read) and its tokenizer, with the head it has. Every tensor is "
-        "accounted for by name.",
+        help="Import a Hugging Face checkpoint of the BERT family.",
+        description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, ALBERT or "
+        "DistilBERT: its config.json, its weights, the head that it has, and its tokenizer. The "
+        "weights are model.safetensors or pytorch_model.bin, whole or in shards; a .bin may hold "
+        "tensors only. The command says how many tensors it imported, and names those that it did "
+        "not.",
     )
     command.add_argument(
         "source",
         metavar="HF_DIR",
-        help="The directory to import; or the name of "
-        "a repository of the Hugging Face hub, such as bert-base-uncased, which "
-        "needs the package huggingface_hub.",
+        help="The directory to import, or the name of a repository of the Hugging Face hub, such "
+        "as bert-base-uncased. A name needs the package huggingface_hub.",
     )
     _add_output(command, "The checkpoint to write.")
 
 
-def _add_from_plus(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_from_plus(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     command = commands.add_parser(
         "from-plus",
-        help="Import a PLUS-TFM checkpoint of the public PLUS repository.",
-        description="Import a PLUS-TFM checkpoint (Min et al. 2019): a file of tensors, from which "
-        "all sizes are read, with its MLM and same-family heads, or a head of its own.",
+        help="Import a PLUS-TFM checkpoint from the public PLUS repository.",
+        description="Import a PLUS-TFM checkpoint (Min et al. 2019) with its heads: MLM and same "
+        "family, or the classifier of a fine-tuned model. The file holds tensors only; all sizes "
+        "but the number of attention heads are read from them.",
     )
-    command.add_argument("source", metavar="FILE", type=Path, help="The checkpoint, PLUS-TFM.pt.")
     command.add_argument(
-        "--heads", type=int, metavar="N", help="Attention heads (default: one for 64 of the width)."
+        "source", metavar="FILE", type=Path, help="The file to import, such as PLUS-TFM.pt."
+    )
+    command.add_argument(
+        "--heads",
+        type=int,
+        metavar="N",
+        help="Number of attention heads (default: hidden size / 64).",
     )
     command.add_argument(
         "--labels",
         default="",
         metavar="A,B,C",
-        help="The classes of its head in order (default: LABEL_0 and so on).",
+        help="Names of the classes of a fine-tuned classifier, in order (default: LABEL_0, "
+        "LABEL_1, ...).",
     )
     _add_output(command, "The checkpoint to write.")
 
 
-def _add_to_hf(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_to_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     command = commands.add_parser(
         "to-hf",
         help="Export a checkpoint as a directory that transformers loads.",
         description="Export a checkpoint as a directory that transformers loads with AutoModel, "
-        "the AutoModelFor... of its head, and AutoTokenizer. An imported checkpoint that was not "
-        "trained since gives back the very tensors it came from.",
+        "the AutoModelFor... class of its head, and AutoTokenizer. A checkpoint that was imported "
+        "and not trained since is exported with exactly the tensors that it was imported from.",
     )
     _add_checkpoint(command)
     _add_output(command, "The directory to write.")
 
 
-def _add_halve(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_halve(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     command = commands.add_parser(
         "halve",
-        help="Copy a checkpoint with weights of 16 bits, half the size.",
-        description="Copy a checkpoint with weights of 16 bits (fp16), half the size, to share it. "
-        "Every command reads it and computes in fp32 as ever. A weight changes by at most one part "
-        "in 2,048; one below 6e-5 by at most 3e-8.",
+        help="Copy a checkpoint with weights in fp16, at half the size.",
+        description="Copy a checkpoint with weights in fp16, at half the size, to share it. Every "
+        "command can read the copy; computation stays in fp32. A weight changes by at most one "
+        "part in 2,048, a weight below 6e-5 by at most 3e-8.",
     )
     _add_checkpoint(command)
     _add_output(command, "The checkpoint to write.")
 
 
-def _add_inspect(commands: argparse._SubParsersAction[Parser]) -> None:
+def _add_inspect(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     command = commands.add_parser(
         "inspect",
         help="Show what a checkpoint, a run or a Hugging Face directory holds.",
         description="Show on one screen what a checkpoint, a finished run or a Hugging Face "
-        "directory holds: its family, its sizes, its parameters by part, its heads, its "
-        "vocabulary and where it came from.",
+        "directory holds: its family, sizes, parameters by part, head, vocabulary and history.",
     )
-    command.add_argument("path", metavar="DIR", type=Path, help="The directory to look into.")
+    command.add_argument("path", metavar="DIR", type=Path, help="The directory to show.")
 
 
 def _add_checkpoint(command: argparse.ArgumentParser) -> None:
-    about = "A checkpoint, or a finished run, of which the selected checkpoint is taken."
+    about = "The checkpoint to read, or a finished run: then its selected checkpoint is read."
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=about)
 
 
@@ -151,8 +153,8 @@ def _add_output(command: argparse.ArgumentParser, text: str) -> None:
 
 
 def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:
-    """Raise BadInput unless `out` is free, or may be overwritten: it is what this command writes,
-    and does not hold what is read."""
+    """Raise BadInput unless `out` is free, or may be overwritten: it holds the files `marks`, which
+    this command writes, and does not contain `source`."""
     refuse_existing(out, overwrite)
     if out.exists() and not all((out / name).is_file() for name in marks):
         raise BadInput(f"{out} is something else than this command writes: it is not overwritten")
@@ -160,7 +162,7 @@ def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Pa
         raise BadInput(f"{out} holds {source}, which is read: give another output")
 
 
-def from_hf(arguments: argparse.Namespace) -> None:
+def _import_hf(arguments: argparse.Namespace) -> None:
     """Import a directory, or a repository of the hub."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
@@ -169,10 +171,10 @@ def from_hf(arguments: argparse.Namespace) -> None:
     _check_output(arguments.out, arguments.overwrite, CHECKPOINT, source)
     imported = hf.from_hf(source)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
-    say(*hf.account(imported).split("\n"))
+    say(*hf.import_report(imported))
 
 
-def from_plus(arguments: argparse.Namespace) -> None:
+def _import_plus(arguments: argparse.Namespace) -> None:
     """Import a PLUS-TFM checkpoint."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf, plus
@@ -183,11 +185,12 @@ def from_plus(arguments: argparse.Namespace) -> None:
     labels = tuple(filter(None, arguments.labels.split(",")))
     imported = plus.from_plus(arguments.source, arguments.heads, labels)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
-    say(*hf.account(imported).split("\n"))
+    say(*hf.import_report(imported))
 
 
 def _directory(source: str) -> Path:
-    """The directory that is meant: itself, or where the hub's repository was downloaded to."""
+    """The directory of this path, or the one that the hub's repository of this name was downloaded
+    to."""
     path = Path(source)
     if path.exists() or source.count("/") > 1 or source.startswith((".", "/", "~")):
         return path
@@ -197,17 +200,18 @@ def _directory(source: str) -> Path:
     except ImportError:
         what = f"{source} is not a directory; fetching it from the Hugging Face hub"
         raise lacks(what, "huggingface_hub", "hub") from None
-    wanted = ["*.json", "*.txt", "*.safetensors", "*.model", "pytorch_model*.bin"]
+    patterns = ["*.json", "*.txt", "*.safetensors", "*.model", "pytorch_model*.bin"]
     try:
-        return Path(snapshot_download(source, allow_patterns=wanted))
+        return Path(snapshot_download(source, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(
-            f"{source} is not a directory, and the Hugging Face hub does not give it: {reason}"
+            f"{source} is not a directory, and fetching it from the Hugging Face hub failed: "
+            f"{reason}"
         ) from None
 
 
-def to_hf(arguments: argparse.Namespace) -> None:
+def _export_hf(arguments: argparse.Namespace) -> None:
     """Export a checkpoint."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
@@ -218,11 +222,11 @@ def to_hf(arguments: argparse.Namespace) -> None:
     head = checkpoint.head.kind if checkpoint.head else "none"
     say(f"{arguments.out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
     if checkpoint.source is not None:
-        say("the mapping of the raw input has no place there: it stays behind", error=True)
+        say("the checkpoint's mapping of raw input ids is not exported", error=True)
 
 
-def halve(arguments: argparse.Namespace) -> None:
-    """Copy a checkpoint with weights of 16 bits. Raises BadInput if one is too large for that."""
+def _halve(arguments: argparse.Namespace) -> None:
+    """Copy a checkpoint with weights in fp16. Raises BadInput if a weight is too large for that."""
     from dataclasses import replace
 
     from xformer import checkpoint as checkpoints
@@ -239,8 +243,8 @@ def halve(arguments: argparse.Namespace) -> None:
     say(f"{arguments.out}: {len(weights)} weights, {size / 1e6:.1f} MB")
 
 
-def inspect(arguments: argparse.Namespace) -> None:
-    """Print what a directory holds."""
+def _inspect(arguments: argparse.Namespace) -> None:
+    """Show what a directory holds."""
     from xformer.convert.describe import describe
 
     say(*describe(arguments.path))

@@ -1,4 +1,4 @@
-"""What lies in a directory: a checkpoint, a run or a Hugging Face directory, on one screen."""
+"""Describe a checkpoint, a run or a Hugging Face directory on one screen."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from xformer.convert import hf
 from xformer.data.errors import BadInput
 from xformer.data.files import installed
 
-SHOWN = 5  # class names, and operations of the history
+SHOWN = 5  # class names, and entries of the history, that are shown at most
 
 
 @dataclass
 class _Screen:
+    """Lines of a title and a value; further values of a title go below the first."""
+
     lines: list[str] = field(default_factory=list)
 
     def add(self, title: str, *values: str) -> None:
@@ -25,24 +27,25 @@ class _Screen:
 
 
 def describe(path: Path) -> list[str]:
-    """A screen of lines about a directory.
+    """The lines that describe a directory.
 
-    Raises BadInput where it is none of the three, or is damaged.
+    Raises BadInput if it is not a checkpoint, a run or a Hugging Face directory, or if it is
+    damaged.
     """
     screen = _Screen()
     run = (path / "checkpoints").is_dir() or (path / "result.json").is_file()
     if (path / "config.json").is_file() and not (path / "manifest.json").is_file() and not run:
         imported = hf.from_hf(path)
-        screen.add("directory", f"{path}, of Hugging Face; import it with from-hf")
+        screen.add("directory", f"{path}, a Hugging Face directory; import it with from-hf")
         screen.add("family", imported.family.name)
         _body(screen, imported.checkpoint)
-        screen.add("tensors", *hf.account(imported).splitlines()[1:])
+        screen.add("tensors", *hf.import_report(imported)[1:])
         return screen.lines
-    found = checkpoints.resolve(path)
-    checkpoint = checkpoints.load(found)
+    resolved = checkpoints.resolve(path)
+    checkpoint = checkpoints.load(resolved)
     here = installed(path) == path
     by = f"selected by the run {path}" if here else "installed with the package"
-    screen.add("checkpoint", f"{found}, {by}" if found != path else str(path))
+    screen.add("checkpoint", f"{resolved}, {by}" if resolved != path else str(path))
     try:
         family = f"{hf.family_of(checkpoint).name}; to-hf exports it"
     except BadInput as error:
@@ -53,6 +56,7 @@ def describe(path: Path) -> list[str]:
 
 
 def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
+    """Sizes, parameters, head, vocabulary and history."""
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if config.architecture == "hilbert_cnn":
         screen.add(
@@ -69,7 +73,7 @@ def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
     screen.add(
         "vocabulary",
         f"{tokenizer.kind}, {len(tokenizer):,} pieces"
-        + (f", {spare:,} vectors more than pieces" if spare else ""),
+        + (f", and {spare:,} embeddings without a piece" if spare else ""),
         special,
     )
     if checkpoint.source is not None:
@@ -98,33 +102,33 @@ def _sizes(screen: _Screen, checkpoint: Checkpoint) -> None:
 
 
 def _parameters(checkpoint: Checkpoint) -> list[str]:
-    """The sum, and that of every part."""
+    """The number of parameters of the model, and of each part."""
     parts: dict[str, int] = {}
     for name, weight in checkpoint.weights.items():
         part = name.split(".")[1 if name.startswith("encoder.") else 0]
         parts[part] = parts.get(part, 0) + weight.numel()
     layers = checkpoint.config.stored_layers
-    every = parts.get("layers", 0) // layers
-    each = f" ({every:,} in each of {layers})" if layers > 1 else ""
+    in_each = parts.get("layers", 0) // layers
+    each = f" ({in_each:,} in each of {layers})" if layers > 1 else ""
     shown = [f"{part} {size:,}{each if part == 'layers' else ''}" for part, size in parts.items()]
     return [f"{sum(parts.values()):,}", ", ".join(shown)]
 
 
 def _head(checkpoint: Checkpoint) -> list[str]:
     head, parts = checkpoint.head, checkpoints.parts_of(checkpoint.weights)
-    beside = [f"kept: {', '.join(parts)}"] if parts else []
+    others = [f"also has: {', '.join(parts)}"] if parts else []
     if head is None:
-        return ["none", *beside]
+        return ["none", *others]
     line = f"{head.kind}, rows of up to {head.max_tokens} tokens"
     if head.labels:
         more = ", ..." if len(head.labels) > SHOWN else ""
         line += f", {len(head.labels)} classes: {', '.join(head.labels[:SHOWN])}{more}"
     texts = " of two texts" if head.pair else ""
-    return [line + texts + (f", chosen by {head.metric}" if head.metric else ""), *beside]
+    return [line + texts + (f", chosen by {head.metric}" if head.metric else ""), *others]
 
 
 def _record(record: dict[str, Any]) -> str:
-    """One operation of the history; checksums are cut short, tables left out."""
+    """An entry of the history, with checksums cut short and tables left out."""
     shown = {k: v for k, v in record.items() if k != "op" and not isinstance(v, dict)}
     values = [f"{k}={str(v)[:12] if k == 'sha256' else v}" for k, v in shown.items()]
     return f"{record.get('op')} " + " ".join(values)[:160]

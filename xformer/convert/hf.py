@@ -1,5 +1,12 @@
-"""Checkpoints of Hugging Face, in and out: BERT, RoBERTa and XLM-RoBERTa, ALBERT, DistilBERT (the
-names are in xformer/convert/names.py)."""
+"""Import and export Hugging Face checkpoints: BERT, RoBERTa, XLM-RoBERTa, ALBERT, DistilBERT.
+
+`from_hf` reads a directory as `save_pretrained` writes it, `to_hf` writes one that
+`from_pretrained` loads. What differs between the families is data, in xformer/convert/names.py: one
+table of tensor names for each, read in both directions.
+
+In this file "ours" are names and values of xformer, "theirs" those of Hugging Face. `meta` is the
+content of their config.json.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import errno
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +37,7 @@ from xformer.tasks.regress import Regress
 from xformer.tasks.tag import Tag
 from xformer.tasks.task import Head, Model, Task
 
+# buffers that old versions of transformers saved with the weights
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -37,135 +45,104 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# of sentence-transformers: the modules without weights, and what describes them
+# sentence-transformers: the modules that have no weights of their own, and its config files
 MODULE = re.compile(r"\.(Transformer|Pooling|Normalize)$")
 SENTENCE = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A checkpoint, and the account of the source's tensors."""
+    """An imported checkpoint, and what became of each tensor of the source."""
 
     checkpoint: Checkpoint
     family: Family
-    taken: int
-    tied: list[str]  # copies of other tensors, checked equal
-    left: list[str]  # what the source has and we have no place for
-    lacking: list[str]  # heads that the source lacks
+    taken: int  # tensors of the source that are in the checkpoint, tied copies included
+    tied: list[str]  # copies of other tensors; they were checked to be equal
+    left: list[str]  # tensors and modules of the source that the checkpoint has no place for
+    lacking: list[str]  # heads that the source does not have
 
 
-# ------------------------------------------------------------------------------------- in
+# ------------------------------------------------------------------------------------- import
 
 
 def from_hf(directory: Path) -> Imported:
-    """Read a Hugging Face directory: config.json, weights, tokenizer.
+    """Import a Hugging Face directory: config.json, weights, tokenizer.
 
-    Weights come from model.safetensors, else pytorch_model.bin (tensors only: a pickle that asks
-    for anything else is refused), whole or in the shards that their index names. Raises BadInput
-    for an unknown architecture, a missing tensor, one of another shape or type, NaN, or a
-    vocabulary that does not fit the embeddings.
+    The weights are model.safetensors or else pytorch_model.bin, whole or in the shards that an
+    index names. A .bin may hold tensors only: a pickle that asks for anything else is refused.
+
+    Raises BadInput if the architecture is not supported, if a tensor is missing, has another shape
+    or type than expected or holds NaN, or if the vocabulary does not fit the embeddings.
     """
     put_back(directory)
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one with config.json and weights")
-    family, config, meta = _config(directory)
-    files, source = _tensors(directory)
+    family, config, meta = _read_config(directory)
+    files, tensors = _read_tensors(directory)
     file = files[0]
-    names = [_modern(name, family) for name in source]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise BadInput(f"{file} holds {twice} twice, under an old name and a new one")
-    source = dict(zip(names, source.values(), strict=True))
-    tied = _untie(source, family, file)
-    head, table, lacking = _heads(source, meta, config, family)
-    if config.stored_layers > len(source):
-        layers = config.stored_layers
+    source = _with_current_names(tensors, family, file)
+    tied = drop_tied_copies(source, family, file)
+    head, head_names, lacking = _find_heads(source, meta, config, family)
+    if config.stored_layers > len(source):  # before a table with a line for each layer is made
         raise BadInput(
-            f"{file} holds {len(source)} tensors: too few for the config's {layers} layers"
+            f"{file} holds {len(source)} tensors: too few for the config's "
+            f"{config.stored_layers} layers"
         )
-    wanted = expand(family.encoder | table, config.stored_layers)
-    weights, used = _take(wanted, source, file)
-    left = sorted(n for n in source if n not in used and not BUFFERS.fullmatch(n))
-    beyond = _layer_names(family)
-    if extra := next((name for name in left if beyond.match(name)), None):
+    names = expand(family.encoder | head_names, config.stored_layers)
+    weights, used = take_tensors(names, source, file)
+    left = sorted(name for name in source if name not in used and not BUFFERS.fullmatch(name))
+    layer_name = _layer_name(family)
+    if extra := next((name for name in left if layer_name.match(name)), None):
         raise BadInput(
-            f"{file} holds {extra}, beyond the {config.layers} layers that config.json knows"
+            f"{file} holds {extra}, which is beyond the {config.layers} layers of config.json"
         )
-    with torch.device("meta"):
-        shape = Model(config, task_of(head), parts_of(weights)).state_dict()
-    check_weights(weights, shape, str(file))
-    tokenizer = published.read(directory)
+    check_complete(weights, config, head, file)
+    tokenizer = published.import_tokenizer(directory)
     if len(tokenizer) > config.vocab_size:
         raise BadInput(
             f"{directory}: the vocabulary has {len(tokenizer)} pieces, "
             f"the embeddings only {config.vocab_size}"
         )
-    modules, foreign = _sentence(directory)
+    sentence, foreign_modules = _read_sentence_files(directory)
     record = {
         "op": "from-hf",
         "family": family.name,
         "file": file.name,
         "sha256": file_checksum(file),
-        **_types(source, used),
+        **_dtypes(source, used),
     }
-    record |= {"sentence": modules} if modules else {}
+    record |= {"sentence": sentence} if sentence else {}
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
-    return Imported(checkpoint, family, len(used) + len(tied), tied, left + foreign, lacking)
+    left += foreign_modules
+    return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
 
 
-def _sentence(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """Of a directory of sentence-transformers, how hidden states become a sentence's vector: the
-    files that say so, by name, and the modules that have weights of their own (then no files)."""
-    if not (directory / "modules.json").is_file():
-        return {}, []
-    modules = read_json(directory / "modules.json")
-    try:
-        foreign = [f"the module {m['type']}" for m in modules if not MODULE.search(m["type"])]
-        places = [str(m["path"]) for m in modules]
-    except (KeyError, TypeError) as error:
-        raise BadInput(f"{directory / 'modules.json'} is no list of modules: {error!r}") from None
-    if foreign or any(Path(place).name != place for place in places if place):
-        return {}, foreign
-    names = ["modules.json", *SENTENCE, *(f"{place}/config.json" for place in places if place)]
-    return {n: read_json(directory / n) for n in names if (directory / n).is_file()}, []
+def read_shape(directory: Path) -> ModelConfig:
+    """The shape of the model in a Hugging Face directory, from its config.json.
+
+    Raises BadInput if there is no config.json, or if its architecture is not supported.
+    """
+    return _read_config(directory)[1]
 
 
-def _types(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
-    """For the history: the type that most tensors have, and those of the others by name."""
-    types = {name: str(source[name].dtype).removeprefix("torch.") for name in sorted(used)}
-    common = Counter(types.values()).most_common(1)[0][0]
-    others = {name: dtype for name, dtype in types.items() if dtype != common}
-    return {"dtype": common} | ({"other_dtypes": others} if others else {})
-
-
-def _layer_names(family: Family) -> re.Pattern[str]:
-    """What the tensors of any layer are called."""
-    starts = {
-        re.escape(names[0].split("{}")[0]) for names in family.encoder.values() if "{}" in names[0]
-    }
-    return re.compile(rf"(?:{'|'.join(sorted(starts))})\d+\.")
-
-
-def shape(directory: Path) -> ModelConfig:
-    """The shape of the model in a Hugging Face directory, by its config.json. Raises BadInput
-    where there is none, or one that is not known."""
-    return _config(directory)[1]
-
-
-def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
+def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    """The family, our config, and the content of config.json."""
     file = directory / "config.json"
     meta = read_json(file)
     kind = meta.get("model_type") if isinstance(meta, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise BadInput(f"{file}: model_type {kind!r} is not known; {known} are")
+        supported = ", ".join(FAMILIES)
+        raise BadInput(f"{file}: model_type {kind!r} is not supported; {supported} are")
     family = FAMILIES[kind]
     if meta.get("position_embedding_type", "absolute") != "absolute" or meta.get("is_decoder"):
-        raise BadInput(f"{file}: only encoders with absolute positions are known")
+        raise BadInput(f"{file}: only encoders with absolute positions are supported")
     if meta.get("problem_type") == "multi_label_classification":
-        raise BadInput(f"{file}: several labels at once (problem_type) are not known, one class is")
+        raise BadInput(
+            f"{file}: problem_type multi_label_classification is not supported; a classifier must "
+            "predict one label"
+        )
     if meta.get("num_hidden_groups", 1) != 1 or meta.get("inner_group_num", 1) != 1:
-        raise BadInput(f"{file}: only ALBERTs with one group of one layer are known")
+        raise BadInput(f"{file}: only ALBERTs with one group of one layer are supported")
     values = dict(family.defaults)
     for ours, theirs in family.config.items():
         if theirs in meta:
@@ -173,70 +150,78 @@ def _config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         elif ours not in values:
             raise BadInput(f"{file} is not of the family {family.name}: no {theirs!r}")
     if str(values["activation"]) not in ACTIVATIONS:
-        name, found = family.config["activation"], values["activation"]
-        raise BadInput(f"{file}: {name} {found!r} is none of {', '.join(ACTIVATIONS)}")
+        key, value = family.config["activation"], values["activation"]
+        raise BadInput(f"{file}: {key} {value!r} is not one of {', '.join(ACTIVATIONS)}")
     values["activation"] = ACTIVATIONS[str(values["activation"])]
+    form = family.name.removeprefix("xlm-")
     try:
-        form = family.name.removeprefix("xlm-")
-        if form == "roberta":  # rows of positions before the first are the padding's
+        if form == "roberta":  # its position ids start after the id of padding
             pad = meta.get("pad_token_id", 1)
             if not isinstance(pad, int) or pad < 0:
                 raise BadInput(
-                    f"{file}: pad_token_id {pad!r} is no id, behind which positions begin"
+                    f"{file}: pad_token_id {pad!r} is not an id; it must be a number from 0, "
+                    "because positions start after it"
                 )
-            values["first_position"] = first = pad + 1
-            values["max_positions"] -= first
+            values["first_position"] = pad + 1
+            values["max_positions"] -= pad + 1
         return family, ModelConfig(**values, **family.fixed, dropout_form=form), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
-            first_error = error.errors()[0]
-            reason = " ".join(map(str, (*first_error["loc"], first_error["msg"].lower())))
+            first = error.errors()[0]
+            reason = " ".join(map(str, (*first["loc"], first["msg"].lower())))
         raise BadInput(f"{file} is not of the family {family.name}: {reason}") from None
 
 
-def _tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
-    """The files with weights, and all their tensors."""
-    for name, read in (("model.safetensors", load_tensors), ("pytorch_model.bin", _unpickle)):
+def _read_tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
+    """All tensors of a directory, and the files that they come from: an index comes first."""
+    for name, read in (("model.safetensors", load_tensors), ("pytorch_model.bin", read_pickle)):
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():
             return [directory / name], read(directory / name)
         if index.is_file():
-            return _shards(index, read)
+            return _read_shards(index, read)
     raise BadInput(f"{directory} has neither model.safetensors nor pytorch_model.bin")
 
 
-def _shards(index: Path, read: Any) -> tuple[list[Path], dict[str, Tensor]]:
-    """What an index puts together; every tensor must be in the shard it names."""
+def _read_shards(
+    index: Path, read: Callable[[Path], dict[str, Tensor]]
+) -> tuple[list[Path], dict[str, Tensor]]:
+    """The tensors of all shards. Raises BadInput unless each is in the shard that the index says,
+    and in no other."""
     places = read_json(index)
     places = places.get("weight_map") if isinstance(places, dict) else None
     if not isinstance(places, dict) or not places:
         raise BadInput(f"{index} holds no weight_map")
     shards = sorted({str(shard) for shard in places.values()})
     if outside := [s for s in shards if s in ("", "..") or Path(s).name != s]:
-        raise BadInput(f"{index} names {outside[0]!r}, which is no file of its directory")
+        raise BadInput(f"{index} names {outside[0]!r}, which is not a file of its directory")
     if lost := [s for s in shards if not (index.parent / s).is_file()]:
         raise BadInput(f"{index.parent / lost[0]} does not exist; {index.name} names it")
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        found = read(index.parent / shard)
-        if twice := sorted(set(found) & set(tensors)):
-            raise BadInput(f"{index.parent / shard} holds {twice[0]}, as another shard does")
-        tensors |= found
+        own = read(index.parent / shard)
+        if twice := sorted(set(own) & set(tensors)):
+            raise BadInput(f"{index.parent / shard} holds {twice[0]}, and so does another shard")
+        tensors |= own
         for name in (name for name, place in places.items() if place == shard):
-            if name not in found:
+            if name not in own:
                 raise BadInput(
-                    f"{index.parent / shard} lacks the tensor {name}, which "
-                    f"{index.name} says it holds"
+                    f"{index.parent / shard} lacks the tensor {name}, which {index.name} says it "
+                    "holds"
                 )
     return [index, *(index.parent / shard for shard in shards)], tensors
 
 
-def _unpickle(file: Path) -> dict[str, Tensor]:
+def read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors in a pickle by name. Nothing in it is executed.
+
+    Raises BadInput if the file is damaged or holds anything but tensors.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # damage fails anywhere: struct.error, IndexError ..
+    except Exception as error:  # a damaged file raises anything: struct.error, IndexError, ...
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise BadInput(f"{file} is refused: it is damaged, or holds more than tensors") from None
@@ -247,38 +232,52 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
     raise BadInput(f"{file} is not a table of tensors")
 
 
-def _modern(name: str, family: Family) -> str:
-    """A tensor's name without prefix and with today's LayerNorm parameters."""
-    name = name.removeprefix(family.prefix)
-    name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
-    return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+def _with_current_names(
+    tensors: dict[str, Tensor], family: Family, file: Path
+) -> dict[str, Tensor]:
+    """The tensors under the names that `Family` uses: without the prefix of the bare model, and
+    with LayerNorm.weight and .bias instead of TensorFlow's .gamma and .beta."""
+    names = [name.removeprefix(family.prefix) for name in tensors]
+    names = [re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in names]
+    names = [re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise BadInput(f"{file} holds {twice} twice, under an old name and a new one")
+    return dict(zip(names, tensors.values(), strict=True))
 
 
-def _untie(source: dict[str, Tensor], family: Family, file: Path) -> list[str]:
-    """Take the copies of other tensors out of `source`; returns their names."""
+def drop_tied_copies(source: dict[str, Tensor], family: Family, file: Path) -> list[str]:
+    """Remove the copies of other tensors from `source` and return their names.
+
+    A copy without its original becomes the original. Raises BadInput if a copy differs from its
+    original.
+    """
     tied = [copy for copy in family.tied if copy in source]
     for copy in tied:
         original = family.tied[copy]
         tensor = source.pop(copy)
         if not torch.equal(tensor, source.setdefault(original, tensor)):
-            raise BadInput(f"{file}: {copy} differs from {original}; only tied decoders are known")
+            raise BadInput(
+                f"{file}: {copy} differs from {original}; only tied decoders are supported"
+            )
     return tied
 
 
-def _heads(
+def _find_heads(
     source: dict[str, Tensor], meta: dict[str, Any], config: ModelConfig, family: Family
-) -> tuple[Head | None, dict[str, list[str]], list[str]]:
-    """The head, the table of names of the heads the source has, and those it lacks."""
+) -> tuple[Head | None, Table, list[str]]:
+    """The head of the source, the names of the tensors of all its heads, and the heads that it does
+    not have."""
 
-    def has(table: dict[str, list[str]]) -> bool:
-        # a part of a head is enough: what it lacks is an error then
+    def has(table: Table) -> bool:
+        # one tensor of a head is enough; the others are then reported as missing
         return any(name in source for names in expand(table, 1).values() for name in names)
 
     longest = config.max_positions
-    task = _classifier(source, meta, family)
+    task = _find_classifier(source, meta, family)
     pooler = dict(family.pooler) if has(family.pooler) else {}
     if task is not None:
-        labels = _labels(source, meta, family.head(task)) if task.named_classes else ()
+        labels = _read_labels(source, meta, family.head(task)) if task.named_classes else ()
         own = family.pooler if task.reads_pooled else pooler
         return Head(task.name, labels, max_tokens=longest), own | family.head(task), ["MLM head"]
     table, lacking = pooler, [] if pooler else ["pooler"]
@@ -289,64 +288,64 @@ def _heads(
     if has(family.mlm):
         if meta.get("tie_word_embeddings") is False:
             raise BadInput(
-                "config.json says tie_word_embeddings: false; only decoders that are "
-                "tied to the word embeddings are known"
+                "config.json says tie_word_embeddings: false; only decoders that are tied to the "
+                "word embeddings are supported"
             )
         _check_activation(config, family)
         return Head("mlm", max_tokens=longest), table | family.mlm, lacking
     return None, table, [*lacking, "MLM head"]
 
 
-def _classifier(
+def _find_classifier(
     source: dict[str, Tensor], meta: dict[str, Any], family: Family
 ) -> type[Task] | None:
-    """The task of the source's classifier, if it has one that is known.
+    """The task of the source's classifier; None if there is none, or its task cannot be told.
 
-    The config's `architectures` says it. If that is silent the tensors do: a classifier of texts
-    has a pooler, one of words none. But one output on a pooler may be that of multiple choice,
-    unless the config speaks of a single label.
+    `architectures` in config.json names the task. Without it the tensors decide: a classifier of
+    texts has a pooler, a classifier of words has none. One output on a pooler is a score only if
+    the config speaks of a single label, because multiple choice has the same tensors.
     """
 
-    def there(table: Table, part: str) -> bool:
-        return any(
-            f"{name[:-1]}{kind}" in source
-            for name in table.get(part, ())
-            for kind in ("weight", "bias")
-        )
+    def has(table: Table, part: str) -> bool:
+        names = (name.removesuffix("*") for name in table.get(part, ()))
+        return any(name + kind in source for name in names for kind in ("weight", "bias"))
 
-    said = str(meta.get("architectures") or "").strip("[]'").rpartition("For")[2]
-    texts, words = (there(table, "task_head.*") for table in (family.classify, family.tag))
-    pooled = there(family.pooler | family.classify, "pooler.*")
-    if said == Tag.hf_class and words:
+    # "['BertForTokenClassification']" -> "TokenClassification"
+    architecture = str(meta.get("architectures") or "").strip("[]'").rpartition("For")[2]
+    texts, words = has(family.classify, "task_head.*"), has(family.tag, "task_head.*")
+    pooled = has(family.pooler | family.classify, "pooler.*")
+    if architecture == Tag.hf_class and words:
         return Tag
-    if said == Choice.hf_class and there(family.choice, "task_head.*"):
+    if architecture == Choice.hf_class and has(family.choice, "task_head.*"):
         return Choice
-    if said == "NextSentencePrediction" or not (texts or words):
+    if architecture == "NextSentencePrediction" or not (texts or words):
         return None
-    known = said == Classify.hf_class
-    if not known and not (texts and pooled):
-        return Tag if words and not there(family.pooler, "pooler.*") else None
+    is_named = architecture == Classify.hf_class
+    if not is_named and not (texts and pooled):
+        return Tag if words and not has(family.pooler, "pooler.*") else None
     labels = meta.get("id2label")
-    named = len(labels) if isinstance(labels, dict) else meta.get("num_labels")
-    one = _outputs(source, family.classify) == 1
-    if meta.get("problem_type") == "regression" or (one and (known or named == 1)):
+    label_count = len(labels) if isinstance(labels, dict) else meta.get("num_labels")
+    one_output = _count_outputs(source, family.classify) == 1
+    if meta.get("problem_type") == "regression" or (one_output and (is_named or label_count == 1)):
         return Regress
-    return None if one else Classify
+    return None if one_output else Classify
 
 
-def _outputs(source: dict[str, Tensor], table: Table) -> int:
+def _count_outputs(source: dict[str, Tensor], table: Table) -> int:
+    """The number of rows of a head's last matrix; 0 if the source does not have it."""
     weight = source.get(table["task_head.*"][0].replace("*", "weight"))
     return len(weight) if weight is not None and weight.ndim else 0
 
 
-def _labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) -> tuple[str, ...]:
-    """The classes of a head, one an output. Raises BadInput where the config names others."""
-    count, names = _outputs(source, table), meta.get("id2label")
+def _read_labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) -> tuple[str, ...]:
+    """The name of each output of a classifier. Raises BadInput if the config does not give each
+    output a name of its own."""
+    count, names = _count_outputs(source, table), meta.get("id2label")
     names = names if isinstance(names, dict) else {}
-    given = [str(name) for name in names.values()]
-    if names and (len(names) != count or len(set(given)) != count):
+    labels = [str(name) for name in names.values()]
+    if names and (len(names) != count or len(set(labels)) != count):
         raise BadInput(
-            f"config.json names the classes {', '.join(given)}; the head has {count} outputs, "
+            f"config.json names the classes {', '.join(labels)}; the head has {count} outputs, "
             "each of which needs a name of its own"
         )
     return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
@@ -361,11 +360,16 @@ def _check_activation(config: ModelConfig, family: Family) -> None:
         )
 
 
-def _take(
-    wanted: dict[str, list[str]], source: dict[str, Tensor], file: Path
+def take_tensors(
+    names: Table, source: dict[str, Tensor], file: Path
 ) -> tuple[dict[str, Tensor], set[str]]:
+    """Our weights as fp32 (fp64 stays fp64), and the names of the tensors that they were made from.
+
+    `names` gives the tensors of each weight; several are joined along the first dimension. Raises
+    BadInput if one is missing, holds integers or NaN, or does not fit the others.
+    """
     weights, used = {}, set()
-    for ours, theirs in wanted.items():
+    for ours, theirs in names.items():
         parts = []
         for name in theirs:
             if name not in source:
@@ -373,125 +377,127 @@ def _take(
             tensor = source[name]
             if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
                 raise BadInput(
-                    f"{file}: {name} holds {tensor.dtype}, not floating-point numbers "
-                    "of 16 bits or more"
+                    f"{file}: {name} holds {tensor.dtype}, not floating-point numbers of 16 bits "
+                    "or more"
                 )
             tensor = tensor.detach()
-            if tensor.dtype != torch.float64:  # which float32 does not hold
+            if tensor.dtype != torch.float64:
                 tensor = tensor.float()
             if not torch.isfinite(tensor).all():
                 raise BadInput(f"{file}: {name} holds NaN or infinity")
             parts.append(tensor)
             used.add(name)
         shapes = [tuple(part.shape) for part in parts]
-        if len(set(shapes)) > 1 or not shapes[0]:
-            raise BadInput(f"{file}: {theirs[0]} and its fellows do not fit: {shapes}")
+        if len(set(shapes)) > 1:
+            raise BadInput(f"{file}: {', '.join(theirs)} must have the same shape, not {shapes}")
+        if not shapes[0]:
+            raise BadInput(f"{file}: {theirs[0]} is a single number, not a vector or a matrix")
         weights[ours] = torch.cat(parts)
     return weights, used
 
 
-def account(imported: Imported) -> str:
-    """The lines that say what became of every tensor."""
-    checkpoint = imported.checkpoint
-    parameters = sum(w.numel() for w in checkpoint.weights.values())
-    config = checkpoint.config
+def check_complete(
+    weights: dict[str, Tensor], config: ModelConfig, head: Head | None, file: Path
+) -> None:
+    """Raise BadInput unless these are the weights, by name and shape, of a model of this config."""
+    with torch.device("meta"):
+        expected = Model(config, task_of(head), parts_of(weights)).state_dict()
+    check_weights(weights, expected, str(file))
+
+
+def _layer_name(family: Family) -> re.Pattern[str]:
+    """Matches the beginning of the name of any layer's tensor, such as "encoder.layer.11."."""
+    starts = {
+        re.escape(names[0].split("{}")[0]) for names in family.encoder.values() if "{}" in names[0]
+    }
+    return re.compile(rf"(?:{'|'.join(sorted(starts))})\d+\.")
+
+
+def _read_sentence_files(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """The files by which sentence-transformers turns hidden states into the vector of a sentence.
+
+    Returns their content by name, and the modules that have weights of their own. We have no place
+    for those: with one of them, no file is kept. Raises BadInput if modules.json is damaged.
+    """
+    if not (directory / "modules.json").is_file():
+        return {}, []
+    modules = read_json(directory / "modules.json")
+    try:
+        foreign = [f"the module {m['type']}" for m in modules if not MODULE.search(m["type"])]
+        places = [str(m["path"]) for m in modules]
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            f"{directory / 'modules.json'} is not a list of modules: {error!r}"
+        ) from None
+    if foreign or any(Path(place).name != place for place in places if place):
+        return {}, foreign
+    names = ["modules.json", *SENTENCE, *(f"{place}/config.json" for place in places if place)]
+    return {n: read_json(directory / n) for n in names if (directory / n).is_file()}, []
+
+
+def _dtypes(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
+    """For the history: the type of most tensors, and the types of the others by name."""
+    dtypes = {name: str(source[name].dtype).removeprefix("torch.") for name in sorted(used)}
+    common = Counter(dtypes.values()).most_common(1)[0][0]
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != common}
+    return {"dtype": common} | ({"other_dtypes": others} if others else {})
+
+
+def import_report(imported: Imported) -> list[str]:
+    """Lines that say what became of each tensor."""
+    checkpoint, config = imported.checkpoint, imported.checkpoint.config
+    parameters = sum(weight.numel() for weight in checkpoint.weights.values())
     lines = [
         f"{imported.family.name}: {config.layers} layers, {config.hidden} wide, {config.heads} "
         f"heads, {parameters:,} parameters, {len(checkpoint.tokenizer):,} pieces",
-        f"taken: {imported.taken} tensors",
+        f"imported: {imported.taken} tensors",
     ]
     if imported.tied:
-        lines.append(f"tied copies, equal to what they copy: {', '.join(imported.tied)}")
+        lines.append(f"tied, equal to the tensors they copy: {', '.join(imported.tied)}")
     if spare := config.vocab_size - len(checkpoint.tokenizer):
-        lines.append(f"vectors without a piece: the last {spare:,}")
+        lines.append(f"embeddings without a piece: the last {spare:,}")
     lines.append(f"left over: {', '.join(imported.left) or 'none'}")
     if imported.lacking:
-        lines.append(f"lacking in the source, new when trained: {', '.join(imported.lacking)}")
-    return "\n".join(lines)
+        lines.append(f"not in the source, new when trained: {', '.join(imported.lacking)}")
+    return lines
 
 
-# ------------------------------------------------------------------------------------ out
+# ------------------------------------------------------------------------------------- export
 
 
 def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
 
-    Tensors have the types they were imported with where that loses nothing, else float32; tied ones
-    are written once. Raises BadInput where no family has the checkpoint's shape.
+    Tensors are written once, without tied copies. They have the types that they were imported with
+    if no tensor loses precision by that, else float32. Raises BadInput if no family has the shape
+    of the checkpoint.
     """
     family = family_of(checkpoint)
     tensors: dict[str, Tensor] = {}
     for ours, theirs in _their_names(checkpoint, family).items():
         parts = checkpoint.weights[ours].chunk(len(theirs))
         tensors |= dict(zip(theirs, parts, strict=True))
-    dtype, tensors = _in_their_types(checkpoint, family, tensors)
+    dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
     config = checkpoint.config
     with atomic_directory(out, overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
-        published.write(
+        published.export_tokenizer(
             checkpoint.tokenizer, directory, config.max_positions, segments=config.token_types > 1
         )
-        for name, content in _kept_sentence(checkpoint).items():
+        for name, content in _sentence_files(checkpoint).items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_json(directory / name, content)
     return family
 
 
-def _kept_sentence(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The files of sentence-transformers that an encoder was imported with; sentence-transformers
-    takes the mean over tokens where there are none."""
-    if checkpoint.task is not None and not checkpoint.task.predicts_masked:
-        return {}
-    records = (record["sentence"] for record in checkpoint.history if "sentence" in record)
-    return next(records, {})
-
-
-def _their_names(checkpoint: Checkpoint, family: Family) -> dict[str, list[str]]:
-    """What each of our weights is called there. Raises BadInput for one without a place."""
-    weights = checkpoint.weights
-    own = family.head(checkpoint.task)
-    bare = dict(family.encoder)
-    if "pooler.weight" in weights and "pooler.*" not in own:
-        bare |= family.pooler
-    heads = own | (family.pair if "pair_head.weight" in weights else {})
-    prefix = family.prefix if heads else ""
-    layers = checkpoint.config.stored_layers
-    names = {o: [prefix + name for name in t] for o, t in expand(bare, layers).items()}
-    names |= expand(heads, 1)
-    if lost := sorted(set(weights) - set(names)):
-        raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
-    return names
-
-
-def _in_their_types(
-    checkpoint: Checkpoint, family: Family, tensors: dict[str, Tensor]
-) -> tuple[str, dict[str, Tensor]]:
-    """The tensors in the types they were imported with, and the name of the commonest. Where one
-    would lose by it, as after training in float32, all are float32."""
-    plain: dict[str, Any] = {"dtype": "float32"}
-    record = next((r for r in checkpoint.history if "dtype" in r), plain)
-    others = record.get("other_dtypes", {})
-    found = {}
-    for name, tensor in tensors.items():
-        dtype = getattr(torch, others.get(name.removeprefix(family.prefix), record["dtype"]))
-        # imported float64 is still that; what is not is new
-        kept = tensor if dtype == torch.float64 else tensor.to(dtype)
-        if not torch.equal(kept.to(tensor.dtype), tensor):
-            return "float32", {n: t.float().contiguous() for n, t in tensors.items()}
-        found[name] = kept.contiguous()
-    (common, _), *_ = Counter(str(tensor.dtype) for tensor in found.values()).most_common(1)
-    return common.removeprefix("torch."), found
-
-
 def family_of(checkpoint: Checkpoint) -> Family:
-    """The family whose models have this shape. Raises BadInput if there is none."""
+    """The family whose models have the shape of this checkpoint. Raises BadInput if none has."""
     config = checkpoint.config
     if config.norm != "post":
-        raise BadInput("no family has LayerNorm before its parts (model.norm='pre')")
-    for field in ("architecture", "positions", "norm_form"):  # Hilbert-CNN's and PLUS's
-        plain_value = ModelConfig.model_fields[field].default
-        if getattr(config, field) != plain_value:
+        raise BadInput("no family has LayerNorm before attention and MLP (model.norm='pre')")
+    for field in ("architecture", "positions", "norm_form"):  # other values: Hilbert-CNN and PLUS
+        if getattr(config, field) != ModelConfig.model_fields[field].default:
             raise BadInput(f"no family of Hugging Face has model.{field}={getattr(config, field)}")
     if config.shared_layers or config.embedding:
         name = "albert"
@@ -502,17 +508,19 @@ def family_of(checkpoint: Checkpoint) -> Family:
     else:
         name = "bert"
     family = FAMILIES[name]
-    plain = ModelConfig(**family.fixed)
+    expected = ModelConfig(**family.fixed)
     for field in ("shared_layers", "first_position", "pooler", *family.fixed):
         value = getattr(config, field)
         if field == "first_position" and name == "roberta":
             continue
         if field == "pooler" and "pooler.weight" not in checkpoint.weights and value != "none":
             continue
-        if value != getattr(plain, field):
+        if value != getattr(expected, field):
             raise BadInput(f"model.{field}={value} is not {name}'s: no family has this mixture")
     if bool(config.embedding) != ("embedding" in family.config):
-        raise BadInput(f"model.embedding={config.embedding} is not {name}'s: it projects them")
+        raise BadInput(
+            f"model.embedding={config.embedding} is not {name}'s: its embeddings are projected"
+        )
     if config.token_types == 0 and name != "distilbert":
         raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
     if checkpoint.task is not None and checkpoint.task.predicts_masked:
@@ -520,27 +528,82 @@ def family_of(checkpoint: Checkpoint) -> Family:
     pad = checkpoint.tokenizer.special["pad"]
     if name == "roberta" and pad != config.first_position - 1:
         raise BadInput(
-            f"model.first_position={config.first_position} is not roberta's: its "
-            f"positions begin after the id of padding, {pad}"
+            f"model.first_position={config.first_position} is not roberta's: its positions start "
+            f"after the id of padding, {pad}"
         )
-    own = checkpoint.tokenizer.meta.get("normalisation") == XLM_ROBERTA
-    return FAMILIES["xlm-roberta"] if name == "roberta" and own else family
+    is_xlm = checkpoint.tokenizer.meta.get("normalisation") == XLM_ROBERTA
+    return FAMILIES["xlm-roberta"] if name == "roberta" and is_xlm else family
+
+
+def _their_names(checkpoint: Checkpoint, family: Family) -> Table:
+    """The names of their tensors for each of our weights. Raises BadInput for a weight that the
+    family has no place for."""
+    weights = checkpoint.weights
+    own = family.head(checkpoint.task)
+    bare = dict(family.encoder)
+    if "pooler.weight" in weights and "pooler.*" not in own:
+        bare |= family.pooler
+    heads = own | (family.pair if "pair_head.weight" in weights else {})
+    # a bare model has no prefix; inside a model with heads its tensors are "bert. ..."
+    prefix = family.prefix if heads else ""
+    layers = checkpoint.config.stored_layers
+    names = {o: [prefix + name for name in t] for o, t in expand(bare, layers).items()}
+    names |= expand(heads, 1)
+    if lost := sorted(set(weights) - set(names)):
+        raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
+    return names
+
+
+def _in_their_dtypes(
+    checkpoint: Checkpoint, family: Family, tensors: dict[str, Tensor]
+) -> tuple[str, dict[str, Tensor]]:
+    """The tensors in the types that they were imported with, and the name of the commonest type.
+
+    If one of them would lose precision, as it does after training in float32, all are float32.
+    """
+    default: dict[str, Any] = {"dtype": "float32"}
+    record = next((record for record in checkpoint.history if "dtype" in record), default)
+    others = record.get("other_dtypes", {})
+    converted = {}
+    for name, tensor in tensors.items():
+        dtype = getattr(torch, others.get(name.removeprefix(family.prefix), record["dtype"]))
+        # an imported float64 is float64 still; a tensor that is not was made since, as float32
+        same = tensor if dtype == torch.float64 else tensor.to(dtype)
+        if not torch.equal(same.to(tensor.dtype), tensor):
+            return "float32", {n: t.float().contiguous() for n, t in tensors.items()}
+        converted[name] = same.contiguous()
+    (common, _), *_ = Counter(str(tensor.dtype) for tensor in converted.values()).most_common(1)
+    return common.removeprefix("torch."), converted
 
 
 def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[str, Any]:
+    """The content of config.json."""
     config, task, special = checkpoint.config, checkpoint.task, checkpoint.tokenizer.special
     values = config.model_dump()
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    values["activation"] = names[config.activation]
+    # two of their names mean gelu_tanh; reversed, the first of them wins
+    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    values["activation"] = activations[config.activation]
     values["max_positions"] += config.first_position
-    if family.defaults["head_dropout"] is not None:  # it cannot say that two dropouts are one
+    if family.defaults["head_dropout"] is not None:  # cannot express "the same as dropout"
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
-    named = family.class_of(task, "pair_head.weight" in checkpoint.weights)
-    written |= {"model_type": family.name, "architectures": [named]}
+    architecture = family.class_of(task, "pair_head.weight" in checkpoint.weights)
+    written |= {"model_type": family.name, "architectures": [architecture]}
     written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
     if task is not None and task.named_classes and not task.predicts_masked:
         written["id2label"] = {str(i): label for i, label in enumerate(task.head.labels)}
         written["label2id"] = {label: i for i, label in enumerate(task.head.labels)}
     return written | (task.hf_config if task is not None else {})
+
+
+def _sentence_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The files of sentence-transformers that an encoder was imported with, by name.
+
+    Models with another head get none. Without these files sentence-transformers takes the mean over
+    the tokens.
+    """
+    if checkpoint.task is not None and not checkpoint.task.predicts_masked:
+        return {}
+    records = (record["sentence"] for record in checkpoint.history if "sentence" in record)
+    return next(records, {})

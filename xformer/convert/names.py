@@ -1,8 +1,9 @@
-"""Where Hugging Face keeps what we have: one table of names a family, `{}` standing for the layer,
-`*` for weight and bias. Read from right to left it imports, from left to right it exports.
+"""The tensor names of each family: ours on the left, those of Hugging Face (or PLUS) on the right.
 
-Where three of their tensors stand for one of ours they are its rows in order (query, key, value).
-Names lack the prefix ("bert.") that the bare model has inside of a model with heads.
+`{}` stands for the number of the layer, `*` for weight and bias. Import reads the tables from right
+to left, export from left to right. If three of their tensors belong to one of ours, they are its
+rows in order: query, key, value. In a model with heads, the names of the bare model have a prefix
+such as "bert."; the tables leave it out.
 """
 
 from __future__ import annotations
@@ -17,41 +18,36 @@ Table = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its tensors by part, its config's names, the values it takes for granted.
+    """One architecture: the names of its tensors by part, and how its config.json reads."""
 
-    `tied` are copies of other tensors: (the copy, what it must equal); they are not stored.
-    The names of its classes begin with `model`; `pair_classes` are those of models with a pair
-    head, after an MLM head and without one. `mlm_activation` is that of its MLM head, if it has one
-    of its own whatever the config says.
-    """
-
-    name: str
-    prefix: str
+    name: str  # `model_type` in config.json
+    prefix: str  # of the bare model's tensors in a model with heads
     encoder: Table
     pooler: Table
     mlm: Table
     classify: Table
-    tied: dict[str, str]
-    config: dict[str, str]
-    model: str = ""
-    pair_classes: tuple[str, str] = ("", "")
+    tied: dict[str, str]  # {copy: original}: equal tensors, of which we store the original
+    config: dict[str, str]  # {our setting: their key}
+    model: str = ""  # what the names of its classes begin with
+    pair_classes: tuple[str, str] = ("", "")  # classes with a pair head: with MLM head, without
     pair: Table = field(default_factory=dict)
     span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
     tag: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
     choice: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
-    mlm_activation: str | None = None
-    fixed: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    mlm_activation: str | None = None  # of the MLM head, if it does not follow the config
+    fixed: dict[str, Any] = field(default_factory=dict)  # our settings that all its models have
+    defaults: dict[str, Any] = field(default_factory=dict)  # of settings that a config may omit
 
     def head(self, task: Task | type[Task] | None) -> Table:
-        """The table of a task's own head."""
+        """The names of the tensors of a task's own head."""
         if task is None:
             return {}
         table: Table = getattr(self, task.hf_table)
         return table
 
     def class_of(self, task: Task | None, pairs: bool) -> str:
-        """The name of the class for a model with a task's head, and perhaps a pair head."""
+        """The class of transformers for a model with this task's head and, with `pairs`, a pair
+        head."""
         if pairs and (task is None or task.predicts_masked):
             return self.pair_classes[task is None]
         return f"{self.model}For{task.hf_class}" if task else f"{self.model}Model"
@@ -239,7 +235,7 @@ DISTILBERT = Family(
     },
 )
 
-# not of Hugging Face: the public code of Min et al. 2019
+# not a family of Hugging Face: the public code of Min et al. 2019
 PLUS = Family(
     name="PLUS-TFM",
     prefix="",
@@ -275,7 +271,7 @@ FAMILIES = {family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, ALBER
 
 
 def expand(table: Table, layers: int) -> Table:
-    """The table with every layer's number and both kinds of parameter written out."""
+    """The table with `{}` and `*` written out: one entry for each weight of each layer."""
     full = {}
     for ours, theirs in table.items():
         for kind in ("weight", "bias") if ours.endswith("*") else ("",):

@@ -1,8 +1,9 @@
-"""Checkpoints of the public PLUS repository (Min et al. 2019): PLUS-TFM, a transformer that was
-pre-trained on protein by masked amino acids and by whether two sequences are of one family.
+"""Import checkpoints of the public PLUS repository (Min et al. 2019).
 
-A checkpoint there is a bare table of tensors, without a config: all sizes are read off the tensors
-but the number of heads. Its alphabet is the repository's own.
+PLUS-TFM is a transformer that was pre-trained on protein sequences with two objectives: masked
+amino acids, and whether two sequences are of the same family. A checkpoint is a bare table of
+tensors without a config. All sizes but the number of heads are read from the tensors. The alphabet
+is the repository's own.
 """
 
 from __future__ import annotations
@@ -14,38 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xformer.checkpoint import Checkpoint, check_weights, parts_of
-from xformer.convert.hf import Imported, _take, _unpickle, _untie
-from xformer.convert.names import PLUS, expand
+from xformer.checkpoint import Checkpoint
+from xformer.convert.hf import (
+    Imported,
+    check_complete,
+    drop_tied_copies,
+    read_pickle,
+    take_tensors,
+)
+from xformer.convert.names import PLUS, Table, expand
 from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import sinusoids
-from xformer.tasks.known import task_of
-from xformer.tasks.task import Head, Model
+from xformer.tasks.task import Head
 
-HEAD_SIZE = 64  # of the published model: 12 heads of 768
+HEAD_SIZE = 64  # of the published model: 12 heads, 768 wide
 
 
 def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()) -> Imported:
-    """Read a PLUS-TFM checkpoint (`.pt`, tensors only). `heads` is by default one for every 64 of
-    the width.
+    """Import a PLUS-TFM checkpoint (`.pt`, tensors only).
 
-    Its classifier of two classes becomes the pair head (same family); one with a single output a
-    score head, one of more a class head with `labels`. Raises BadInput where the file is no such
-    checkpoint, or the sizes contradict each other.
+    `heads` is the number of attention heads, by default width / 64. A classifier with two outputs
+    becomes the pair head (same family or not), unless `labels` names two classes. One output
+    becomes a score head, more outputs a class head with `labels`. Raises BadInput if the file is
+    not a PLUS-TFM checkpoint, or if its sizes contradict each other.
     """
     if not file.is_file():
         raise BadInput(f"{file} is not a file; give a PLUS-TFM checkpoint, such as PLUS-TFM.pt")
-    source = {_modern(name): tensor for name, tensor in _unpickle(file).items()}
+    source = {_current_name(name): tensor for name, tensor in read_pickle(file).items()}
     try:
-        config = _config(source, heads, file)
+        config = _read_sizes(source, heads, file)
         outputs = len(source["cls.weight"].flatten(1)) if "cls.weight" in source else 0
-    except (IndexError, ValueError) as error:  # tensors of other dimensions
+    except (IndexError, ValueError) as error:  # a tensor has too few dimensions
         raise BadInput(f"{file} is not a PLUS-TFM checkpoint: {error}") from None
-    tied = _untie(source, PLUS, file)
-    table: dict[str, list[str]] = dict(PLUS.encoder)
+    tied = drop_tied_copies(source, PLUS, file)
+    table: Table = dict(PLUS.encoder)
     if config.positions == "sinusoidal":
         del table["encoder.embeddings.position.weight"]
     if outputs in (0, 2) and not labels:
@@ -60,22 +66,23 @@ def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()
             raise BadInput(f"{file} has {outputs} classes; --labels names {len(labels)}")
         head = Head("classify", labels, max_tokens=config.max_positions)
         table |= PLUS.classify
-    weights, used = _take(expand(table, config.layers), source, file)
+    weights, used = take_tensors(expand(table, config.layers), source, file)
     left = sorted(name for name in source if name not in used and name != "embed.pos_embed.pe")
-    with torch.device("meta"):
-        shape = Model(config, task_of(head), parts_of(weights)).state_dict()
-    check_weights(weights, shape, str(file))
+    check_complete(weights, config, head, file)
     record = {"op": "from-plus", "file": file.name, "sha256": file_checksum(file)}
     checkpoint = Checkpoint(config, weights, vocabularies.plus(), head, (record,))
     return Imported(checkpoint, PLUS, len(used) + len(tied), tied, left, [])
 
 
-def _modern(name: str) -> str:
+def _current_name(name: str) -> str:
+    """A tensor's name without the prefixes of its wrappers, and with .weight and .bias instead of
+    TensorFlow's .gamma and .beta."""
     name = name.removeprefix("module.").removeprefix("transformer.")
     return name.replace(".gamma", ".weight").replace(".beta", ".bias")
 
 
-def _config(source: dict[str, Tensor], heads: int | None, file: Path) -> ModelConfig:
+def _read_sizes(source: dict[str, Tensor], heads: int | None, file: Path) -> ModelConfig:
+    """The config of a PLUS-TFM model, from the shapes of its tensors."""
     needed = ("embed.tok_embed.weight", "blocks.0.pwff.fc1.weight", "decoder_bias")
     for name in needed:
         if name not in source:
@@ -92,10 +99,10 @@ def _config(source: dict[str, Tensor], heads: int | None, file: Path) -> ModelCo
     if fixed:
         table = source[positions].flatten(0, -2)
         if not torch.allclose(table, sinusoids(torch.arange(len(table)), hidden), atol=1e-4):
-            raise BadInput(f"{file}: {positions} holds other numbers than sines and cosines")
+            raise BadInput(f"{file}: {positions} does not hold sines and cosines")
     heads = heads or max(1, hidden // HEAD_SIZE)
     if hidden % heads:
-        raise BadInput(f"{file} is {hidden} wide, no multiple of {heads} heads")
+        raise BadInput(f"{file} is {hidden} wide, which is not a multiple of {heads} heads")
     return ModelConfig(
         vocab_size=vocabulary,
         layers=layers,

@@ -1,7 +1,7 @@
-"""Rows to packed batch, the one way: mapping, truncation, special tokens, packing, masking.
+"""From the rows of a store to a packed batch: map ids, truncate, add special tokens, pack, mask.
 
-T tokens in the batch, N rows, M masked tokens. Within a batch rows lie in order of length, so that
-rows of equal length are neighbours (attention on the CPU takes them in one call).
+T tokens in the batch, N rows, M masked or tagged tokens, E examples. The rows of a batch are sorted
+by length: where attention pads its rows, neighbours need little padding.
 """
 
 from __future__ import annotations
@@ -20,44 +20,46 @@ from xformer.data.store import Ragged, Split
 from xformer.data.tokenizers import Tokenizer
 
 CHUNK = 8192  # tokens of one forward pass without gradient
-WINDOW = 2**17  # rows that are put in order of length together
-LOOKED_AT = 100_000  # rows whose length is looked at before training or scoring
-
+WINDOW = 2**17  # examples that are sorted by length together
+SAMPLED = 100_000  # rows whose lengths are checked before training or scoring
 
 Array = TypeVar("Array")
 
 
 @dataclass(frozen=True)
 class Batch(Generic[Array]):
-    """A packed batch: of numpy arrays on the host, of tensors on a device.
+    """A packed batch, of numpy arrays on the host or of tensors on a device.
 
     `places` and `targets` are set for MLM and tags, `labels` for other tasks. An example is
-    `together` neighbouring rows.
+    `together` neighbouring rows (the endings of a multiple-choice question), otherwise one row.
     """
 
     tokens: Array  # (T,) int32
     positions: Array  # (T,) int32, from 0 in each row
     segments: Array  # (T,) int32, 1 from the second text of a pair on
     cu_seqlens: Array  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
-    longest: int  # tokens of the longest row
+    longest: int  # length of the longest row
     labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
-    places: Array | None = None  # (M,) int64
-    targets: Array | None = None  # (M,) int64
+    places: Array | None = None  # (M,) int64, the tokens to predict
+    targets: Array | None = None  # (M,) int64, their true ids or classes
     rows: Any = None  # (N,) int64 array, the number of each row in the split
     together: int = 1
 
     @property
     def first(self) -> Array:
-        """Where each row begins, (N,)."""
-        begins: Any = self.cu_seqlens
-        first: Array = begins[:-1]
+        """The index of each row's first token, (N,)."""
+        bounds: Any = self.cu_seqlens
+        first: Array = bounds[:-1]
         return first
 
 
 @dataclass(frozen=True)
-class Work:
-    """How much went through a model. `squares` is the sum over rows of their squared lengths; the
-    cost of attention depends on it. `masked` counts the tokens that an MLM head predicted."""
+class Workload:
+    """How much text goes through a model: the counts on which its cost depends.
+
+    `squares` is the sum of the squared row lengths, to which the cost of attention is proportional.
+    `masked` is the number of tokens that an MLM head predicts.
+    """
 
     tokens: int
     squares: int
@@ -65,15 +67,15 @@ class Work:
     masked: int = 0
 
     @staticmethod
-    def even(rows: int, length: int, masking: float = 0.0) -> Work:
-        """`rows` rows of one length; the share `masking` of their tokens is predicted."""
+    def even(rows: int, length: int, masking: float = 0.0) -> Workload:
+        """`rows` rows of equal length, with the share `masking` of their tokens predicted."""
         tokens = rows * length
-        return Work(tokens, tokens * length, rows, round(tokens * masking))
+        return Workload(tokens, tokens * length, rows, round(tokens * masking))
 
 
 @dataclass(frozen=True)
 class Masks:
-    """BERT's masking of some rows. The seed and `epochs` (N,) decide which tokens are chosen."""
+    """How to mask some examples as BERT does. The seed and `epochs` (E,) decide which tokens."""
 
     seed: int
     probability: float
@@ -85,19 +87,19 @@ def _ramp(bits: int, dtype: type) -> np.ndarray:
     return np.arange(2**bits, dtype=dtype)
 
 
-def upto(n: int, dtype: type) -> np.ndarray:
-    """0 to n - 1. Do not change it: most batches share one array."""
+def shared_arange(n: int, dtype: type) -> np.ndarray:
+    """0 to n - 1, (n,). It is a view of an array that all batches share: do not write to it."""
     return _ramp(max(16, n.bit_length()), dtype)[:n]
 
 
 def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ... (lengths[0] of them), starts[1], ...: (sum of lengths,)."""
+    """starts[0], starts[0] + 1, ... (lengths[0] numbers), starts[1], ...: (sum of lengths,)."""
     skipped = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) + np.repeat(starts - skipped, lengths)
 
 
 def rows_of(examples: np.ndarray, together: int) -> np.ndarray:
-    """The numbers of examples (E,) -> those of their rows, (E x together,)."""
+    """The row numbers (E x together,) of the examples with these numbers (E,)."""
     if together == 1:
         return examples
     rows: np.ndarray = (examples[:, None] * together + np.arange(together)).ravel()
@@ -105,10 +107,14 @@ def rows_of(examples: np.ndarray, together: int) -> np.ndarray:
 
 
 def truncate(a: np.ndarray, b: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """New lengths of the two texts of each pair: the longer text loses tokens until both fit."""
+    """Truncate pairs of texts of `a` and `b` tokens, (N,) each, to `budget` tokens together.
+
+    The longer text of a pair loses tokens until both fit. Returns the new lengths, (N,) each.
+    """
     over = a + b > budget
     short = np.minimum(a, b)
     first = np.where(a >= b, budget - short, a)
+    # both texts are too long: each gets half
     first = np.where(short > budget // 2, (budget + 1) // 2, first)
     new_a = np.where(over, np.minimum(a, first), a)
     return new_a, np.where(over, np.minimum(b, budget - new_a), b)
@@ -116,10 +122,11 @@ def truncate(a: np.ndarray, b: np.ndarray, budget: int) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True)
 class Assembler:
-    """Builds batches from one split for one model.
+    """Builds batches from one split of a store for one model.
 
-    `tokenizer` is the model's; `mapping` the array of xformer.data.mapping or None; `max_tokens` a
-    row's length with its special tokens.
+    `tokenizer` is the model's. `max_tokens` is the length limit of a row, special tokens included.
+    `mapping` (store vocabulary,) turns store ids into model ids (see xformer.data.mapping); None
+    leaves them as they are. Raises BadInput if `max_tokens` cannot even hold the special tokens.
     """
 
     split: Split
@@ -133,7 +140,7 @@ class Assembler:
         if self.max_tokens < self.extra:
             raise BadInput(
                 f"batch.max_tokens={self.max_tokens} has no room for the {self.extra} special "
-                "tokens of a row"
+                "tokens of a row; give a larger number"
             )
         special = np.zeros(len(self.tokenizer), bool)
         special[list(self.tokenizer.special.values())] = True
@@ -144,36 +151,37 @@ class Assembler:
 
     @property
     def examples(self) -> int:
-        """How many examples the split has: its rows, or fewer if some rows belong together."""
+        """Number of examples in the split. There are fewer than rows if rows belong together."""
         return self.split.rows // self.split.together
 
     @property
     def extra(self) -> int:
-        """Special tokens in a row."""
+        """Number of special tokens in a row."""
         return 2 + (self.tokenizer.pair_separators if "tokens_b" in self.split.columns else 0)
 
     def lengths(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens taken from the first and second text of each row."""
+        """How many tokens of the first and of the second text each row keeps, (N,) each."""
         columns, budget = self.split.columns, self.max_tokens - self.extra
         a = columns["tokens"].lengths(rows)
         if "tokens_b" not in columns:
             return np.minimum(a, budget), np.zeros_like(a)
         return truncate(a, columns["tokens_b"].lengths(rows), budget)
 
-    def _whole_sizes(self) -> np.ndarray:
-        """Tokens of each of the first LOOKED_AT rows before truncation, special ones included."""
-        rows = np.arange(min(self.split.rows, LOOKED_AT))
+    def _untruncated_sizes(self) -> np.ndarray:
+        """Lengths of the first SAMPLED rows before truncation, special tokens included."""
+        rows = np.arange(min(self.split.rows, SAMPLED))
         columns = [self.split.columns.get(name) for name in ("tokens", "tokens_b")]
         texts = [column.lengths(rows) for column in columns if column is not None]
         return np.sum(texts, 0) + self.extra
 
     def truncation(self, limit: str, longest: int) -> str:
-        """A sentence that says how many rows are longer than `max_tokens`; "" if none is.
+        """A sentence that says how many rows are longer than `max_tokens`, or "" if none is.
 
-        If more than a tenth are, it is a warning with the length that would fit. `limit` is the
-        user's name for max_tokens, `longest` the longest row in tokens that the model takes.
+        If more than a tenth of them are longer, it is a warning with the length that would fit.
+        `limit` is what the user calls max_tokens. `longest` is the longest row that the model
+        accepts, in tokens.
         """
-        sizes = self._whole_sizes()
+        sizes = self._untruncated_sizes()
         cut = int((sizes > self.max_tokens).sum())
         if not cut:
             return ""
@@ -191,24 +199,24 @@ class Assembler:
         return f"WARNING: {line}; {needs} (the model takes up to {longest})"
 
     def sizes(self, examples: np.ndarray) -> np.ndarray:
-        """Tokens of each example in a batch, special ones included."""
+        """Length of each example in a batch, special tokens included, (E,)."""
         together = self.split.together
         sizes = self.row_sizes(rows_of(examples, together))
         return sizes if together == 1 else sizes.reshape(-1, together).sum(1)
 
     def row_sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of each row in a batch, special ones included."""
+        """Length of each row in a batch, special tokens included, (N,)."""
         a, b = self.lengths(rows)
         return a + b + self.extra
 
     def batch(self, examples: np.ndarray) -> Batch[np.ndarray]:
-        """The packed batch of these examples, unmasked."""
+        """The packed batch of these examples (E,), without masking."""
         return self.batches(examples, [len(examples)])[0]
 
     def masked_batch(
         self, examples: np.ndarray, epochs: np.ndarray, seed: int, probability: float
     ) -> Batch[np.ndarray]:
-        """The packed batch of these examples with BERT's masking; `epochs` (E,) vary the masks."""
+        """The packed batch of these examples (E,), masked. `epochs` (E,) vary the masks."""
         return self.batches(examples, [len(examples)], Masks(seed, probability, epochs))[0]
 
     def batches(
@@ -217,48 +225,52 @@ class Assembler:
         counts: list[int],
         masks: Masks | None = None,
     ) -> list[Batch[np.ndarray]]:
-        """Batches of the first counts[0] examples, of the next counts[1] examples, and so on. With
-        `masks` they are masked. They are built together, because each step of the work costs nearly
-        the same for a small batch as for a large one."""
+        """Packed batches of the first counts[0] examples, of the next counts[1], and so on.
+
+        With `masks` they are masked. They are built together, because a call of numpy costs nearly
+        the same for a small batch as for a large one.
+        """
         together = self.split.together
         rows = rows_of(examples, together)
         a, b = self.lengths(rows)
-        sizes = a + b if together == 1 else (a + b).reshape(-1, together).max(1)
-        which = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)
-        small = np.min_scalar_type(len(counts) * (self.max_tokens + 1))  # sorts in linear time
-        order = np.argsort((which + sizes).astype(small), kind="stable")
-        epochs = None if masks is None else np.repeat(masks.epochs[order], together)
-        order = rows_of(order, together)
+        sizes = a + b if together == 1 else (a + b).reshape(-1, together).max(1)  # (E,)
+        # sort by batch, then by length; numpy sorts integers of 16 bits in linear time
+        batch_keys = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)  # (E,)
+        key_type = np.min_scalar_type(len(counts) * (self.max_tokens + 1))
+        order = np.argsort((batch_keys + sizes).astype(key_type), kind="stable")  # (E,)
+        epochs = None if masks is None else np.repeat(masks.epochs[order], together)  # (N,)
+        order = rows_of(order, together)  # (N,)
         whole = self._packed(rows[order], a[order], b[order])
         if masks is not None and epochs is not None:
             whole = self._masked(whole, epochs, masks)
         if len(counts) == 1:
             return [whole]
-        ends = np.cumsum(counts) * together
-        token_ends = whole.cu_seqlens[ends]
+        row_ends = np.cumsum(counts) * together
+        token_ends = whole.cu_seqlens[row_ends]
         place_ends = token_ends if whole.places is None else whole.places.searchsorted(token_ends)
-        cuts = np.stack([ends, token_ends, place_ends], 1).tolist()
-        return [_part(whole, begin, end) for begin, end in pairwise([[0, 0, 0], *cuts])]
+        cuts = np.stack([row_ends, token_ends, place_ends], 1).tolist()
+        return [_slice(whole, begin, end) for begin, end in pairwise([[0, 0, 0], *cuts])]
 
     def _packed(self, rows: np.ndarray, a: np.ndarray, b: np.ndarray) -> Batch[np.ndarray]:
         """The packed batch of the rows in this order, with `a` tokens of each first text and `b` of
-        each second one."""
+        each second text, (N,) each."""
         sizes = a + b + self.extra
         bounds = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(sizes, out=bounds[1:])
         starts, ends = bounds[:-1], bounds[1:]
         cu_seqlens = bounds.astype(np.int32)
-        positions = np.repeat(cu_seqlens[:-1], sizes)
-        np.subtract(upto(int(bounds[-1]), np.int32), positions, out=positions)
+        positions = np.repeat(cu_seqlens[:-1], sizes)  # (T,)
+        np.subtract(shared_arange(int(bounds[-1]), np.int32), positions, out=positions)
         columns, special = self.split.columns, self.tokenizer.special
-        # write the first text as if it filled its row to the end, then write the rest over it
+        # Read each row as if its first text filled it, then overwrite the special tokens and the
+        # second text: this needs no index of the first texts' tokens.
         first = columns["tokens"]
-        source = np.repeat(first.offsets[rows] - 1 - starts, sizes)
-        source += upto(len(source), np.int64)
+        source = np.repeat(first.offsets[rows] - 1 - starts, sizes)  # (T,)
+        source += shared_arange(len(source), np.int64)
         tokens = self._ids(first, source)
         tokens[starts], tokens[ends - 1] = special["cls"], special["sep"]
         segments = np.zeros_like(tokens)
-        second = ends - 1 - b
+        second = ends - 1 - b  # where the second texts begin
         if "tokens_b" in columns:
             for i in range(1, self.tokenizer.pair_separators + 1):
                 tokens[second - i] = special["sep"]
@@ -283,6 +295,7 @@ class Assembler:
     def _masked(
         self, batch: Batch[np.ndarray], epochs: np.ndarray, masks: Masks
     ) -> Batch[np.ndarray]:
+        """The batch with its tokens masked, in place; `epochs` (N,)."""
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
         places, targets = masking.mask(
@@ -298,36 +311,41 @@ class Assembler:
         return replace(batch, places=places, targets=targets)
 
     def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:
-        """The model's ids of the tokens at these places of a column, int32. A place outside the
-        column gives any id."""
+        """The model's ids of the tokens at these places of a column, int32.
+
+        A place outside the column gives some id of it: the caller overwrites that token.
+        """
         if not len(column.values):
             return np.zeros(len(places), np.int32)
         ids = column.values.take(places, mode="clip")
         return ids.astype(np.int32) if self.mapping is None else self.mapping[ids]
 
     def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Labels as the loss takes them. A span becomes positions in its row; without an answer, or
-        if truncation has cut the answer, it is 0, the first special token."""
+        """Labels as the loss takes them: (N,) classes or scores, (N, 2) spans.
+
+        A span is counted from the start of its row. If there is no answer, or truncation has cut
+        it, both ends are 0, the first special token.
+        """
         labels = self.split.columns["label"][rows]
         if labels.ndim == 1:
             return labels
-        there = (labels[:, 0] >= 0) & (labels[:, 1] < b)
-        return np.where(there[:, None], second[:, None] + labels, 0)
+        answered = (labels[:, 0] >= 0) & (labels[:, 1] < b)
+        return np.where(answered[:, None], second[:, None] + labels, 0)
 
     def _tags(
         self, rows: np.ndarray, starts: np.ndarray, a: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The places of tokens with a class, and their classes, (M,) each. Tokens that truncation
-        has cut are not among them."""
+        """The places of the tokens that have a class, and their classes, (M,) each. Truncated
+        tokens are left out."""
         column = self.split.columns["labels"]
         labels = column.values[ragged_arange(column.offsets[rows], a)]
         known = labels >= 0
         return ragged_arange(starts + 1, a)[known], labels[known].astype(np.int64)
 
 
-def _part(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[np.ndarray]:
-    """The rows from `begin` to `end` as a batch; both are numbers of a row, its first token and its
-    first place."""
+def _slice(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[np.ndarray]:
+    """The rows from `begin` up to `end` as a batch. Each is (row, its first token, its first
+    place)."""
     (row, token, place), (last_row, last_token, last_place) = begin, end
     ends = batch.cu_seqlens[row : last_row + 1] - np.int32(token)
     return Batch(
@@ -345,8 +363,10 @@ def _part(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[n
 
 
 def chunks(assembler: Assembler, examples: int) -> Iterator[np.ndarray]:
-    """The numbers of examples, 0 to `examples` - 1, in parts of about CHUNK tokens; within every
-    WINDOW examples they are in order of length."""
+    """The example numbers 0 to `examples` - 1, in chunks of about CHUNK tokens.
+
+    Within every WINDOW examples they are sorted by length, so that a chunk holds similar lengths.
+    """
     for start in range(0, examples, WINDOW):
         order = np.arange(start, min(start + WINDOW, examples))
         sizes = assembler.sizes(order)

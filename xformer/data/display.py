@@ -1,7 +1,7 @@
-"""Everything that a command shows: lines, data, and how far its work is. Nothing else prints.
+"""Everything that a command prints: lines, data, and how far its work is. No other module prints.
 
-Names and data of the user may hold anything. They are escaped here, so that they cannot steer a
-terminal, and a message never tears a progress bar.
+The user's names and data may hold any character. They are escaped here, so that they cannot control
+the terminal. A message never breaks a progress bar.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ REDRAW = 0.1  # seconds between two drawings of a bar
 
 
 def one_line(text: str, most: int = 2000) -> str:
-    """The text as one escaped line. Of a text above `most` characters the middle is left out."""
+    """The text as one escaped line. Beyond `most` characters its middle is left out."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return escaped(text)
 
 
 def escaped(text: str) -> str:
-    """The text with every character escaped that could steer a terminal or begin another line."""
+    """The text, with every character escaped that could control a terminal or begin a new line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Print lines to standard output, or to standard error with `error`. Each argument is escaped
-    and stays one line."""
+    """Print each argument as one escaped line, to standard output, or with `error` to standard
+    error."""
     stream = sys.stderr if error else sys.stdout
     for line in lines:
         with _above_bars(stream):
@@ -39,7 +39,7 @@ def say(*lines: str, error: bool = False) -> None:
 
 
 def put(text: str) -> None:
-    """Write data to standard output. It is escaped only if a terminal shows it."""
+    """Write data to standard output. It is escaped only if standard output is a terminal."""
     if sys.stdout.isatty():
         lines = text.split("\n")
         text = "\n".join("\t".join(map(escaped, line.split("\t"))) for line in lines)
@@ -52,12 +52,13 @@ class Progress:
     """Shows on standard error how much of some work is done.
 
     On a terminal it is a bar. In a log it is a line every EVERY seconds, so short work prints
-    nothing. Both tell the same: the share, `done` of `total` units, the time left, and the newest
-    numbers of the caller, such as the loss. Without numbers it is the speed, if above 1 a second.
+    nothing. Both show `done` of `total` units, the time left, and the caller's newest numbers, such
+    as the loss. Without numbers they show the speed, if it is above 1 unit a second. A bar leaves
+    out the last of these if the terminal is too narrow.
 
-    `unit` is a plural such as "rows", or "B" for bytes; a `total` of 0 means that it is not known.
-    The bar is cleared when the work ends, unless it is to `stay`. With `lines=False` the caller
-    writes lines of its own in a log, with `state`. With `active=False` nothing is shown.
+    `unit` is a plural such as "rows", or "B" for bytes. A `total` of 0 means that it is not known.
+    The bar disappears when the work ends, unless it is to `stay`. With `lines=False` the caller
+    writes its own lines in a log, with `state`. With `active=False` nothing is shown.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class Progress:
         self.started = self.shown = time.monotonic()
         self.bar: Any = None
         if active and sys.stderr.isatty():
-            from tqdm import tqdm  # a log does not wait for this import
+            from tqdm import tqdm  # only a terminal waits for this import
 
             self.bar = tqdm(
-                desc=self._line(),
+                desc=self._bar_text(None),
                 initial=done,
                 total=total or None,
-                bar_format="{bar:10}| {desc}",
+                bar_format="{desc} |{bar}",
                 leave=stay,
                 dynamic_ncols=True,
             )
@@ -96,14 +97,14 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """End the display. It may be called again."""
+        """End the display. A second call does nothing."""
         if self in _open:
             self._draw()
             self.bar.close()
             _open.remove(self)
 
     def advance(self, amount: float, **numbers: float) -> None:
-        """Note that `amount` more units are done, and the newest numbers by name."""
+        """Add `amount` finished units, and the newest numbers by name."""
         self.done += amount
         self.numbers.update(numbers)
         now = time.monotonic()
@@ -115,7 +116,7 @@ class Progress:
                 say(self._line(), error=True)
 
     def left(self) -> float | None:
-        """Seconds to the end, at the speed so far; None while that is not known."""
+        """Seconds to the end at the average speed so far, or None while that is unknown."""
         if self.done <= self.before or not self.total:
             return None
         seconds = time.monotonic() - self.started
@@ -123,47 +124,59 @@ class Progress:
 
     def state(self) -> str:
         """How far the work is: `25%, 20 of 80 steps, 9 s left, loss 7.12`."""
-        scale, unit = (1e6, "MB") if self.unit == "B" else (1, self.unit)
-        digits = 1 if self.unit == "B" else 0
-        parts = [f"{self.done / scale:,.{digits}f} {unit}"]
-        if self.total:
-            amounts = f"{self.done / scale:,.{digits}f} of {self.total / scale:,.{digits}f} {unit}"
-            parts = [f"{min(self.done / self.total, 1):.0%}", amounts]
+        share = [f"{min(self.done / self.total, 1):.0%}"] if self.total else []
+        return ", ".join(share + self._parts(" of "))
+
+    def _line(self) -> str:
+        """The line for a log."""
+        return f"{escaped(self.what)}: {self.state()}"
+
+    def _parts(self, of: str) -> list[str]:
+        """What is shown, the most important first; `of` stands between `done` and `total`."""
+        scale, unit, digits = (1e6, "MB", 1) if self.unit == "B" else (1, self.unit, 0)
+        amounts = [self.done, self.total] if self.total else [self.done]
+        parts = [of.join(f"{amount / scale:,.{digits}f}" for amount in amounts) + f" {unit}"]
         if (left := self.left()) is not None:
             parts.append(f"{duration(left)} left")
-        parts += [f"{name} {figure(value)}" for name, value in self.numbers.items()]
+        parts += [f"{name} {format_number(value)}" for name, value in self.numbers.items()]
         seconds = max(time.monotonic() - self.started, 1e-9)
         speed = (self.done - self.before) / scale / seconds
         if not self.numbers and speed >= 1:
-            parts.append(f"{figure(speed)} {unit}/s")
-        return ", ".join(parts)
+            parts.append(f"{format_number(speed)} {unit}/s")
+        return parts
 
-    def _line(self) -> str:
-        return f"{escaped(self.what)}: {self.state()}"
+    def _bar_text(self, columns: int | None) -> str:
+        """What stands before the bar: as many parts as `columns` hold beside the smallest bar."""
+        first, *others = self._parts("/")
+        text = f"{escaped(self.what)} {first}"
+        for part in others:
+            if columns is None or len(text) + len(part) + len(",  |#") <= columns:
+                text += f", {part}"
+        return text
 
     def _draw(self) -> None:
         self.bar.n = self.done
-        self.bar.set_description_str(self._line())
+        self.bar.set_description_str(self._bar_text(self.bar.format_dict["ncols"]))
 
 
-_open: list[Progress] = []  # those that are a bar on the terminal now
+_open: list[Progress] = []  # those that show a bar on the terminal now
 
 
 def _above_bars(stream: TextIO) -> AbstractContextManager[None]:
-    """What is written meanwhile stands above the bars, which are drawn again afterwards."""
+    """A context in which writing goes above the bars; they are drawn again afterwards."""
     for progress in _open:
         above: AbstractContextManager[None] = progress.bar.external_write_mode(file=stream)
         return above
     return nullcontext()
 
 
-def figure(value: float) -> str:
+def format_number(value: float) -> str:
     """A number for people: 12,345 or 7.123."""
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """1:02 h, 3.5 min, 12 s."""
+    """Seconds for people: 1:02 h, 3.5 min, 12 s."""
     if seconds >= 3600:
         return f"{int(seconds // 3600):,}:{int(seconds % 3600 // 60):02} h"
     return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"

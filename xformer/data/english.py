@@ -1,8 +1,8 @@
 """Which pieces of a vocabulary are English-like (Zhang et al. 2021, section 4.1).
 
-A WordPiece is English-like when it matches ^(##)?[A-Za-z]+$. The other kinds mark the beginning of
-a word instead of its inside: ^Ġ?[A-Za-z]+$ in byte-level BPE, ^▁?[A-Za-z]+$ in unigram; a symbol is
-English-like when it is letters alone.
+A WordPiece is English-like if it matches ^(##)?[A-Za-z]+$. Byte-level BPE and unigram mark the
+beginning of a word instead of its inside: ^Ġ?[A-Za-z]+$ and ^▁?[A-Za-z]+$. A symbol is English-like
+if it consists of letters.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from xformer.data.tokenizers import Tokenizer
 MARKS = {"wordpiece": "##", "bpe": "Ġ", "unigram": "▁", "symbols": ""}
 
 
-def english(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
-    """The English-like pieces by id: their letters, and whether they begin a word."""
+def english_pieces(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
+    """The English-like pieces by id: the letters of each, and whether it begins a word."""
     mark = MARKS[tokenizer.kind]
     like = re.compile(f"({mark})?([A-Za-z]+)")
-    # where marks begin no word (WordPiece, symbols), a piece without one does
-    marked = tokenizer.kind in ("bpe", "unigram")
+    # in WordPiece a piece with a mark continues a word
+    mark_begins_word = tokenizer.kind in ("bpe", "unigram")
     return {
-        i: (match[2], bool(match[1]) == marked)
+        i: (match[2], bool(match[1]) == mark_begins_word)
         for i, piece in enumerate(tokenizer.pieces)
         if (match := like.fullmatch(piece))
     }

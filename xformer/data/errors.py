@@ -1,4 +1,4 @@
-"""The errors a command may end with, each one clear line for the user."""
+"""The errors with which a command may end; each is one clear line for the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-# what a disk, a path or the rights to it may be at fault for, and no bug
+# errors that come from the disk, a path or its permissions, not from a bug
 OF_THE_DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -20,7 +20,7 @@ OF_THE_DISK = (
     errno.ELOOP,
     errno.ENOTDIR,
 )
-# how a checkout writes our commands, and how the command `xformer` does
+# how the commands are typed in a checkout -> how they are typed with the command `xformer`
 SPELLINGS = (
     (r"\b(torchrun [^\n]*?)(?<![\w/.])(train|evaluate)\.py\b", r"\1-m xformer.\2"),
     (r"(?<![\w/.])(?:python )?(preprocess|train|evaluate)\.py\b", r"xformer \1"),
@@ -28,15 +28,15 @@ SPELLINGS = (
     (r"\bpython -m xformer\.(convert|surgery|study)(?![\w.])", r"xformer \1"),
     (r"\brecipes/([\w-]+/[\w-]+)\.toml\b", r"\1"),
 )
-# what `pip` calls this project; the name `xformer` on the package index is another project's
+# the name for `pip`; on the package index the name `xformer` belongs to another project
 DISTRIBUTION = "xformer-transfer"
 
 
 def typed(text: str) -> str:
-    """A help text or a hint, with our commands as this user types them.
+    """A help text or a hint, with the project's commands as this user types them.
 
-    Such texts are written for a checkout: `python train.py`, `python -m xformer.convert`. Whoever
-    started the command `xformer` reads `xformer train`, `xformer convert`. The command has put
+    Such texts are written for a checkout: `python train.py`, `python -m xformer.convert`. A user of
+    the command `xformer` is shown `xformer train`, `xformer convert` instead. That command puts
     "xformer NAME" into sys.argv[0].
     """
     if sys.argv[0].startswith("xformer "):
@@ -52,13 +52,13 @@ class BadInput(Exception):
 
 
 class Failure(Exception):
-    """The input was right and the work failed (no space left, a process died). Exit status 1."""
+    """The input is right but the work failed (no space left, a process died). Exit status 1."""
 
     status = 1
 
 
 class Interrupted(Exception):
-    """Stopped by a signal after everything was saved. Exit status 128 + the signal's number."""
+    """A signal stopped the work after everything was saved. Exit status 128 + signal number."""
 
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
@@ -66,7 +66,7 @@ class Interrupted(Exception):
 
 
 def lacks(what: str, package: str, extra: str) -> BadInput:
-    """The error for `what` that cannot be done without an optional package."""
+    """The error for `what`, which cannot be done without an optional package."""
     return BadInput(
         f"{what} needs the package {package}, which is in {DISTRIBUTION}[{extra}]: "
         f"pip install {package}"
@@ -74,7 +74,7 @@ def lacks(what: str, package: str, extra: str) -> BadInput:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, for a line of ours: the system's words and the file, without a number."""
+    """What went wrong, for a message: the system's words and the file, without an error number."""
     if not isinstance(error, OSError) or not error.errno:
         return str(error)
     where = f": {error.filename}" if error.filename else ""

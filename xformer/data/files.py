@@ -1,4 +1,4 @@
-"""Files that are whole or absent: temporary siblings, fsync, rename, checksums by block."""
+"""Writes files and directories so that they are whole or absent, and checks what was written."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from xformer.data.display import say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 
 BLOCK = 64 * 2**20  # bytes under one checksum
-PACKAGE = Path(__file__).parents[1]  # whose micro/ holds encoders that come with it
-PIECE = 8 * 2**20  # bytes of it in memory at once
-DELETED = ".deleted.partial"  # ends the name of a directory that was replaced and is being deleted
-ASIDE = ".old.partial"  # ends the name of a directory that another one is about to replace
+PIECE = 8 * 2**20  # bytes of a block in memory at once
+PACKAGE = Path(__file__).parents[1]  # its folder micro/ holds the encoders that come with it
+# `atomic_directory` renames an old directory to .NAME.PID.old.partial before a new one takes its
+# place, and to .NAME.PID.deleted.partial before it deletes it.
+ASIDE, DELETED = ".old.partial", ".deleted.partial"
 PATIENCE = 1.0  # seconds to wait for the two renames of a replacement
-RUN_MANIFEST = "run_manifest.json"  # the checksums of what a finished run came to
+RUN_MANIFEST = "run_manifest.json"  # the checksums of a finished run's results
 
 
 def installed(path: str | Path) -> Path:
-    """The path, or, for micro/NAME where there is none, that of the package's own checkpoint."""
+    """The path itself, or for micro/NAME, if that does not exist, the checkpoint of this name that
+    comes with the package."""
     path = Path(path)
     if path.parent == Path("micro") and not path.exists():
         return PACKAGE / path
@@ -37,12 +39,13 @@ def installed(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where what can be had again is kept for all runs: $XFORMER_CACHE, or ~/.cache/xformer."""
+    """The folder for files that can be downloaded or made again: $XFORMER_CACHE, or
+    ~/.cache/xformer."""
     return Path(os.environ.get("XFORMER_CACHE") or Path.home() / ".cache" / "xformer")
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file. Raises BadInput naming the file if it is missing or is not JSON."""
+    """The content of a JSON file. Raises BadInput if it is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -52,28 +55,32 @@ def read_json(path: Path) -> Any:
 
 
 def read_own_json(path: Path) -> Any:
-    """A file of `write_json`; raises BadInput also where no more than its last line end is lost."""
-    found = read_json(path)
+    """The content of a file of `write_json`. Raises BadInput also if only its last line end is
+    missing."""
+    content = read_json(path)
     if not path.read_bytes().endswith(b"\n"):
-        raise BadInput(f"{path} is damaged: it is cut off")
-    return found
+        raise BadInput(f"{path} is damaged, it is cut off: restore it from a copy")
+    return content
 
 
 def read_run_json(path: Path) -> Any:
-    """The result.json or config.json of a run. Raises BadInput if it is missing, is not JSON, or
-    differs from what the run's end noted in its manifest."""
-    found = read_json(path)
-    cure = "give overwrite=true to train.py, which makes the run anew"
+    """The result.json or config.json of a run.
+
+    Raises BadInput if it is missing, is not JSON, or differs from the checksum that the run wrote
+    when it finished.
+    """
+    content = read_json(path)
+    remedy = "give overwrite=true to train.py, which repeats the run"
     if path.name == "result.json":
-        cure = "delete it: train.py makes it again, unless train.keep_state=false"
-    check_finished(path.parent, path.name, path, typed(cure))
-    return found
+        remedy = "delete it: train.py makes it again, unless train.keep_state=false"
+    check_run_file(path.parent, path.name, path, typed(remedy))
+    return content
 
 
-def check_finished(run: Path, name: str, path: Path, cure: str) -> None:
-    """Raise BadInput with the `cure` if the file of this name in a run, which is at `path`, differs
-    from what the run's end noted in its manifest. Unfinished runs have no manifest, nor have those
-    of earlier versions."""
+def check_run_file(run: Path, name: str, path: Path, remedy: str) -> None:
+    """Raise BadInput, with the `remedy`, if the file at `path` differs from the checksum that `run`
+    recorded for `name` when it finished. Unfinished runs and runs of early versions recorded none.
+    """
     manifest = run / RUN_MANIFEST
     if not manifest.exists():
         return
@@ -83,30 +90,30 @@ def check_finished(run: Path, name: str, path: Path, cure: str) -> None:
         raise BadInput(f"{manifest} is damaged: it lists no checksum of {name}")
     if sums[name] != file_checksum(path):
         why = f"its checksum is not the one in {manifest.name}"
-        raise BadInput(f"{path} is damaged: {why}; restore it from a copy, or {cure}")
+        raise BadInput(f"{path} is damaged: {why}; restore it from a copy, or {remedy}")
 
 
 def json_text(value: Any) -> str:
-    """A value as the text of a JSON file."""
+    """The text of a JSON file that holds `value`."""
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that a reader sees the old file or the new one, never a part."""
+    """Write a JSON file. A reader sees the old file or the new one, never a part."""
     write_text(path, json_text(value))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text so that a reader sees the old file or the new one, never a part."""
+    """Write a text file. A reader sees the old file or the new one, never a part."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
+    """Write a file. A reader sees the old file or the new one, never a part."""
     if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
         path.write_bytes(content)
         return
-    path = Path(os.path.realpath(path))  # through a link, which stays
+    path = Path(os.path.realpath(path))  # write through a link, and keep the link
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
@@ -119,23 +126,23 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno not in OF_THE_DISK:  # such as a file in /proc
             why = os.strerror(error.errno or 0)
-            raise BadInput(f"{path} cannot be written ({why})") from None
+            raise BadInput(f"{path} cannot be written ({why}); give another path") from None
         error.filename, error.filename2 = str(path), None
         raise
 
 
 def load_array(path: Path, mapped: bool = True) -> np.ndarray:
-    """The array of a .npy file, by default mapped from it. Raises BadInput if it is none."""
+    """The array of a .npy file, by default memory-mapped. Raises BadInput if it is another file."""
     try:
-        found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:  # a damaged header fails anywhere: EOFError, TokenError ..
+    except Exception as error:  # numpy reports a damaged header by many types: EOFError, TokenError
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise BadInput(f"{path} is not a .npy file: {reason}") from None
-    if not isinstance(found, np.ndarray):
+    if not isinstance(array, np.ndarray):
         raise BadInput(f"{path} is not a .npy file but an archive of them")
-    return found
+    return array
 
 
 def sync(path: Path) -> None:
@@ -148,8 +155,10 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path, key: str = "") -> None:
-    """Make a directory and its parents. Raises BadInput where there can be none, as in /proc; `key`
-    stands before the path in its message."""
+    """Make a directory and its parents.
+
+    Raises BadInput if that is impossible, as in /proc. `key` precedes the path in the message.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -159,9 +168,9 @@ def make_directory(path: Path, key: str = "") -> None:
         raise BadInput(f"{key}{path} cannot be made ({why}); give another directory") from None
 
 
-def plain_name(name: str) -> bool:
-    """Whether a file may have this name: it says no directory, is not hidden, and has no character
-    that a terminal would act on."""
+def is_safe_filename(name: str) -> bool:
+    """Whether a file may have this name: it contains no directory, is not hidden, has at most 200
+    bytes, and no character that controls a terminal."""
     return (
         not name.startswith(".")
         and "/" not in name
@@ -172,7 +181,7 @@ def plain_name(name: str) -> bool:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise BadInput when an output exists that may not be replaced, or has no parent to lie in."""
+    """Raise BadInput if an output exists and may not be replaced, or if its parent is a file."""
     put_back(path)
     if path.exists() and not overwrite:
         raise BadInput(f"{path} exists; give another output, or --overwrite to replace it")
@@ -180,18 +189,20 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
-        raise BadInput(f"{path} cannot be written: {parent} is a file")
+        raise BadInput(f"{path} cannot be written: {parent} is a file; give another output")
 
 
 @contextmanager
 def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty temporary sibling of `path`; on success fsync it and rename it into place.
+    """Write a directory that appears whole or not at all.
 
-    With `overwrite` the old directory is not touched before the new one is whole and on the disk.
-    On any error the sibling is removed and `path` is as it was. Leftovers of killed processes are
-    removed on the way in; `put_back` says what a kill during the replacement leaves.
+    Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
+    With `overwrite` an old directory stays untouched until the new one is whole and on the disk. On
+    any error the sibling is removed and `path` is unchanged. Leftovers of killed processes are
+    removed first. For a kill during the replacement see `put_back`. Raises BadInput as
+    `refuse_existing` does, and Failure if the disk is full.
     """
-    if path.is_symlink():  # the link stays, and leads to the new directory
+    if path.is_symlink():  # keep the link; it leads to the new directory
         path = Path(os.path.realpath(path))
     refuse_existing(path, overwrite)
     make_directory(path.absolute().parent)
@@ -210,14 +221,14 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(path)
-        # safetensors and tokenizers report a full disk by exceptions of their own
+        # safetensors and tokenizers report a full disk by their own exceptions
         if not isinstance(error, OSError) and "os error" in str(error):
             raise Failure(f"{path} could not be written: {error}") from None
         raise
 
 
 def _replace(new: Path, path: Path, overwrite: bool) -> None:
-    """Rename a directory to `path`. An old one is renamed aside first and deleted last."""
+    """Rename `new` to `path`. An old directory is moved aside first, and deleted at the end."""
     aside = path.parent / f".{path.name}.{os.getpid()}{ASIDE}"
     try:
         while True:
@@ -232,25 +243,25 @@ def _replace(new: Path, path: Path, overwrite: bool) -> None:
             with suppress(FileNotFoundError):  # another process is replacing it too
                 path.rename(aside)
     except BaseException:
-        with suppress(OSError):  # nothing lies aside, or the disk refuses all: see `put_back`
+        with suppress(OSError):  # nothing was moved aside, or the disk fails: see `put_back`
             aside.rename(path)
         raise
     sync(path.absolute().parent)
     if aside.exists():
-        # A half-deleted directory must not be put back, so it first gets a name of another kind.
+        # A half-deleted directory must not be put back, so it first gets another ending.
         deleted = path.parent / f".{path.name}.{os.getpid()}{DELETED}"
         shutil.rmtree(deleted, ignore_errors=True)
         shutil.rmtree(aside.rename(deleted))
 
 
 def half_replaced(path: Path) -> bool:
-    """Whether there is nothing at `path` and the directory that was there lies aside."""
-    return not path.exists() and _lies_aside(path) is not None
+    """Whether nothing is at `path` and the directory that was there has been moved aside."""
+    return not path.exists() and _moved_aside(path) is not None
 
 
 def _leftovers(path: Path) -> Iterator[tuple[Path, int]]:
-    """The temporary siblings of a directory, each with the number of the process that made it.
-    Those of a directory whose name begins alike, such as x.2 beside x, are not among them."""
+    """The temporary siblings of a directory, each with the process id of its maker."""
+    # the pattern excludes the siblings of a directory with a similar name, such as x.2 beside x
     name = re.compile(
         rf"\.{re.escape(path.name)}\.(\d+)(?:{re.escape(ASIDE)}|{re.escape(DELETED)}|\.partial)"
     )
@@ -259,28 +270,28 @@ def _leftovers(path: Path) -> Iterator[tuple[Path, int]]:
             yield sibling, int(match[1])
 
 
-def _lies_aside(path: Path) -> Path | None:
-    """The old directory that was renamed aside, the newest of several."""
-    found = []
+def _moved_aside(path: Path) -> Path | None:
+    """The newest old directory that was moved aside, or None."""
+    candidates = []
     for sibling, _ in _leftovers(path):
         if sibling.name.endswith(ASIDE):
             with suppress(FileNotFoundError):  # another process has put it back
-                found.append((sibling.stat().st_ctime, sibling))
-    return max(found)[1] if found else None
+                candidates.append((sibling.stat().st_ctime, sibling))
+    return max(candidates)[1] if candidates else None
 
 
 def put_back(path: Path) -> None:
     """Undo a replacement that a killed process left half done.
 
-    `atomic_directory` replaces a directory by two renames: the old one aside, the new one into its
-    place. Between them nothing is at `path`. All who open or write such a directory call this
-    first. It waits until a replacement that is going on is over. After PATIENCE the process that
-    began it is dead: the old directory is renamed back, and a line says so. Raises BadInput that
-    names the old directory if it cannot be renamed.
+    `atomic_directory` replaces a directory by two renames: it moves the old one aside, and the new
+    one into its place. Between them nothing is at `path`. Every function that opens or writes such
+    a directory therefore calls this first. It waits for a replacement that is going on. After
+    PATIENCE the process must be dead: the old directory is renamed back, and a line reports it.
+    Raises BadInput that names the old directory if it cannot be renamed.
     """
     end = time.monotonic() + PATIENCE
     while half_replaced(path):
-        aside = _lies_aside(path)
+        aside = _moved_aside(path)
         if time.monotonic() < end or aside is None:
             time.sleep(0.01)
             continue
@@ -292,13 +303,13 @@ def put_back(path: Path) -> None:
             if path.exists():
                 return
             raise BadInput(
-                f"{path} is missing: a process was killed while it replaced it, and left the old "
-                f"one as {aside}, which cannot be renamed ({os.strerror(error.errno or 0)}); "
-                f"rename it to {path.name}"
+                f"{path} is missing: a process was killed while it replaced this directory, and "
+                f"left the old one as {aside}, which cannot be renamed "
+                f"({os.strerror(error.errno or 0)}); rename it to {path.name}"
             ) from None
         say(
-            f"{path}: a process was killed while it replaced this directory; the old one, which "
-            f"lay aside as {aside.name}, is put back",
+            f"{path}: a process was killed while it replaced this directory; the old one, "
+            f"{aside.name}, is put back",
             error=True,
         )
 
@@ -314,7 +325,7 @@ def _alive(process: int) -> bool:
 
 
 def block_checksums(path: Path) -> Iterator[str]:
-    """SHA-256 of every 64 MiB block of a file, in order, each as soon as it is read."""
+    """The SHA-256 of every 64 MiB block of a file, in order. A block is read when it is needed."""
     piece = memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece[:BLOCK]):
@@ -327,6 +338,6 @@ def block_checksums(path: Path) -> Iterator[str]:
 
 
 def file_checksum(path: Path) -> str:
-    """SHA-256 of a whole file."""
+    """The SHA-256 of a whole file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Randomness without memory: every random choice about data is a hash of what it is about."""
+"""Randomness without state: every random choice about data is a hash of what it is about."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A bijective scramble of uint64 values, in place (the finaliser of SplitMix64, Steele et al.
-    2014)."""
+    """Scramble uint64 values in place by a bijection, and return them (the finaliser of SplitMix64,
+    Steele et al. 2014)."""
     shifted = x >> 30
     x ^= shifted
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -23,7 +23,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 @lru_cache(4096)
 def key(*parts: int) -> np.uint64:
-    """One 64-bit key of several integers; the order matters."""
+    """A 64-bit key for several integers. Their order matters."""
     state = np.zeros(1, np.uint64)
     for part in parts:
         state += GOLDEN
@@ -33,7 +33,7 @@ def key(*parts: int) -> np.uint64:
 
 
 def keys(base: np.uint64, values: np.ndarray) -> np.ndarray:
-    """A 64-bit key for each of the integers `values` under the key `base`."""
+    """A 64-bit key for each of the integers `values`, under the key `base`."""
     x = np.add(values, 1, dtype=np.uint64, casting="unsafe")
     x *= GOLDEN
     x ^= base

@@ -1,7 +1,7 @@
 """Several stores read as one: the rows of the first, then those of the second, and so on.
 
-Columns of ids and other long rows stay memory-mapped. Offsets and columns of one value a row are
-joined in memory.
+Columns of ids and other ragged columns stay memory-mapped. Offsets and columns with one value for
+each row are joined in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xformer.data.store import Ragged, Split, Store, open_store
 
 
 class Parts:
-    """Arrays of one dtype end to end, not copied; it can do what is asked of a Ragged's values."""
+    """Arrays of one dtype end to end, without a copy: they serve as the values of a Ragged."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays, self.dtype = arrays, arrays[0].dtype
@@ -27,36 +27,36 @@ class Parts:
     def __len__(self) -> int:
         return int(self.bounds[-1])
 
-    def __getitem__(self, where: slice | np.ndarray) -> np.ndarray:
-        if not isinstance(where, slice):
-            return self.take(where)
-        start, stop, _ = where.indices(len(self))
+    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
+        if not isinstance(index, slice):
+            return self.take(index)
+        start, stop, _ = index.indices(len(self))
         pairs = zip(self.arrays, self.bounds.tolist(), strict=False)
         pieces = [a[max(start - begin, 0) : max(stop - begin, 0)] for a, begin in pairs]
         pieces = [piece for piece in pieces if len(piece)]
         return pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, self.arrays[0][:0]])
 
     def take(self, places: np.ndarray, mode: str = "clip") -> np.ndarray:
-        """The values at `places` (N,), like numpy's `take`, whose only mode here is clip."""
+        """The values at `places` (N,), like numpy's `take`. The only mode is clip."""
         assert mode == "clip"
         places = places.clip(0, len(self) - 1)
-        which = self.bounds.searchsorted(places, "right") - 1
-        found = np.empty(len(places), self.dtype)
+        owners = self.bounds.searchsorted(places, "right") - 1  # the array of each place
+        taken = np.empty(len(places), self.dtype)
         for i, values in enumerate(self.arrays):
-            here = np.flatnonzero(which == i)
-            found[here] = values[places[here] - self.bounds[i]]
-        return found
+            here = np.flatnonzero(owners == i)
+            taken[here] = values[places[here] - self.bounds[i]]
+        return taken
 
     def max(self, initial: int) -> int:
         return int(max(values.max(initial=initial) for values in self.arrays))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it in memory: asked for by scores, of the labels of a split."""
+        """All values in memory, for metrics, which need the labels of a whole split."""
         return np.concatenate(self.arrays).astype(dtype or self.dtype)
 
 
 class Joined(Store):
-    """Stores of one kind read as one. `path` is the first one's, `name` names all."""
+    """Stores of one kind read as one. `path` is that of the first store, `name` names all."""
 
     def __init__(self, stores: Sequence[Store]):
         first, self.stores = stores[0], stores
@@ -64,7 +64,7 @@ class Joined(Store):
         self.kind, self.labels, self.metric = first.kind, first.labels, first.metric
         self.choices = first.choices
         self.fingerprint, self.vocab_size = first.fingerprint, first.vocab_size
-        self.meta = {"origin": first.meta["origin"]}  # raw rows are read as the first one's
+        self.meta = {"origin": first.meta["origin"]}  # raw rows are read as those of the first
         self.key = sha256("\n".join(store.key for store in stores).encode()).hexdigest()
         names = dict.fromkeys(name for store in stores for name in store.splits)
         self._splits = {
@@ -79,8 +79,8 @@ class Joined(Store):
 def open_stores(paths: str | Sequence[str]) -> Store:
     """Open a store, or several as one (see Joined), without reading their ids.
 
-    Raises BadInput as `open_store` does, or naming two stores and what differs between them, or a
-    store that is given twice.
+    Raises BadInput as `open_store` does, and if two stores hold the same rows, or differ in kind,
+    labels, metric, number of endings, tokenizer or columns.
     """
     if isinstance(paths, str):
         return open_store(paths)
@@ -98,7 +98,7 @@ def open_stores(paths: str | Sequence[str]) -> Store:
 
 
 def _refuse_unlike(first: Store, other: Store) -> None:
-    """Raise BadInput naming what keeps two stores from being read as one."""
+    """Raise BadInput if two stores cannot be read as one, naming the difference."""
     for what, a, b in (
         ("kind", first.kind, other.kind),
         ("labels", ", ".join(first.labels), ", ".join(other.labels)),
@@ -127,7 +127,7 @@ def _columns(store: Store) -> str:
 
 
 def _join(a: Split, b: Split) -> Split:
-    """The rows of one split, then those of another of the same columns."""
+    """The rows of one split, then those of another with the same columns."""
     columns = {name: _column(name, a.columns, b.columns) for name in a.columns}
     words = None if a.words is None or b.words is None else a.words + b.words
     return Split(a.name, a.rows + b.rows, a.tokens + b.tokens, columns, words, a.together)
@@ -138,10 +138,10 @@ def _column(name: str, a: dict[str, Any], b: dict[str, Any]) -> Any:
     if isinstance(first, Ragged):
         old = first.values.arrays if isinstance(first.values, Parts) else [first.values]
         values: Any = Parts([*old, second.values])
-        most = np.int32 if len(values) < 2**31 else np.int64
-        behind = second.offsets[1:].astype(np.int64) + len(first.values)
-        return Ragged(values, np.concatenate([first.offsets, behind]).astype(most))
-    if name == "group":  # numbers of documents, pieces or questions
+        dtype = np.int32 if len(values) < 2**31 else np.int64
+        moved = second.offsets[1:].astype(np.int64) + len(first.values)
+        return Ragged(values, np.concatenate([first.offsets, moved]).astype(dtype))
+    if name == "group":  # numbers of documents, pieces or questions: continue those of `a`
         second = second + (len(a["question.id"]) if "question.id" in a else int(first.max()) + 1)
     elif name == "question.context":  # numbers of rows of the table `context`
         second = second + len(a["context.text"])

@@ -1,16 +1,16 @@
-"""What a store's ids mean to a model: an array from the store's ids to the model's.
+"""How store ids become model ids: an array with the model's id for each id of the store.
 
-    none            the store was made with the model's own tokenizer
-    ids             the ids as they are, though the tokenizer is another (Chiang & Lee 2020, 3)
-    shift:K         T(i) = (i + K) mod D, to the letter of Kao & Lee 2021, section 2.1
-    random:SEED     a random one-to-one mapping of the vocabulary onto itself
+    none            no change: the store was made with the model's own tokenizer
+    ids             no change, though the tokenizers differ (Chiang & Lee 2020, section 3)
+    shift:K         T(i) = (i + K) mod D, exactly as in Kao & Lee 2021, section 2.1
+    random:SEED     a random permutation of the vocabulary
     symbols:SEED    each non-text symbol to a random subword (Kao & Lee 2021, section 2.2)
-    unused:SEED     the ablation of `symbols` that uses the vocabulary's unused entries alone
+    unused:SEED     the ablation of `symbols` that uses only the vocabulary's unused entries
 
-Special tokens keep their meaning (`shift` moves every id of the store; the special tokens around a
-row are added after it). Entries such as [unused7] are never a target of `random` or
-`symbols`: their vectors were never trained, and they bring a model down to scratch (Kao & Lee
-2021).
+Special tokens keep their meaning. (`shift` moves every id of the store, but the special tokens
+around a row are added after it.) `random` and `symbols` never choose an unused entry such as
+[unused7]: its vector was never trained, and a model then does no better than one from scratch (Kao
+& Lee 2021).
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ FORMS = ("none", "ids", "shift:K", "random:SEED", "symbols:SEED", "unused:SEED")
 
 
 def parse(spec: str) -> tuple[str, int]:
-    """("shift", 1000) of "shift:1000". Raises BadInput naming the forms there are."""
+    """A mapping's name and number: ("shift", 1000) for "shift:1000". Raises BadInput if the text
+    has none of the FORMS."""
     match = re.fullmatch(r"(none|ids)|(shift|random|symbols|unused):(\d+)", spec)
     if match is None:
         raise BadInput(f"mapping={spec!r} is none of {', '.join(FORMS)} (K, SEED: whole numbers)")
     return match[1] or match[2], int(match[3] or 0)
 
 
-def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.ndarray | None:
-    """The array (store vocabulary,) int64 of model ids, or None where nothing changes.
+def build_mapping(
+    spec: str, store: Store, model: Tokenizer, embeddings: int = 0
+) -> np.ndarray | None:
+    """The model ids of all store ids, (store vocabulary,) int64, or None if no id changes.
 
-    `embeddings` of the model may be more than its tokenizer has pieces (0: as many).
-
-    Raises BadInput where the store's tokenizer is not the model's and `spec` does not say what its
-    ids mean, or where the model's vocabulary cannot hold them.
+    `embeddings` is the size of the model's word table, which may exceed its tokenizer's vocabulary
+    (0: they are equal). Raises BadInput if the store was made with another tokenizer and `spec`
+    does not say what its ids mean, or if they do not fit the model's vocabulary.
     """
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
-        check_other(spec, store.name)
+        check_foreign_store(spec, store.name)
     if name == "ids":
         _check_ids(store, max(embeddings, len(model)))
     if name in ("none", "ids"):
@@ -56,26 +58,29 @@ def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.
     return _symbols(store.tokenizer(), model, number, unused=name == "unused")
 
 
-def check_other(spec: str, store: object) -> None:
-    """Raise BadInput where a mapping does not serve a store, named `store`, that was made with
-    another tokenizer than the checkpoint's."""
+def check_foreign_store(spec: str, store: object) -> None:
+    """Raise BadInput if a mapping cannot be used with a store, named `store`, whose tokenizer is
+    not the checkpoint's."""
     name, _ = parse(spec)
     if name == "none":
         raise BadInput(
-            f"{store} was made with another tokenizer than the checkpoint's; make it anew "
-            f"with --tokenizer CHECKPOINT, or say what its ids mean, by mapping=: "
+            f"{store} was made with another tokenizer than the checkpoint's; make it again with "
+            f"--tokenizer CHECKPOINT, or say what its ids mean with mapping=: "
             f"{', '.join(FORMS[1:])}"
         )
     if name in ("shift", "random"):
-        raise BadInput(f"mapping={spec} needs a store made with the checkpoint's own tokenizer")
+        raise BadInput(
+            f"mapping={spec} needs a store made with the checkpoint's own tokenizer; {store} has "
+            "another"
+        )
 
 
 def _ordinary(model: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(ids of ordinary pieces, ids of unused entries), special tokens in neither."""
+    """The ids of ordinary pieces and those of unused entries. Special tokens are in neither."""
     special = set(model.special.values())
-    plain = [i for i, p in enumerate(model.pieces) if i not in special and not UNUSED.fullmatch(p)]
     unused = [i for i, piece in enumerate(model.pieces) if UNUSED.fullmatch(piece)]
-    return np.array(plain, np.int64), np.array(unused, np.int64)
+    ordinary = sorted(set(range(len(model))) - special - set(unused))
+    return np.array(ordinary, np.int64), np.array(unused, np.int64)
 
 
 def _check_ids(store: Store, embeddings: int) -> None:
@@ -95,21 +100,24 @@ def _shift(model: Tokenizer, k: int) -> np.ndarray:
 
 
 def _random(model: Tokenizer, seed: int) -> np.ndarray:
-    plain, _ = _ordinary(model)
+    ordinary, _ = _ordinary(model)
     mapping = np.arange(len(model))
-    mapping[plain] = np.random.default_rng(seed).permutation(plain)
+    mapping[ordinary] = np.random.default_rng(seed).permutation(ordinary)
     return mapping
 
 
 def _symbols(source: Tokenizer, model: Tokenizer, seed: int, unused: bool) -> np.ndarray:
     targets = _ordinary(model)[1 if unused else 0]
     special = {i: role for role, i in source.special.items()}
-    wanted = [i for i in range(len(source)) if i not in special]
-    if len(wanted) > len(targets):
+    symbols = [i for i in range(len(source)) if i not in special]
+    if len(symbols) > len(targets):
         what = "unused entries" if unused else "ordinary pieces"
-        raise BadInput(f"{len(wanted)} symbols do not fit the vocabulary's {len(targets)} {what}")
+        raise BadInput(
+            f"{len(symbols)} symbols do not fit the vocabulary's {len(targets)} {what}; give "
+            "another mapping= or a model that has more"
+        )
     mapping = np.zeros(len(source), np.int64)
-    mapping[wanted] = np.random.default_rng(seed).choice(targets, len(wanted), replace=False)
+    mapping[symbols] = np.random.default_rng(seed).choice(targets, len(symbols), replace=False)
     for i, role in special.items():
         mapping[i] = model.special[role]
     return mapping

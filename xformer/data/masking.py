@@ -1,4 +1,7 @@
-"""BERT's masking as a pure function of (seed, epoch, row, position) (Devlin et al. 2019, 3.1)."""
+"""BERT's masking (Devlin et al. 2019, section 3.1) as a function of (seed, epoch, row, position).
+
+T tokens in the batch, N rows, M chosen tokens, V vocabulary, K ordinary pieces.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,22 @@ def mask(
     ordinary: np.ndarray,
     probability: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose and replace tokens of a packed batch, in place.
+    """Choose tokens of a packed batch and replace them in place.
 
-    `tokens` and `positions` (T,) int32, the latter from 0 in each of N rows `lengths` (N,) long;
-    `row_keys` (N,) uint64 from `row_keys()`; `special` (V,) bool; `ordinary` (K,) the ids a random
-    replacement is drawn from. Of the chosen tokens 80 % become the mask and 10 % a random one; the
-    remaining tenth stays as it is.
-    Returns (places (M,) of the chosen ones, their true ids (M,)), both int64.
+    tokens: (T,) int32. positions: (T,) int32, from 0 in each row. row_keys: (N,) uint64, from
+    `row_keys`. lengths: (N,) of the rows. special: (V,) bool, tokens that are never chosen.
+    ordinary: (K,) ids from which random replacements are drawn. Of the chosen tokens 80 % become
+    the mask, 10 % a random token, and 10 % stay. Returns the places and the true ids of the chosen
+    tokens, (M,) int64 each.
     """
-    # the draw of a token says whether it is chosen, what becomes of it, and which random one
-    draws = _draws(positions, row_keys, lengths)
+    # One draw decides whether a token is chosen, what replaces it, and by which random token.
+    draws = _draws(positions, row_keys, lengths)  # (T,)
     below = [round(share * probability * (2**32 - 1)) for share in (1, 0.9, 0.8)]
     chosen, replaced, masked = (np.uint32(limit) for limit in below)
     places = np.flatnonzero(draws < chosen)
     targets = tokens.take(places)
-    wanted = ~special.take(targets)
-    places, targets = places[wanted], targets[wanted]
+    allowed = ~special.take(targets)
+    places, targets = places[allowed], targets[allowed]  # (M,) each
     draws = draws.take(places)
     tokens[places] = np.where(draws < masked, np.int32(mask_id), targets)
     random = np.flatnonzero((draws >= masked) & (draws < replaced))
@@ -44,11 +47,11 @@ def mask(
 
 
 def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """A number for each token, (T,) uint32: its position hashed by the two halves of its row's key.
+    """A number for each token, (T,) uint32: a hash of its position and its row's key (two halves).
 
-    In 32 bits, as processors multiply them by the vector: MurmurHash3's finaliser (Appleby 2011)
-    with the second half of the key in its middle, and without its last step, which changes the
-    lower bits alone.
+    The hash is MurmurHash3's finaliser (Appleby 2011), with the second half of the key in the
+    middle, and without the last step, which changes only the lower bits. It has 32 bits because
+    processors have vector instructions for products of 32 bits.
     """
     low, high = row_keys.astype(np.uint32), (row_keys >> 32).astype(np.uint32)
     x = np.repeat(low, lengths)
@@ -63,6 +66,6 @@ def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> 
 
 
 def row_keys(seed: int, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """One key a row, (N,) uint64, from the seed, its epoch and its row number in the store."""
+    """One key for each row, (N,) uint64, from the seed, its epoch and its number in the split."""
     base = key(seed, MASK)
     return mix(mix(epochs.astype(np.uint64) * GOLDEN ^ base) + rows.astype(np.uint64) * GOLDEN)

@@ -1,20 +1,20 @@
-"""Vocabularies in the form in which they are published with BERT, RoBERTa and ALBERT.
+"""Imports and exports tokenizers in the formats of BERT, RoBERTa and ALBERT.
 
-    vocab.txt                  BERT's WordPiece: one piece a line
+    vocab.txt                  BERT's WordPiece: one piece in each line
     vocab.json, merges.txt     RoBERTa's or GPT-2's byte-level BPE
     spiece.model               ALBERT's unigram, as SentencePiece writes it
-    sentencepiece.bpe.model    XLM-RoBERTa's unigram, likewise
+    sentencepiece.bpe.model    XLM-RoBERTa's unigram, as SentencePiece writes it
     tokenizer.json             any of these, as Hugging Face's `tokenizers` writes it
 
-Beside them `tokenizer_config.json` may say how a text is made plain: do_lower_case, strip_accents,
-tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). Where it is silent
-tokenizer.json decides, then BERT's and ALBERT's own custom. Words that were added to a vocabulary
-of WordPiece or BPE stand in tokenizer.json, in tokenizer_config.json or in added_tokens.json. The
-ids are those which `transformers` gives for the same files, except that a text which spells a
-special token does not get its id.
+`tokenizer_config.json` may say how text is normalised: do_lower_case, strip_accents,
+tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). If it does not,
+tokenizer.json decides, and then the default of BERT or ALBERT. Words that were added to a
+vocabulary of WordPiece or BPE are listed in tokenizer.json, tokenizer_config.json or
+added_tokens.json. The ids are those of `transformers` for the same files, except that a text that
+spells a special token does not get its id.
 
-What else such files say is kept for the way back: how the special tokens treat the space beside
-them, further special tokens, and KEPT.
+An export repeats what else the files said: how special tokens treat the space beside them, further
+special tokens, and the options in KEPT.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from xformer.data.tokenizers import (
     Tokenizer,
 )
 
-# where a directory has several, the first is read
+# if a directory has several of them, the first is read
 FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
-# other classes split text by rules that are not here, such as MeCab's for Japanese
+# classes of `transformers` whose rules are implemented; others split text in other ways, such as
+# MeCab for Japanese
 CLASSES = re.compile(
     r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert|XLMRoberta)"
     r"Tokenizer(Fast)?"
     r"|PreTrainedTokenizerFast|TokenizersBackend"
 )
-# what tokenizer_config.json may say
+# the options of tokenizer_config.json that change ids
 OPTIONS = (
     "do_lower_case",
     "strip_accents",
@@ -56,14 +57,14 @@ OPTIONS = (
     "keep_accents",
     "add_prefix_space",
 )
-# what tokenizer_config.json may say that decides no id, and goes back as it came
+# the options of tokenizer_config.json that change no id and are exported unchanged
 KEPT = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
 ALBERT_STEPS = re.compile(
     r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
 )
 ALBERT_REPLACED = [{"String": "``"}, {"String": "''"}, {"Regex": " {2,}"}]
-# options of a tokenizer.json's model that change ids, and the values with which it is known
+# the options of a model in tokenizer.json that change ids, with the values that are supported
 WORDPIECE = {
     "unk_token": "[UNK]",
     "continuing_subword_prefix": "##",
@@ -79,12 +80,12 @@ BPE = {
 }
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
 XLM = {"unk_id": 3, "byte_fallback": False}
-SPACE = r"[\s\x1c-\x1f]+"  # between symbols: what Python takes for white space
+SPACE = r"[\s\x1c-\x1f]+"  # white space as Python defines it, between symbols
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A file to read, which of FORMS it is, and what its fellows' names begin with."""
+    """A file to import, which of FORMS it is, and the beginning of its companions' paths."""
 
     file: Path
     form: str
@@ -92,48 +93,51 @@ class _Source:
     cased: bool
 
     def beside(self, name: str) -> Path:
-        """The path of a fellow."""
+        """The path of a companion file."""
         return Path(self.stem + name)
 
     @cached_property
     def fast(self) -> Any:
-        """The tokenizer.json, which may be the file itself; None where there is none."""
+        """The content of tokenizer.json, which may be the file itself, or None without one."""
         own = self.form == "tokenizer.json"
         file = self.file if own else self.beside("tokenizer.json")
         return read_json(file) if file.is_file() else None
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What the files say of how a text is made plain: the table of options before the steps."""
+        """How text is normalised: tokenizer_config.json takes precedence over tokenizer.json."""
         file = self.beside("tokenizer_config.json")
-        said = read_json(file) if file.is_file() else {}
-        if not isinstance(said, dict):
+        options = read_json(file) if file.is_file() else {}
+        if not isinstance(options, dict):
             raise BadInput(f"{file} is not a table of options")
-        name = said.get("tokenizer_class")
+        name = options.get("tokenizer_class")
         if name is not None and not CLASSES.fullmatch(str(name)):
-            raise BadInput(f"{file}: the rules of {name} are not known")
+            raise BadInput(
+                f"{file}: tokenizer_class {name} is not supported; give a tokenizer of BERT, "
+                "RoBERTa, ALBERT, XLM-RoBERTa or their relatives"
+            )
         for option in OPTIONS:
-            if not isinstance(said.get(option), bool | None):
-                raise BadInput(f"{file}: {option} is {said[option]!r}, neither true nor false")
-        return {**_rules(self.fast), **said}
+            if not isinstance(options.get(option), bool | None):
+                raise BadInput(f"{file}: {option} is {options[option]!r}, neither true nor false")
+        return {**_normalisation(self.fast), **options}
 
     @cached_property
     def added(self) -> dict[str, dict[str, Any]]:
-        """The added tokens in order of their ids, with their flags, the special ones included."""
+        """The added tokens in the order of their ids, with their flags, including special ones."""
         if self.fast is not None:
-            found = {t["content"]: t for t in self.fast.get("added_tokens") or []}
+            tokens = {t["content"]: t for t in self.fast.get("added_tokens") or []}
         elif decoder := self.options.get("added_tokens_decoder"):
-            found = {t["content"]: {**t, "id": int(i)} for i, t in decoder.items()}
+            tokens = {t["content"]: {**t, "id": int(i)} for i, t in decoder.items()}
         else:
             file = self.beside("added_tokens.json")
             special = str(self.options.get("additional_special_tokens"))
             ids = read_json(file) if file.is_file() else {}
-            found = {
+            tokens = {
                 piece: {"id": i, "special": repr(piece) in special} for piece, i in ids.items()
             }
         mask = self.options.get("mask_token")
-        if isinstance(mask, dict) and mask["content"] not in found:
-            found[mask["content"]] = {"id": -1, "special": True, **mask}
+        if isinstance(mask, dict) and mask["content"] not in tokens:
+            tokens[mask["content"]] = {"id": -1, "special": True, **mask}
         return {
             piece: {
                 "id": token["id"],
@@ -143,26 +147,29 @@ class _Source:
                     for flag in FLAGS
                 },
             }
-            for piece, token in sorted(found.items(), key=lambda item: item[1]["id"])
+            for piece, token in sorted(tokens.items(), key=lambda item: item[1]["id"])
         }
 
     def lowercase(self) -> bool:
-        """Is text lower-cased? What the files say, else what the user does."""
-        said = self.options.get("do_lower_case")
-        if said and self.cased:
-            raise BadInput(f"{self.file}: its fellows say do_lower_case: true; leave out --cased")
-        return not self.cased if said is None else said
+        """Whether text is lower-cased: as the files say, or else as the user says."""
+        option = self.options.get("do_lower_case")
+        if option and self.cased:
+            raise BadInput(
+                f"{self.file}: do_lower_case is true in the files beside it; leave out --cased"
+            )
+        return not self.cased if option is None else option
 
 
-def read(path: str | Path, cased: bool = False) -> Tokenizer:
-    """The tokenizer of a directory or of one file in a form listed above.
+def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
+    """The tokenizer in a directory or in a file of one of the FORMS.
 
-    A file may have a name before its own, as in `gpt2.vocab.json` beside `gpt2.merges.txt`.
-    `cased` keeps upper case where the files do not say what to do. A GPT-2 vocabulary, which has
-    none of RoBERTa's special tokens, gets them at its end: <s>, <pad>, </s>, <unk>, <mask>.
+    Files may share a prefix, as `gpt2.vocab.json` and `gpt2.merges.txt` do. `cased` keeps upper
+    case if the files do not say what to do. A GPT-2 vocabulary has none of RoBERTa's special tokens
+    and gets them at its end: <s>, <pad>, </s>, <unk>, <mask>.
 
-    Raises BadInput for a missing file, one that is no vocabulary, lacks special tokens or holds a
-    piece twice, ids with gaps, merges that do not fit, and rules that are not those of the three.
+    Raises BadInput if a file is missing or is not a vocabulary, if special tokens are missing, if a
+    piece occurs twice, if ids have gaps, if merges do not fit the vocabulary, or if the rules are
+    not those of BERT, RoBERTa, ALBERT or XLM-RoBERTa.
     """
     source = _source(Path(path), cased)
     readers = {
@@ -172,27 +179,27 @@ def read(path: str | Path, cased: bool = False) -> Tokenizer:
         "spiece.model": _spiece_model,
         "sentencepiece.bpe.model": _spiece_model,
     }
-    found = readers[source.form](source)
-    found.published |= {name: source.options[name] for name in KEPT if name in source.options}
+    tokenizer = readers[source.form](source)
+    tokenizer.published |= {name: source.options[name] for name in KEPT if name in source.options}
     flags = {
         piece: {flag: token[flag] for flag in FLAGS}
         for piece, token in source.added.items()
         if token["special"]
     }
-    found.published |= {"special": flags} if flags else {}
-    return found
+    tokenizer.published |= {"special": flags} if flags else {}
+    return tokenizer
 
 
 def _source(path: Path, cased: bool) -> _Source:
     if (path / tokenizers.META).is_file():
-        raise BadInput(f"{path} is a tokenizer already; give it as it is")
+        raise BadInput(f"{path} is a tokenizer already; use it without importing it")
     if path.is_dir():
         for form in FORMS:
             if (path / form).is_file():
                 return _Source(path / form, form, f"{path}/", cased)
         raise BadInput(
             f"{path} has neither tokenizer.json nor vocab.txt, vocab.json with merges.txt, or "
-            "spiece.model"
+            "spiece.model; give a directory that has one of them"
         )
     if not path.exists():
         raise BadInput(f"{path} does not exist")
@@ -203,12 +210,14 @@ def _source(path: Path, cased: bool) -> _Source:
         if path.name.endswith(form):
             return _Source(path, form, str(path).removesuffix(form), cased)
     for form in ("tokenizer.json", "vocab.txt", "spiece.model"):
-        if path.suffix == Path(form).suffix:  # under a name of its own, so without fellows
+        if path.suffix == Path(form).suffix:  # under another name, so without companions
             return _Source(path, form, f"{path}.", cased)
-    raise BadInput(f"{path} is no vocabulary: give a .txt, a .json or a .model, or its directory")
+    raise BadInput(
+        f"{path} is not a vocabulary: give a .txt, a .json or a .model, or its directory"
+    )
 
 
-# ---------------------------------------------------------------------------------- the forms
+# ---------------------------------------------------------------------------------- file formats
 
 
 def _vocab_txt(source: _Source) -> Tokenizer:
@@ -218,8 +227,8 @@ def _vocab_txt(source: _Source) -> Tokenizer:
     for number, piece in enumerate(pieces, 1):
         if seen.setdefault(piece, number) != number:
             raise BadInput(
-                f"{source.file}:{number}: it holds a piece twice, {piece!r} also in line "
-                f"{seen[piece]}"
+                f"{source.file}:{number}: the piece {piece!r} occurs twice, first in line "
+                f"{seen[piece]}; remove one of them"
             )
     return _wordpiece(source, {piece: i for i, piece in enumerate(pieces)})
 
@@ -228,7 +237,7 @@ def _vocab_json(source: _Source) -> Tokenizer:
     file = source.beside("merges.txt")
     vocabulary = _vocabulary(source.file, read_json(source.file))
     if not file.is_file():
-        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges")
+        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges beside it")
     merges = []
     for number, line in enumerate(_text(file).removesuffix("\n").split("\n"), 1):
         if number == 1 and line.startswith("#version"):
@@ -247,7 +256,7 @@ def _spiece_model(source: _Source) -> Tokenizer:
     model = messages.ModelProto()
     try:
         model.ParseFromString(source.file.read_bytes())
-    except Exception as error:  # protobuf's own class of errors
+    except Exception as error:  # protobuf has its own errors
         raise BadInput(f"{source.file} is not a SentencePiece model: {error}") from None
     if not model.pieces or model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
         raise BadInput(f"{source.file} is not a SentencePiece model of the kind unigram")
@@ -295,8 +304,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
                 return _albert(source, scores, charsmap, special, symbols)
             if symbols:
                 raise BadInput(
-                    f"{source.file}: {symbols[0]!r} was added to the vocabulary; only "
-                    "added special tokens are known of XLM-RoBERTa"
+                    f"{source.file}: {symbols[0]!r} was added to the vocabulary; XLM-RoBERTa can "
+                    "have only special tokens added; remove it"
                 )
             with _naming(source.file):
                 return vocabularies.xlm_roberta(scores, charsmap)
@@ -310,7 +319,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
 
 
 def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
-    """A tokenizer of this project's own kinds, symbols and plain unigram, as `write` leaves it."""
+    """A tokenizer of this project's own kinds, symbols and plain unigram, if `export_tokenizer`
+    wrote the files; otherwise None."""
     steps = [step["type"] for step in _steps(fast["pre_tokenizer"])]
     if fast["model"]["type"] == "WordLevel" and steps in (["Split"], ["Split", "Split"]):
         vocabulary = _vocabulary(source.file, fast["model"]["vocab"])
@@ -324,13 +334,13 @@ def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
 
 
 def _kind(fast: dict[str, Any]) -> str | None:
-    """Which of the four a tokenizer.json is, if its every step is that one's."""
+    """Which of the four kinds a tokenizer.json has, or None if one of its steps differs."""
     model, normal = fast["model"], _steps(fast["normalizer"])
     before = [step["type"] for step in _steps(fast["pre_tokenizer"])]
     steps = " ".join(step["type"] for step in normal)
 
     def has(options: dict[str, Any]) -> bool:
-        # an empty affix is written as null, too
+        # an empty affix may be written as null
         return all(
             model.get(name, value) == value or (value == "" and model[name] is None)
             for name, value in options.items()
@@ -353,7 +363,7 @@ def _kind(fast: dict[str, Any]) -> str | None:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normaliser or pre-tokeniser, in order."""
+    """The steps of a normaliser or pre-tokenizer, in order."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -361,8 +371,8 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     return list(part["normalizers"] if "normalizers" in part else part["pretokenizers"])
 
 
-def _rules(fast: Any) -> dict[str, Any]:
-    """What a tokenizer.json does to a text, in the words of a tokenizer_config.json."""
+def _normalisation(fast: Any) -> dict[str, Any]:
+    """How a tokenizer.json normalises text, as options of a tokenizer_config.json."""
     try:
         normal, before = _steps(fast["normalizer"]), _steps(fast["pre_tokenizer"])
         steps = [step["type"] for step in normal]
@@ -379,36 +389,35 @@ def _rules(fast: Any) -> dict[str, Any]:
     return {"do_lower_case": "Lowercase" in steps, "keep_accents": "StripAccents" not in steps}
 
 
-# ---------------------------------------------------------------------------------- the three
+# ---------------------------------------------------------------------------------- families
 
 
-def _words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
-    """The words that were added to a vocabulary; special tokens behind its end are put into it.
-    Raises BadInput where the ids do not go on where it ends."""
+def _added_words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
+    """The words that were added to a vocabulary. Special tokens after its end are put into it.
+    Raises BadInput unless the ids continue at its end."""
     from tokenizers import AddedToken
 
     for piece, token in source.added.items():
         if token["special"] and token["id"] == len(vocabulary):
             vocabulary.setdefault(piece, len(vocabulary))
-    found, end = [], len(vocabulary)
+    words, end = [], len(vocabulary)
     for piece, token in source.added.items():
         if token["special"] and (piece in vocabulary or token["id"] < 0):
             continue
         if token["special"] or token["id"] != vocabulary.get(piece, end):
             raise BadInput(
-                f"{source.file}: {piece!r} was added to the vocabulary as number "
-                f"{token['id']}; special tokens, then words, may follow its "
-                f"{len(vocabulary)} pieces"
+                f"{source.file}: {piece!r} was added to the vocabulary with the id {token['id']}; "
+                f"only special tokens and then words may follow its {len(vocabulary)} pieces"
             )
         end += piece not in vocabulary
-        found.append(AddedToken(piece, **{flag: token[flag] for flag in FLAGS}))
-    return found
+        words.append(AddedToken(piece, **{flag: token[flag] for flag in FLAGS}))
+    return words
 
 
 def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
     lowercase, accents = source.lowercase(), source.options.get("strip_accents")
     chinese = source.options.get("tokenize_chinese_chars") is not False
-    added = _words(source, vocabulary)
+    added = _added_words(source, vocabulary)
     with _naming(source.file):
         return vocabularies.wordpiece(vocabulary, lowercase, accents, chinese, added)
 
@@ -416,7 +425,7 @@ def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
 def _byte_bpe(
     source: _Source, vocabulary: dict[str, int], merges: list[tuple[str, tuple[str, str]]]
 ) -> Tokenizer:
-    """`merges` come with the place where each stands."""
+    """RoBERTa's tokenizer; each of `merges` comes with its place in a file."""
     for place, (first, second) in merges:
         for piece in (first, second, first + second):
             if piece not in vocabulary:
@@ -428,7 +437,7 @@ def _byte_bpe(
     if not any(piece in vocabulary for piece in special):
         vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(special)}
     prefix_space = source.options.get("add_prefix_space") or False
-    added = _words(source, vocabulary)
+    added = _added_words(source, vocabulary)
     with _naming(source.file):
         return vocabularies.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space, added)
 
@@ -443,9 +452,9 @@ def _albert(
     known = {piece for piece, _ in scores}
     for piece in [*controls, *symbols]:
         if piece not in known:
-            raise BadInput(f"{source.file}: {piece!r} was added to the vocabulary it is not in")
+            raise BadInput(f"{source.file}: the added token {piece!r} is not in the vocabulary")
     if len(known) != len(scores):
-        raise BadInput(f"{source.file} holds a piece twice")
+        raise BadInput(f"{source.file} holds a piece twice; remove one of them")
     lowercase, accents = source.lowercase(), source.options.get("keep_accents") or False
     with _naming(source.file):
         return vocabularies.albert(scores, charsmap, controls, symbols, lowercase, accents)
@@ -453,7 +462,7 @@ def _albert(
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Begin the message of what is wrong with a vocabulary by the file it is from."""
+    """A context that puts the name of a file before the message of a BadInput."""
     try:
         yield
     except BadInput as error:
@@ -470,7 +479,8 @@ def _text(file: Path) -> str:
 
 
 def _vocabulary(file: Path, value: Any) -> dict[str, int]:
-    """Pieces and ids, once it is sure that they are. Raises BadInput naming what is wrong."""
+    """The value as a vocabulary (piece -> id). Raises BadInput unless it is one, with the ids 0, 1,
+    ... without gaps."""
     if not isinstance(value, dict) or any(type(i) is not int for i in value.values()):
         raise BadInput(f"{file} is not a vocabulary, a table of pieces and their ids")
     for place, (i, piece) in enumerate(sorted((i, piece) for piece, i in value.items())):
@@ -483,21 +493,23 @@ def _vocabulary(file: Path, value: Any) -> dict[str, int]:
 # ------------------------------------------------------------------------------------ writing
 
 
-def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = True) -> None:
-    """The counterpart of `read`: files into an existing directory from which `transformers`'
-    AutoTokenizer gives the same ids, with special tokens around a text and a pair.
+def export_tokenizer(
+    tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = True
+) -> None:
+    """Write a tokenizer to a directory, for `transformers` and `import_tokenizer` to read.
 
-    `longest` is the most tokens in a row, special ones included, where the tokenizer's publisher
-    does not say; `segments` says whether the model tells the texts of a pair apart. A text which
-    spells a special token gets its id there, as `transformers` has it.
+    AutoTokenizer gives the same ids from them, with special tokens around a text and a pair.
+    `longest` is the length limit of a row, special tokens included, if the publisher gave none.
+    `segments` says whether the model has different segments for the texts of a pair. In
+    `transformers` a text that spells a special token gets its id.
     """
     from tokenizers import processors
 
     special = tokenizer.meta["special"]
     fast = _fast_form(tokenizer)
     flags = _flags(tokenizer)
-    for piece, its in flags.items():
-        fast.add_special_tokens([_special_token(piece, its)])
+    for piece, piece_flags in flags.items():
+        fast.add_special_tokens([_special_token(piece, piece_flags)])
     between = f"{special['sep']}:0 " * tokenizer.pair_separators
     second = int(segments)
     fast.post_processor = processors.TemplateProcessing(
@@ -520,26 +532,26 @@ def write(tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = 
     names = {f"{role}_token": piece for role, piece in special.items()}
     if tokenizer.kind in ("bpe", "unigram"):
         names |= {"bos_token": special["cls"], "eos_token": special["sep"]}
-    said = {
-        "tokenizer_class": _their_class(tokenizer, segments),
+    options = {
+        "tokenizer_class": _transformers_class(tokenizer, segments),
         "model_max_length": longest,
         "model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"],
         **{name: tokenizer.published[name] for name in KEPT if name in tokenizer.published},
         **names,
-        **_options(tokenizer),
+        **_normalisation_options(tokenizer),
     }
     if further := [piece for piece in flags if piece not in special.values()]:
-        said["additional_special_tokens"] = further
-    its = flags[special["mask"]]
-    if its != dict.fromkeys(FLAGS, False):
-        said["mask_token"] = {"__type": "AddedToken", "content": special["mask"], **its}
-    write_json(directory / "tokenizer_config.json", said)
+        options["additional_special_tokens"] = further
+    mask_flags = flags[special["mask"]]
+    if mask_flags != dict.fromkeys(FLAGS, False):
+        options["mask_token"] = {"__type": "AddedToken", "content": special["mask"], **mask_flags}
+    write_json(directory / "tokenizer_config.json", options)
     write_json(directory / "special_tokens_map.json", names)
 
 
 def _flags(tokenizer: Tokenizer) -> dict[str, dict[str, bool]]:
-    """Each special token with its flags: those it was published with, else a family's custom, by
-    which RoBERTa and ALBERT take the space before a mask as a part of it."""
+    """Each special token with its flags, as published, or else as in its family: in RoBERTa and
+    ALBERT a mask includes the space before it."""
     special = tokenizer.meta["special"]
     plain = dict.fromkeys(FLAGS, False)
     own = {
@@ -555,9 +567,9 @@ def _special_token(piece: str, flags: dict[str, bool]) -> Any:
     return AddedToken(piece, special=True, **flags)
 
 
-def _their_class(tokenizer: Tokenizer, segments: bool) -> str:
-    """The class of `transformers` that has the tokenizer's rules; one that has none, and takes all
-    from tokenizer.json, where there is no other."""
+def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
+    """The class of `transformers` with the tokenizer's rules, or the general class, which takes all
+    rules from tokenizer.json."""
     if tokenizer.kind == "wordpiece":
         return "BertTokenizer"
     if tokenizer.kind == "bpe" and not segments:  # RoBERTa's gives all tokens the segment 0
@@ -567,16 +579,16 @@ def _their_class(tokenizer: Tokenizer, segments: bool) -> str:
     return "AlbertTokenizer" if "normalisation" in tokenizer.meta else "PreTrainedTokenizerFast"
 
 
-def _options(tokenizer: Tokenizer) -> dict[str, Any]:
-    """How a text is made plain, in the words of a tokenizer_config.json."""
+def _normalisation_options(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How a tokenizer normalises text, as options of a tokenizer_config.json."""
     if tokenizer.meta.get("normalisation") not in (None, XLM_ROBERTA):
         normal = tokenizer.meta["normalisation"]
         return {"do_lower_case": normal["lowercase"], "keep_accents": normal["keep_accents"]}
-    return _rules(tokenizer.rules) if tokenizer.kind in ("wordpiece", "bpe") else {}
+    return _normalisation(tokenizer.rules) if tokenizer.kind in ("wordpiece", "bpe") else {}
 
 
 def _fast_form(tokenizer: Tokenizer) -> Any:
-    """The tokenizer in Hugging Face's `tokenizers`, as yet without special tokens."""
+    """The tokenizer as one of Hugging Face's `tokenizers`, still without special tokens."""
     from tokenizers import Regex, models, pre_tokenizers
     from tokenizers import Tokenizer as Fast
 
@@ -586,7 +598,7 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
         rules = tokenizer.rules
         if tokenizer.kind != "unigram":
             return Fast.from_str(json.dumps(rules))
-        pieces = rules["model"]["vocab"]  # those that no text may get are hidden
+        pieces = rules["model"]["vocab"]  # HIDDEN precedes those that no text may get
         hidden = [piece.removeprefix(HIDDEN) for piece, _ in pieces if piece.startswith(HIDDEN)]
         rules["model"]["vocab"] = [[piece.removeprefix(HIDDEN), score] for piece, score in pieces]
         fast = Fast.from_str(json.dumps(rules))
@@ -603,7 +615,7 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
 
 
 def _fast_unigram(proto: bytes) -> Any:
-    """A SentencePiece model of the kind unigram, its normalisation as `transformers` spells it."""
+    """A unigram of SentencePiece, normalised by the same steps as in `transformers`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast

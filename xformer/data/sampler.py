@@ -1,7 +1,7 @@
-"""The order of the samples: sample k of a run is a pure function of (seed, k).
+"""The order of samples: sample k of a run is a pure function of (seed, k).
 
-The stream of samples is epoch after epoch, each a keyed permutation of the rows, so nothing is
-replayed when a run resumes and no array of the store's size is ever made.
+Every epoch is a keyed permutation of the examples. So a run that continues need not replay the
+earlier samples, and no array of the store's size is made.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from xformer.data.hashing import key, keys
 
 ROUNDS = 4
-FRACTION, EPOCH = 1, 2  # what a key is for
-AHEAD = 2**16  # samples looked up at once, but at first those of a step: the disk may be cold
+FRACTION, EPOCH = 1, 2  # purposes of a key
+AHEAD = 2**16  # most samples looked up at once; at first fewer, because the disk may be cold
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:
-    """The images of `positions` under the keyed permutation of range(n), O(1) each.
+    """The images of `positions` under a keyed permutation of range(n), in O(1) each.
 
-    A Feistel network over the smallest power of two that holds n; an image beyond n is sent
-    through again until it falls inside (cycle walking), at most twice on average.
+    It is a Feistel network over the smallest power of two that is at least n. An image of n or more
+    goes through the network again until it is below n (cycle walking), on average at most twice.
     """
     bits = max(2, int(n - 1).bit_length())
     rounds = ROUNDS if bits > 7 else 4 * ROUNDS  # halves of few bits mix slowly
@@ -46,9 +46,9 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
 
 @dataclass(frozen=True)
 class Samples:
-    """The endless stream of samples over `rows` rows; `fraction` keeps that share of them.
+    """The endless sequence of samples over `rows` examples, or over a random `fraction` of them.
 
-    Which rows a fraction keeps depends on the seed alone (Kao & Lee 2021, section 4.1).
+    Which examples the fraction keeps depends only on the seed (Kao & Lee 2021, section 4.1).
     """
 
     rows: int
@@ -57,10 +57,11 @@ class Samples:
 
     @property
     def per_epoch(self) -> int:
+        """Samples in an epoch."""
         return max(1, round(self.rows * self.fraction))
 
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, epochs), int64, of the samples with these numbers (from 0)."""
+        """The examples and the epochs, int64, of the samples with these numbers, from 0."""
         epochs, positions = np.divmod(samples, self.per_epoch)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -73,10 +74,10 @@ class Samples:
 
 
 class Stream:
-    """The samples of a run in order, `rows` a step, or with `tokens` as many as these hold.
+    """The samples of a run in order: `rows` in a step, or with `tokens` as many as fit into these.
 
-    `sizes` gives the tokens of rows by their numbers, special ones included. The samples are looked
-    up many at a time, as a look-up costs as much for one as for a thousand.
+    `sizes` returns the lengths of examples by number, special tokens included. Many samples are
+    looked up at once, because a look-up of one costs as much as that of a thousand.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Stream:
         self._look_up(0, 0)
 
     def take(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows, epochs, sizes) of the step that begins at sample `position`, below `end`."""
+        """The examples, epochs and sizes of the step that begins at sample `position` < `end`."""
         count = max(min(self.ahead, self.samples.per_epoch), self.per_step + 1)
         while True:
             first, seen = position - self.first, len(self.rows)

@@ -1,15 +1,15 @@
-"""The store: a directory of memory-mapped columns, one row an example, bare ids only.
+"""The store: a directory of memory-mapped columns with one row for each example and bare ids.
 
-    STORE/store.json              what is in it: columns, splits, labels, checksums, where from
+    STORE/store.json              columns, splits, labels, checksums and the origin of the data
     STORE/sums.json               the checksums of store.json and the tokenizer's files
     STORE/tokenizer_meta.json ... the tokenizer that made the ids
-    STORE/train/tokens.npy        every row's ids end to end (uint16 where the vocabulary allows)
+    STORE/train/tokens.npy        the ids of all rows end to end (uint16 if the vocabulary allows)
     STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]]
-    STORE/train/label.npy         a plain column: one value a row
-    STORE/train/labels.npy        with offsets of its own: one value a token
-    STORE/train/context.text.npy  a column of the table `context`, which has rows of its own
+    STORE/train/label.npy         a plain column: one value for each row
+    STORE/train/labels.npy        a column with its own offsets: one value for each token
+    STORE/train/context.text.npy  a column of the table `context`, which has its own rows
 
-Any program reads it with `np.load(file, mmap_mode="r")`.
+Any program can read the columns with `np.load(file, mmap_mode="r")`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,20 @@ from xformer.data.files import (
 )
 
 FORMAT = 1
-PIECES = 2**24  # of the largest vocabulary
+MAX_PIECES = 2**24  # of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
-UNLABELLED, UNSEEN = -1, -2  # class labels: there is none; it is none of the training classes
-LEAST = -100  # of labels a token: there is no word (xformer.data.tags.IGNORED)
+UNLABELLED, UNSEEN = -1, -2  # class labels: not labelled; a class that training lacks
+NO_WORD = -100  # the smallest label of a token: no word begins here (xformer.data.tags.IGNORED)
 SUMS = "sums.json"
-CHECKED = 2**22  # bytes of a column looked at at once
-TRIES = 100  # to open a store that is being replaced
-HEADER = 128  # bytes of a column's .npy header, in which numpy leaves room for any number of rows
-
-
-# ---------------------------------------------------------------------------------- reading
+CHECKED = 2**22  # bytes of a column that are read at once to check its values
+TRIES = 100  # attempts to open a store that is being replaced
+REMEDY = "make the store again, or restore it from a copy"
+HEADER = 128  # bytes of a column's .npy header; numpy leaves room in it for any number of rows
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A column of rows of different lengths: `values` end to end, row i between offsets i, i+1."""
+    """A column whose rows differ in length: row i is values[offsets[i] : offsets[i + 1]]."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -66,22 +64,23 @@ class Ragged:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def text(self, row: int) -> str:
-        """Row of a column of UTF-8 bytes as a string."""
+        """A row of UTF-8 bytes as a string."""
         return self[row].tobytes().decode()
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens in each of the rows, int64."""
+        """The lengths of these rows (N,), (N,) int64."""
         return (self.offsets[rows + 1] - self.offsets[rows]).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Split:
-    """One named part of a store: `columns` maps a name to a Ragged or to a plain array.
+    """One named part of a store. `columns` maps a name to a Ragged or to a plain array.
 
-    A column named `table.column` belongs to a table beside the rows, with an entry for each of its
-    own (a passage that many rows share). `words` is how many words with white space between them
-    the raw text has; None where nobody counted them. `together` rows, one after the other, belong
-    to one example: the endings of a question."""
+    A column named `table.column` belongs to a table with its own rows, such as passages that many
+    rows of the split share. `words` is the number of words (separated by white space) in the raw
+    text, or None if they were not counted. `together` neighbouring rows belong to one example: the
+    endings of a question.
+    """
 
     name: str
     rows: int
@@ -92,9 +91,12 @@ class Split:
 
 
 class Store:
-    """An opened store. `kind` is "text", "class", "score", "span", "tag" or "choice"; `labels` the
-    class names; `choices` how many rows, one for each ending, a question has (1 if the kind is not
-    "choice")."""
+    """An open store.
+
+    `kind` is "text", "class", "score", "span", "tag" or "choice". `labels` are the class names.
+    `choices` is the number of rows of a question, one for each ending; 1 for other kinds. `key`
+    identifies the content: stores with equal columns have equal keys.
+    """
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path
@@ -108,10 +110,10 @@ class Store:
             raise ValueError(f"choices is {self.choices!r}")
         self.fingerprint: str = meta["tokenizer"]["fingerprint"]
         self.vocab_size: int = meta["tokenizer"]["vocab_size"]
-        if type(self.vocab_size) is not int or not 0 < self.vocab_size <= PIECES:
+        if type(self.vocab_size) is not int or not 0 < self.vocab_size <= MAX_PIECES:
             raise ValueError(f"vocab_size is {self.vocab_size!r}")
         self.key: str = sha256(repr(sorted(_files(meta))).encode()).hexdigest()
-        self._files: dict[str, tuple[int, ...]] = {}  # which file was mapped
+        self._files: dict[str, tuple[int, ...]] = {}  # `_stamp` of each mapped file
         self._splits = {name: self._open(name) for name in meta["splits"]}
         if other := sorted(dict(_files(meta)).keys() ^ self._files.keys()):
             raise ValueError(f"{other[0]} is the file of no column")
@@ -121,48 +123,51 @@ class Store:
         return list(self._splits)
 
     def split(self, name: str) -> Split:
-        """A split by name. Raises BadInput naming those that exist, or if it has no row."""
+        """A split by name. Raises BadInput if there is none of this name, or if it has no rows."""
         if name not in self._splits:
             raise BadInput(f"{self.name} has no split {name!r}; it has {', '.join(self.splits)}")
         if self._splits[name].rows == 0:
-            raise BadInput(f"{self.name} has no row in its split {name!r}: make the store again")
+            raise BadInput(f"{self.name} has no rows in its split {name!r}: make the store again")
         return self._splits[name]
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer the ids were made with."""
-        return tokenizers.load(self.path)
+        """The tokenizer that made the ids."""
+        return tokenizers.load_tokenizer(self.path)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
-        """(file, block number, good?) for every 64 MiB block of every column, one by one: its
-        checksum, and whether what is in it can be. Ends early where the store was replaced."""
+        """Check every 64 MiB block of every column: yields (file, block number, is it good).
+
+        A good block has the recorded checksum and holds only possible values. The iterator ends
+        early if the store has been replaced since it was opened.
+        """
         for name, sums in _files(self.meta):
-            found, possible = block_checksums(self.path / name), self._possible(name)
+            checksums, possible = block_checksums(self.path / name), self._possible(name)
             for block, expected in enumerate(sums):
                 try:
-                    good = next(found, None) == expected
+                    good = next(checksums, None) == expected
                     good &= next(possible, True)
                 except FileNotFoundError:
                     good = False
-                if not good and _which(self.path / name) != self._files[name]:
+                if not good and _stamp(self.path / name) != self._files[name]:
                     return
                 yield name, block, good
 
     def _possible(self, name: str) -> Iterator[bool]:
-        """For each block of a file, whether its ids lie in the vocabulary, its classes among those
-        there are, its offsets ascend. Read, not mapped: mapped pages count as the run's memory."""
+        """For each block of a file, whether its ids lie in the vocabulary, its labels are classes,
+        and its offsets do not fall. Blocks are read, because mapped pages would count as the run's
+        memory."""
         split, _, file = name.partition("/")
         column, offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
-        found = self._splits[split].columns[column.removesuffix(".offsets")]
+        values = self._splits[split].columns[column.removesuffix(".offsets")]
         least, most = 0, self.vocab_size
         if column in ("label", "labels") and self.kind in ("class", "tag"):
-            least, most = UNSEEN if column == "label" else LEAST, len(self.labels)
+            least, most = UNSEEN if column == "label" else NO_WORD, len(self.labels)
         elif column == "label" and self.kind == "choice":
             least, most = UNLABELLED, self.choices
         elif not offsets and column not in TEXTS:
             return
-        values = found
-        if isinstance(found, Ragged):
-            values = found.offsets if offsets else found.values
+        if isinstance(values, Ragged):
+            values = values.offsets if offsets else values.values
         last, end = 0, HEADER + values.nbytes
         with (self.path / name).open("rb") as column_file:
             for block in range(0, end, BLOCK):
@@ -182,22 +187,25 @@ class Store:
                 yield good
 
     def damage(self) -> str:
-        """A sentence that names the first bad block; empty if all are good."""
+        """A sentence that names the first bad block, or "" if all are good."""
         for name, block, good in self.verify():
             if not good:
-                return f"{self.path / name} is damaged in block {block} of {BLOCK} bytes"
+                where = f"{self.path / name} is damaged in block {block} of {BLOCK} bytes"
+                return f"{where}: {REMEDY}"
         return ""
 
     def verify_in_background(
         self, report: Callable[[str], None], begin: threading.Event | None = None
     ) -> threading.Thread:
-        """Check every block in a daemon thread, which takes only processor time that nobody else
-        wants; call `report` once with the first bad one. It waits for `begin`."""
+        """Check every block in a daemon thread, and call `report` with the first bad one.
+
+        The thread waits for `begin` and has the lowest priority.
+        """
 
         def check() -> None:
             if begin is not None:
                 begin.wait()
-            with suppress(OSError):  # it then runs with the priority of all other threads
+            with suppress(OSError):  # without the right to do so it keeps its priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             if line := self.damage():
                 report(line)
@@ -208,7 +216,8 @@ class Store:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Where work with the rows crashes and the store is damaged, a BadInput that says so."""
+        """A context for work with the rows: if it crashes and the store is damaged, it raises
+        BadInput naming the damage instead."""
         try:
             yield
         except (BadInput, Failure, OSError):
@@ -225,13 +234,15 @@ class Store:
             table = column.partition(".")[0] if "." in column else None
             rows = meta["tables"][table] if table else meta["rows"]
             values = self._map(f"{name}/{column}.npy", meta)
-            known = self.meta["columns"][column]
+            expected = self.meta["columns"][column]
             if (
                 values.ndim == 0
-                or str(np.dtype((values.dtype, values.shape[1:]))) != known["dtype"]
+                or str(np.dtype((values.dtype, values.shape[1:]))) != expected["dtype"]
             ):
-                raise BadInput(f"{self.path / name}/{column}.npy is not of the type in store.json")
-            if known["ragged"]:
+                raise BadInput(
+                    f"{self.path / name}/{column}.npy is not of the type in store.json: {REMEDY}"
+                )
+            if expected["ragged"]:
                 offsets = self._map(f"{name}/{column}.offsets.npy", meta)
                 if (
                     offsets.ndim != 1
@@ -240,56 +251,60 @@ class Store:
                     or offsets[-1] != len(values)
                 ):
                     raise BadInput(
-                        f"{self.path / name}/{column}.offsets.npy contradicts its values"
+                        f"{self.path / name}/{column}.offsets.npy contradicts its values: {REMEDY}"
                     )
                 columns[column] = Ragged(values, offsets)
             else:
                 columns[column] = values
             if len(columns[column]) != rows:
-                raise BadInput(f"{self.path / name}/{column}.npy has not {rows} rows")
+                raise BadInput(
+                    f"{self.path / name}/{column}.npy has {len(columns[column])} rows, not {rows}: "
+                    f"{REMEDY}"
+                )
         words = meta.get("words")
         if words is not None and (type(words) is not int or words < 0):
             raise ValueError(f"words is {words!r}")
         if meta["rows"] % self.choices:
             raise BadInput(
-                f"{self.path / name} holds {meta['rows']} rows, which are no whole number of "
-                f"questions with {self.choices} endings: make the store again"
+                f"{self.path / name} holds {meta['rows']} rows, which is not a multiple of the "
+                f"{self.choices} endings of a question: make the store again"
             )
         return Split(name, meta["rows"], meta["tokens"], columns, words, self.choices)
 
     def _map(self, file: str, meta: dict[str, Any]) -> np.ndarray:
         path = self.path / file
         if not path.is_file():
-            raise BadInput(f"{path} is missing: the store is incomplete")
+            raise BadInput(f"{path} is missing, the store is incomplete: {REMEDY}")
         size, expected = path.stat().st_size, meta["files"][file]["bytes"]
         if size != expected:
-            raise BadInput(f"{path} is {size} bytes, not {expected}: the store is damaged")
-        self._files[file] = _which(path)
-        # no values: an empty file cannot be mapped. A plain view, as numpy's own class of maps
-        # makes every look-up slower
+            raise BadInput(f"{path} has {size} bytes, not {expected}: {REMEDY}")
+        self._files[file] = _stamp(path)
+        # An array without values cannot be mapped. The plain view is there because np.memmap makes
+        # every look-up slower.
         return np.asarray(load_array(path, mapped=size != HEADER))
 
 
 def open_store(path: str | Path) -> Store:
     """Open a store without reading its columns.
 
-    Raises BadInput if it is absent, of another format version, or a file's size, header or (of the
-    small ones) checksum is off. One that is replaced meanwhile is opened anew.
+    Raises BadInput if there is none, if it has another format version, or if the size or header of
+    a file is wrong, or the checksum of a small file. A store that is replaced meanwhile is opened
+    again.
     """
     path = Path(path)
     for _ in range(TRIES):
         put_back(path)
-        before = _which(path / "store.json")
+        before = _stamp(path / "store.json")
         try:
             store = _open_store(path)
         except (BadInput, FileNotFoundError):
-            going_on = half_replaced(path)
-            if _which(path / "store.json") == before and not going_on:
+            being_replaced = half_replaced(path)
+            if _stamp(path / "store.json") == before and not being_replaced:
                 raise
         else:
-            if _which(path / "store.json") == before:
+            if _stamp(path / "store.json") == before:
                 return store
-    raise BadInput(f"{path} is replaced again and again while it is opened")
+    raise BadInput(f"{path} is replaced again and again while it is opened; wait and try again")
 
 
 def _open_store(path: Path) -> Store:
@@ -300,7 +315,7 @@ def _open_store(path: Path) -> Store:
     meta = read_json(path / "store.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         door = typed("preprocess.py")
-        raise BadInput(f"{path} is not a store of format {FORMAT}; make it anew with {door}")
+        raise BadInput(f"{path} is not a store of format {FORMAT}; make it again with {door}")
     try:
         return Store(path, meta)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -308,8 +323,8 @@ def _open_store(path: Path) -> Store:
 
 
 def _check_sums(path: Path) -> None:
-    """Raise BadInput naming a small file that is not as it was written; stores of before they were
-    kept have no checksums."""
+    """Raise BadInput if a small file differs from its checksum. Stores of early versions have no
+    checksums of small files."""
     if not (path / SUMS).exists():
         return
     sums = read_own_json(path / SUMS)
@@ -318,23 +333,24 @@ def _check_sums(path: Path) -> None:
         or not isinstance(sums.get("sha256"), dict)
         or "store.json" not in sums["sha256"]
     ):
-        raise BadInput(f"{path / SUMS} is damaged: it lists no checksums")
+        raise BadInput(f"{path / SUMS} is damaged, it lists no checksums: {REMEDY}")
     for name, expected in sums["sha256"].items():
         if not (path / name).is_file():
-            raise BadInput(f"{path / name} is missing, which {SUMS} lists: the store is damaged")
+            raise BadInput(f"{path / name} is missing, which {SUMS} lists: {REMEDY}")
         if file_checksum(path / name) != expected:
-            raise BadInput(f"{path / name} is damaged: its checksum is not that of {SUMS}")
+            raise BadInput(f"{path / name} differs from its checksum in {SUMS}: {REMEDY}")
 
 
-def _which(path: Path) -> tuple[int, ...]:
-    """What tells a file from another of the same name."""
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What distinguishes a file from an earlier one of the same name; () if there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """The files of all splits, with the checksums of their blocks."""
     splits = meta["splits"].values()
     return [(name, file["sha256"]) for split in splits for name, file in split["files"].items()]

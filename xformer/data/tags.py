@@ -1,7 +1,7 @@
-"""Labels of tokens: words of a text, the token that stands for each, and the column of labels.
+"""Labels of words: where the words of a text lie among its tokens, and the column of labels.
 
-A word is what stands between white space; its first token carries its label, its other tokens none
-(Devlin et al. 2019, section 5.3).
+Words are separated by white space. The first token of a word carries its label; its other tokens
+have none (Devlin et al. 2019, section 5.3).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 
 from xformer.data.tokenizers import Tokenizer
 
-# in the column `labels`, beside class numbers: no word begins here; UNLABELLED and UNSEEN are words
+# in the column `labels`: no word begins at this token (UNLABELLED and UNSEEN stand for words)
 IGNORED = -100
-NO_LABEL = "_"  # in a row of labels as text: this word has none
+NO_LABEL = "_"  # in labels as text: this word has no label
 _WORD = re.compile(r"\S+")
 _BIO = re.compile(r"O|[BI]-.+")
 
 
 def encode_words(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids, the number of each word's first token) of each text, int32 and int64.
+    """For each text its ids, int32, and the index of each word's first token, int64.
 
-    The ids are those of `encode_batch`, but that a word which the tokenizer deletes becomes the
-    unknown token: every word has a place.
+    The ids are those of `encode_batch`, except that a word which the tokenizer deletes becomes the
+    unknown token, so that every word has a token.
     """
     return [
         _places(text, ids, starts, tokenizer.special["unk"])
@@ -46,6 +46,6 @@ def _places(
 
 
 def is_bio(labels: Collection[str]) -> bool:
-    """Whether these classes mark entities: B-X begins one of type X, I-X goes on, O is outside
-    (Ramshaw & Marcus 1995)."""
+    """Whether these classes mark entities: B-X begins an entity of type X, I-X continues it, O is
+    outside (Ramshaw & Marcus 1995)."""
     return all(map(_BIO.fullmatch, labels)) and any(label != "O" for label in labels)

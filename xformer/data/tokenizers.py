@@ -1,11 +1,13 @@
-"""Text to ids and back: train, load, save. WordPiece and byte-level BPE by `tokenizers`, unigram by
-`sentencepiece` (ALBERT's, which normalises text first, by `tokenizers`), and symbols (a fixed
-alphabet, one id each) by a table lookup.
+"""Text to ids and back.
 
-A tokenizer is a directory: `tokenizer_meta.json` (kind, special tokens, options) beside
-`tokenizer.json` (wordpiece, bpe, ALBERT's unigram), `spiece.model` (unigram) or nothing more
+WordPiece and byte-level BPE run on the library `tokenizers`, and unigram on `sentencepiece` (or on
+`tokenizers`, if it normalises text first, as ALBERT's does). Symbols, a fixed alphabet with one id
+each, are looked up in a table.
+
+A tokenizer is a directory: `tokenizer_meta.json` (kind, special tokens, options), and beside it
+`tokenizer.json` (wordpiece, bpe, ALBERT's unigram), `spiece.model` (unigram), or no other file
 (symbols: the alphabet is in the meta file). Ids are bare: special tokens are added when a batch is
-built, never here, and a text that spells "[SEP]" does not get the special token.
+built, never here. A text that spells "[SEP]" does not get the special token.
 """
 
 from __future__ import annotations
@@ -16,36 +18,34 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.files import installed, put_back, read_json, read_run_json
-
-if TYPE_CHECKING:
-    pass
+from xformer.data.files import installed, json_text, put_back, read_json, read_run_json
 
 META = "tokenizer_meta.json"
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
 BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-# XLM-RoBERTa's: SentencePiece, as ALBERT's, under RoBERTa's names
+# `normalisation` of XLM-RoBERTa's unigram, which has RoBERTa's special tokens
 XLM_ROBERTA = {"form": "xlm-roberta"}
-# before a piece of ALBERT's that no text may get: words hold no space, so none is equal to it
+# Precedes the pieces of a unigram that no text may get: no word contains a space.
 HIDDEN = " "
 Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends
 
 
 class Tokenizer:
-    """One vocabulary and its rules.
+    """A vocabulary and its rules.
 
-    `pieces` is the vocabulary in id order; `special` maps "pad", "unk", "cls", "sep", "mask" to
-    ids; `pair_separators` is how many separators stand between the texts of a pair (BERT 1,
-    RoBERTa 2). `meta["normalisation"]` is there where the unigram is ALBERT's or XLM-RoBERTa's.
-    `added` are words that were added to a WordPiece or BPE vocabulary, at its end. `published` is
-    what its publisher says beside the rules (see xformer.data.published): it decides no id.
+    `pieces` is the vocabulary in the order of ids, and `ids` maps each piece to its id. `special`
+    maps "pad", "unk", "cls", "sep", "mask" to ids. `pair_separators` is the number of separators
+    between the texts of a pair (BERT 1, RoBERTa 2). `meta["normalisation"]` exists if the unigram
+    is ALBERT's or XLM-RoBERTa's. `added` are words that were added at the end of a WordPiece or BPE
+    vocabulary. `published` holds the publisher's other settings, which change no id (see
+    xformer.data.published).
     """
 
     def __init__(self, meta: dict[str, Any], model: Any, published: dict[str, Any] | None = None):
@@ -81,35 +81,35 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides which ids a text gets."""
+        """SHA-256 of everything that decides which ids a text gets."""
         state = {**self.meta, "pieces": self.pieces}
         if self._sentencepiece:
             state["model"] = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         elif self.kind != "symbols":
             state["model"] = rules = self.rules
-            if self.kind == "unigram":  # the library reads a score back with its last bit changed
+            if self.kind == "unigram":  # the library reads some scores back with another last bit
                 scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
                 rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     @property
     def mask_takes_space(self) -> bool:
-        """Whether the space before a mask is a part of it: as published, else RoBERTa's custom."""
+        """Whether a mask includes the space before it, as published, or else as RoBERTa's does."""
         mask = self.published.get("special", {}).get(self.meta["special"]["mask"])
         return bool(mask["lstrip"]) if mask else self.kind == "bpe"
 
     @property
     def rules(self) -> dict[str, Any]:
-        """What tokenizer.json holds (of wordpiece, bpe and ALBERT's unigram alone)."""
+        """The content of tokenizer.json, for wordpiece, bpe and ALBERT's unigram."""
         return dict(json.loads(self._model.to_str()))
 
     @property
     def sentencepiece(self) -> bytes | None:
-        """What spiece.model holds (of our own unigram alone)."""
+        """The content of spiece.model, or None if the tokenizer has none."""
         return self._model.serialized_model_proto() if self._sentencepiece else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bare ids of each text, int32, no special tokens, no truncation."""
+        """The bare ids of each text, int32: without special tokens or truncation."""
         if self.kind == "symbols":
             return [self._encode_symbols(text) for text in texts]
         if self._sentencepiece:
@@ -118,12 +118,12 @@ class Tokenizer:
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Spans]:
-        """(ids, starts, ends) of each text, int32: token i is made of `text[starts[i]:ends[i]]`.
+        """(ids, starts, ends) of each text, int32: token i comes from `text[starts[i]:ends[i]]`.
 
-        Ids are those of `encode_batch`; positions count the characters (code points) of the text as
-        it is given, and neither starts nor ends ever decrease. White space at either end of a token
-        is left out, so one of white space alone is empty. A token that is a part of a character
-        (bytes of an emoji, the "f" of a ligature) has the whole character.
+        Ids are those of `encode_batch`. Positions count the characters (code points) of the
+        original text, and neither starts nor ends decrease. A span excludes white space at its
+        ends, so that of a token of white space is empty. If a token is a part of a character (bytes
+        of an emoji, the "f" of a ligature), its span is the whole character.
         """
         spans = self._spans_of_symbols if self.kind == "symbols" else self._spans_of_pieces
         if self._sentencepiece:
@@ -134,16 +134,16 @@ class Tokenizer:
         ]
 
     def _spans_of_pieces(self, texts: Sequence[str]) -> Iterator[Spans]:
-        for found in self._model.encode_batch(list(texts), add_special_tokens=False):
-            yield _columns(found.ids, found.offsets)
+        for encoding in self._model.encode_batch(list(texts), add_special_tokens=False):
+            yield _columns(encoding.ids, encoding.offsets)
 
     def _spans_of_sentencepiece(self, texts: Sequence[str]) -> Iterator[Spans]:
-        found = self._model.encode(list(texts), return_type="offset_mapping")
-        for text, pieces in zip(texts, found, strict=True):
+        encodings = self._model.encode(list(texts), return_type="offset_mapping")
+        for text, pieces in zip(texts, encodings, strict=True):
             spans = list(pieces["offsets"])
             for i, piece in enumerate(pieces["pieces"]):
                 start, end = spans[i]
-                # of the pieces that one character becomes, the last alone is given it
+                # if one character becomes several pieces, the library gives it to the last alone
                 if piece.strip("▁") and not text[start:end].strip():
                     spans[i] = end, min(end + 1, len(text))
             yield _columns(pieces["ids"], spans)
@@ -154,7 +154,7 @@ class Tokenizer:
             yield _columns(self._encode_symbols(text), [m.span() for m in symbol.finditer(text)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Readable text of ids; special tokens appear as they are spelt."""
+        """The text of ids, with special tokens spelt out."""
         ids = [int(i) for i in ids]
         if self.kind == "symbols":
             between = " " if self.meta["separated"] else ""
@@ -165,26 +165,27 @@ class Tokenizer:
         return text.removeprefix(HIDDEN) if self.kind == "unigram" else text
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer's files into an existing directory."""
+        """Write the tokenizer's files to an existing directory."""
         for name, content in self.files().items():
             (directory / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
-        """What `save` writes, by the file's name."""
-        found: dict[str, bytes] = {}
+        """The content of the files that `save` writes, by name."""
+        contents: dict[str, bytes] = {}
         meta = {**self.meta, "vocab_size": len(self), "fingerprint": self.fingerprint}
         meta |= {"published": self.published} if self.published else {}
         if self.kind == "symbols":
             meta["pieces"] = self.pieces
         elif self._sentencepiece:
-            found["spiece.model"] = self._model.serialized_model_proto()
+            contents["spiece.model"] = self._model.serialized_model_proto()
         else:
-            found["tokenizer.json"] = self._model.to_str(pretty=False).encode()
-        found[META] = (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode()
-        return found
+            contents["tokenizer.json"] = self._model.to_str(pretty=False).encode()
+        contents[META] = json_text(meta).encode()
+        return contents
 
     @cached_property
     def _symbol_table(self) -> np.ndarray:
+        """The id of every character code; the last entry is that of the unknown symbol."""
         singles = [(ord(p), i) for p, i in self.ids.items() if len(p) == 1]
         codes = [code for code, _ in singles] + [ord(s) for s in self.meta.get("synonyms", {})]
         table = np.full(max(codes) + 2, self.special["unk"], np.int32)
@@ -201,37 +202,38 @@ class Tokenizer:
             return np.asarray([self.ids.get(word, unknown) for word in words], np.int32)
         codes = np.frombuffer("".join(text.split()).encode("utf-32-le"), np.uint32)
         table = self._symbol_table
-        return table[np.minimum(codes, len(table) - 1)]  # the last entry is the unknown symbol
+        return table[np.minimum(codes, len(table) - 1)]
 
 
-def load(directory: str | Path) -> Tokenizer:
-    """The tokenizer in a directory: a tokenizer, a store, a checkpoint or a finished run.
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Load the tokenizer in a directory: a tokenizer, a store, a checkpoint or a finished run.
 
-    Raises BadInput if there is none, or its files do not agree with the recorded fingerprint.
+    Raises BadInput if it holds none, or if its files differ from the recorded fingerprint.
     """
     path = installed(directory)
     put_back(path)
     if (path / "result.json").is_file():
         path = path / str(read_run_json(path / "result.json")["selected"])
     if not (path / META).is_file():
-        raise BadInput(f"{path} holds no tokenizer ({META} is missing)")
+        raise BadInput(f"{path} holds no tokenizer ({META} is missing); give another directory")
     meta = read_json(path / META)
     try:
         fingerprint, _ = meta.pop("fingerprint"), meta.pop("vocab_size")
-        pieces, said = meta.pop("pieces", None), meta.pop("published", None)
-        if meta["kind"] == "symbols":
-            tokenizer = Tokenizer(meta, pieces, said)
-        elif _runs_sentencepiece(meta):
-            tokenizer = Tokenizer(meta, sentencepiece_model(path / "spiece.model"), said)
-        else:
-            model = _fast(path / "tokenizer.json")
+        model, published = meta.pop("pieces", None), meta.pop("published", None)
+        if _runs_sentencepiece(meta):
+            model = sentencepiece_model(path / "spiece.model")
+        elif meta["kind"] != "symbols":
+            model = _fast_model(path / "tokenizer.json")
             if meta["kind"] == "unigram":
-                _read_scores(model, path / "tokenizer.json")
-            tokenizer = Tokenizer(meta, model, said)
+                _restore_scores(model, path / "tokenizer.json")
+        tokenizer = Tokenizer(meta, model, published)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path / META} is not a tokenizer's description: {error!r}") from None
     if tokenizer.fingerprint != fingerprint:
-        raise BadInput(f"the tokenizer in {path} was changed after it was saved")
+        raise BadInput(
+            f"the tokenizer in {path} was changed after it was saved: make it again, or restore it "
+            "from a copy"
+        )
     return tokenizer
 
 
@@ -247,7 +249,7 @@ def _columns(ids: Any, spans: list[tuple[int, int]]) -> Spans:
 def _without_space(
     text: str, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The spans without the white space at either end; one of white space alone becomes empty."""
+    """The spans without white space at their ends. A span of white space becomes empty."""
     visible = np.array([i for i, letter in enumerate(text) if not letter.isspace()], np.int32)
     following = np.append(visible, len(text))[np.searchsorted(visible, starts)]
     preceding = np.append(-1, visible)[np.searchsorted(visible, ends)] + 1
@@ -255,7 +257,8 @@ def _without_space(
     return starts, np.maximum(preceding, starts).astype(np.int32)
 
 
-def _fast(path: Path) -> Any:
+def _fast_model(path: Path) -> Any:
+    """The model in a tokenizer.json. Raises BadInput if there is none."""
     import tokenizers
 
     if not path.is_file():
@@ -266,16 +269,17 @@ def _fast(path: Path) -> Any:
         raise BadInput(f"{path} is not a tokenizer file: {error}") from None
 
 
-def _read_scores(model: Any, path: Path) -> None:
-    """Set a unigram's scores anew: the library reads some of its own numbers one bit off."""
+def _restore_scores(model: Any, path: Path) -> None:
+    """Set a unigram's scores again: the library reads some of its own numbers one bit off."""
     from tokenizers import models
 
-    found = read_json(path)["model"]
-    scores = [(piece, score) for piece, score in found["vocab"]]
-    model.model = models.Unigram(scores, unk_id=found["unk_id"], byte_fallback=False)
+    unigram = read_json(path)["model"]
+    scores = [(piece, score) for piece, score in unigram["vocab"]]
+    model.model = models.Unigram(scores, unk_id=unigram["unk_id"], byte_fallback=False)
 
 
 def sentencepiece_model(path: Path) -> Any:
+    """The SentencePiece model in a file. Raises BadInput if there is none."""
     import sentencepiece
 
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Tokenizers made from a vocabulary, as published families have them, or learnt from texts."""
+"""Makes tokenizers: from the vocabularies of published families, or learned from texts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def wordpiece(
     chinese: bool = True,
     added: Iterable[AddedToken] = (),
 ) -> Tokenizer:
-    """BERT's tokenizer over a given vocabulary (piece -> id). Words `added` that are not in it get
-    the ids behind it; they stand alone wherever a text has them."""
+    """BERT's tokenizer with a vocabulary (piece -> id).
+
+    The words `added` are never split. Those that are not in the vocabulary get the ids after it.
+    """
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -57,9 +59,10 @@ def byte_bpe(
     prefix_space: bool = False,
     added: Iterable[AddedToken] = (),
 ) -> Tokenizer:
-    """RoBERTa's byte-level BPE over a given vocabulary and merge list; `added` as for `wordpiece`.
+    """RoBERTa's byte-level BPE with a vocabulary (piece -> id) and a list of merges.
 
-    With `prefix_space` a text's first word is encoded as if a space went before it.
+    With `prefix_space` the first word of a text is encoded as if a space preceded it. `added` are
+    words as for `wordpiece`.
     """
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
@@ -79,11 +82,12 @@ def albert(
     lowercase: bool = True,
     keep_accents: bool = False,
 ) -> Tokenizer:
-    """ALBERT's tokenizer: SentencePiece's unigram model over text made plain first.
+    """ALBERT's tokenizer: SentencePiece's unigram model on normalised text.
 
-    `scores` are the pieces in id order with their log-probabilities, `charsmap` is the model's own
-    table of characters. A text never gets one of the `controls`; one of `symbols` always stands
-    alone in it, and what follows it begins a word. Raises BadInput unless id 1 is "<unk>".
+    `scores` are the pieces in the order of ids with their log-probabilities. `charsmap` is the
+    model's own normalisation table. No text gets one of the `controls`. One of `symbols` is never
+    joined with its neighbours, and the text after it begins a word. Raises BadInput unless id 1 is
+    "<unk>".
     """
     from tokenizers import AddedToken, normalizers
 
@@ -110,13 +114,16 @@ def _precompiled(charsmap: bytes) -> Any:
     try:
         return normalizers.Precompiled(charsmap)
     except Exception as error:  # the library raises a bare Exception
-        raise BadInput(f"its table of characters is damaged: {error}") from None
+        raise BadInput(f"the table of characters is damaged: {error}; get the file again") from None
 
 
 def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Tokenizer:
-    """XLM-RoBERTa's tokenizer: SentencePiece's unigram model, its ids moved so that RoBERTa's
-    special tokens come first and <mask> last. Arguments as for `albert`, in the final order of ids.
-    Raises BadInput unless id 3 is "<unk>"."""
+    """XLM-RoBERTa's tokenizer: SentencePiece's unigram model, with RoBERTa's special tokens first
+    and <mask> last.
+
+    The arguments are those of `albert`, with `scores` in the final order of ids. Raises BadInput
+    unless id 3 is "<unk>".
+    """
     if len(scores) < 4 or scores[3][0] != ROBERTA_SPECIAL["unk"]:
         raise BadInput("the vocabulary is not XLM-RoBERTa's: id 3 is not <unk>")
     model = _unigram_rules(scores, 3, set(ROBERTA_SPECIAL.values()))
@@ -127,7 +134,7 @@ def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Toke
 
 
 def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[str]) -> Any:
-    """A unigram model that splits text at white space first; no text may get one of `hidden`."""
+    """A unigram model that first splits text at white space. No text gets one of `hidden`."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -140,10 +147,12 @@ def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[st
 
 
 def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
-    """A fixed alphabet after the five special tokens, in the order given, duplicates dropped.
+    """A tokenizer with a fixed alphabet, in this order without duplicates, after the five special
+    tokens.
 
-    One character is one symbol and white space is ignored; with `separated`, symbols are words
-    between white space (pitches, synthetic tokens).
+    One character is one symbol, and white space is ignored. With `separated` symbols are words
+    separated by white space (pitches, synthetic tokens). Raises BadInput if a symbol is empty,
+    contains white space, is a special token, or has several characters without `separated`.
     """
     letters = list(dict.fromkeys(alphabet))
     wrong = [s for s in letters if not s or any(map(str.isspace, s)) or s in BERT_SPECIAL.values()]
@@ -156,7 +165,7 @@ def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
 
 
 def unigram(path: Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece model, whose own normalisation is all there is."""
+    """The tokenizer of a SentencePiece model, with no other normalisation than the model's own."""
     return _unigram(sentencepiece_model(path))
 
 
@@ -166,7 +175,8 @@ def _unigram(model: Any) -> Tokenizer:
 
 
 def plus() -> Tokenizer:
-    """The alphabet of PLUS (Min et al. 2019): 20 amino acids, X for any, O and U as K and C."""
+    """The alphabet of PLUS (Min et al. 2019): 20 amino acids, X for any; O counts as K, U as C, and
+    B and Z as X."""
     special = {**BERT_SPECIAL, "unk": "X"}
     meta = {
         "kind": "symbols",
@@ -178,29 +188,35 @@ def plus() -> Tokenizer:
     return Tokenizer(meta, ["[PAD]", *"ARNDCQEGHILKMFPSTWYVX", "[MASK]", "[CLS]", "[SEP]"])
 
 
-def train(
+def learn(
     kind: str,
     texts: Iterable[str],
     vocab_size: int,
     lowercase: bool = True,
     characters: Iterable[str] | None = None,
 ) -> Tokenizer:
-    """Learn a vocabulary of `vocab_size` pieces (special tokens included) from a stream of texts.
+    """Learn a vocabulary of `vocab_size` pieces, special tokens included, from texts.
 
-    `kind` is wordpiece, bpe, unigram or symbols (the characters seen; `vocab_size` bounds them).
-    `lowercase` concerns WordPiece alone. WordPiece and BPE give fewer where the texts hold no more;
-    otherwise raises BadInput where they cannot give that many. `characters` are all that the texts
-    hold: with them WordPiece learns the same pieces every time; without, ties fall at random.
+    `kind` is wordpiece, bpe, unigram or symbols (all characters of the texts, at most
+    `vocab_size`). `lowercase` applies to WordPiece only. WordPiece and BPE learn fewer pieces if
+    the texts hold no more. `characters` are all characters of the texts: with them WordPiece learns
+    the same pieces every time, without them ties are broken at random. Raises BadInput if
+    `vocab_size` cannot be reached or is too small for the characters.
     """
     if vocab_size <= len(BERT_SPECIAL):
-        raise BadInput(f"a vocabulary of {vocab_size} leaves nothing beside the 5 special tokens")
+        raise BadInput(
+            f"--vocab-size {vocab_size} leaves nothing beside the 5 special tokens; give more"
+        )
     if kind == "symbols":
         seen: set[str] = set()
         for text in texts:
             seen.update(text)
         letters = {letter for letter in seen if not letter.isspace()}
         if len(letters) + len(BERT_SPECIAL) > vocab_size:
-            raise BadInput(f"{len(letters)} symbols + 5 special > --vocab-size {vocab_size}")
+            raise BadInput(
+                f"--vocab-size {vocab_size} is too small for {len(letters)} symbols and 5 special "
+                f"tokens; give at least {len(letters) + len(BERT_SPECIAL)}"
+            )
         return symbols(sorted(letters))
     if kind == "unigram":
         return _train_unigram(texts, vocab_size)
@@ -208,10 +224,10 @@ def train(
     from tokenizers import models, pre_tokenizers, trainers
 
     if kind == "wordpiece":
-        # the library's own trainer, run on this module's normalisation
+        # the library's trainer, with the normalisation of this module
         rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
-        # the trainer numbers pieces as it meets them in a hash map, and ties go by number: those
-        # inside of words get their numbers here, as "special" ones come first and in order
+        # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
+        # "Special" tokens are numbered first and in order, so the pieces inside words join them.
         special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
         rules.train_from_iterator(
             texts,
@@ -240,22 +256,22 @@ def train(
 
 
 def _continuations(rules: Any, characters: Iterable[str]) -> list[str]:
-    """The pieces of one character that can stand inside of a word, as BERT's rules leave them."""
-    found: set[str] = set()
+    """The pieces of one character that can stand inside a word under BERT's normalisation."""
+    pieces: set[str] = set()
     for character in characters:
         for normal in rules.normalizer.normalize_str(character):
             if len(rules.pre_tokenizer.pre_tokenize_str(f"a{normal}a")) == 1:
-                found.add(f"##{normal}")
-    return sorted(found)
+                pieces.add(f"##{normal}")
+    return sorted(pieces)
 
 
 def _ids(model: Any, vocab_size: int) -> dict[str, int]:
-    """A trained model's vocabulary, its ids made gapless in order."""
+    """The vocabulary of a trained model, with ids from 0 without gaps in the same order."""
     vocabulary = model.get_vocab(with_added_tokens=True)
-    if len(vocabulary) > vocab_size:  # the trainers keep every character, whatever was asked
+    if len(vocabulary) > vocab_size:  # the trainers keep every character in any case
         raise BadInput(
             f"--vocab-size {vocab_size} is too small: characters and special tokens alone make "
-            f"{len(vocabulary)}"
+            f"{len(vocabulary)}; give at least that many"
         )
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     return {piece: i for i, piece in enumerate(ordered)}
@@ -272,7 +288,7 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             model_writer=model,
             vocab_size=vocab_size,
             model_type="unigram",
-            max_sentence_length=2**24,  # longer lines than the limit are skipped in silence
+            max_sentence_length=2**24,  # longer lines would be skipped silently
             input_sentence_size=5_000_000,
             pad_id=0,
             unk_id=1,
@@ -284,7 +300,9 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1]
-        raise BadInput(f"SentencePiece cannot make {vocab_size} pieces of this: {reason}") from None
+        raise BadInput(
+            f"SentencePiece cannot make {vocab_size} pieces from this text: {reason}"
+        ) from None
     processor = sentencepiece.SentencePieceProcessor()
     processor.load_from_serialized_proto(model.getvalue())
     return _unigram(processor)

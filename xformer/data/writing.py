@@ -1,4 +1,4 @@
-"""Writing a store: columns as they come, whole or absent at the end. See xformer.data.store."""
+"""Writes a store row by row; at the end it is whole or absent. See xformer.data.store."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, block_checksums, file_checksum, write_json
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
-NARROWED = 2**20  # offsets rewritten at once
+NARROWED = 2**20  # offsets that are rewritten at once
 
 
 class NpyWriter:
-    """A .npy file written piece by piece; memory does not grow with it. A dtype such as "(2,)i4"
-    gives rows of two. Values are written, not mapped: a full disk kills who writes to a map."""
+    """Writes a .npy file piece by piece, in constant memory.
+
+    A dtype such as "(2,)i4" gives rows of two. Values are written, not mapped: on a full disk a
+    write to a memory map kills the process.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype, self.shape, self.length = path, dtype.base, dtype.shape, 0
@@ -33,18 +36,19 @@ class NpyWriter:
         assert self.file.tell() == HEADER
 
     def append(self, values: np.ndarray) -> None:
+        """Write more values, or rows of values."""
         self.file.write(np.ascontiguousarray(values, self.dtype).data)
         self.length += len(values)
 
     def close(self) -> None:
-        """Write the header anew, now that the length is known."""
+        """Write the header again, now that the length is known."""
         self.file.seek(0)
         self._write_header()
         self.file.close()
 
 
 def _narrow(path: Path) -> None:
-    """Rewrite a file of int64 as int32: short rows cost less so."""
+    """Rewrite a file of int64 as int32, which halves the offsets of short rows."""
     values = np.load(path, mmap_mode="r")
     writer = NpyWriter(path.with_suffix(".narrow"), np.dtype(np.int32))
     for start in range(0, len(values), NARROWED):
@@ -54,8 +58,7 @@ def _narrow(path: Path) -> None:
 
 
 class SplitWriter:
-    """Appends rows to one split: a ragged column takes (values, lengths), a plain one values. Who
-    counts the words of the raw text sets `words`."""
+    """Appends rows to one split. Set `words` to record the number of words in the raw text."""
 
     def __init__(self, directory: Path, columns: dict[str, np.dtype], ragged: Sequence[str]):
         directory.mkdir()
@@ -68,22 +71,23 @@ class SplitWriter:
             writer.append(np.zeros(1, np.int64))
 
     def append(self, column: str, values: np.ndarray) -> None:
-        """Rows of a plain column."""
+        """Append rows of a plain column."""
         self.writers[column].append(values)
 
     def append_texts(self, column: str, texts: Sequence[str]) -> None:
-        """Rows of a ragged column of UTF-8 bytes."""
+        """Append texts to a ragged column of UTF-8 bytes."""
         parts = [text.encode() for text in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         self.append_ragged(column, np.frombuffer(b"".join(parts), np.uint8), lengths)
 
     def append_ragged(self, column: str, values: np.ndarray, lengths: np.ndarray) -> None:
-        """Rows of a ragged column: `values` end to end, and each row's length."""
+        """Append rows to a ragged column: `values` end to end, and the length of each row."""
         ends = self.writers[column].length + np.cumsum(lengths, dtype=np.int64)
         self.writers[column].append(values)
         self.offsets[column].append(ends)
 
     def close(self) -> None:
+        """Finish the files of all columns."""
         for writer in [*self.writers.values(), *self.offsets.values()]:
             writer.close()
         for column, writer in self.offsets.items():
@@ -91,14 +95,15 @@ class SplitWriter:
                 _narrow(writer.path)
 
     def describe(self) -> dict[str, Any]:
-        lengths: dict[str, set[int]] = {}  # by table; "" is the rows
+        """The split's entry in store.json: its rows, tokens, tables, files and their checksums."""
+        lengths: dict[str, set[int]] = {}  # by table; "" stands for the split's rows
         for column, writer in self.writers.items():
             ends = self.offsets.get(column)
             table = column.partition(".")[0] if "." in column else ""
             lengths.setdefault(table, set()).add(ends.length - 1 if ends else writer.length)
-        if any(len(found) != 1 for found in lengths.values()):
+        if any(len(different) != 1 for different in lengths.values()):
             raise ValueError(f"columns of different lengths: {lengths}")
-        tables = {table: found.pop() for table, found in lengths.items()}
+        tables = {table: equal.pop() for table, equal in lengths.items()}
         files = {}
         for path in sorted(self.directory.glob("*.npy")):
             name = f"{self.directory.name}/{path.name}"
@@ -110,7 +115,7 @@ class SplitWriter:
 
 
 class StoreWriter:
-    """Writes the splits of a store; use through `create_store`."""
+    """Writes the splits of a store. `create_store` makes it."""
 
     def __init__(
         self,
@@ -127,7 +132,7 @@ class StoreWriter:
 
     @contextmanager
     def split(self, name: str) -> Iterator[SplitWriter]:
-        """Open a new split for appending; raises BadInput if it ends without a row."""
+        """Open a new split for appending. Raises BadInput if it has no row at the end."""
         writer = SplitWriter(self.directory / name, self.columns, self.ragged)
         try:
             yield writer
@@ -135,7 +140,9 @@ class StoreWriter:
             writer.close()
         self.splits[name] = writer.describe()
         if self.splits[name]["rows"] == 0:
-            raise BadInput(f"the split {name!r} would be empty: its input holds no example")
+            raise BadInput(
+                f"the split {name!r} would be empty: its input holds no example; give another input"
+            )
 
     def finish(
         self,
@@ -145,8 +152,11 @@ class StoreWriter:
         origin: dict[str, Any],
         choices: int = 1,
     ) -> None:
-        """Write the tokenizer and `store.json`, last. `origin`: command, sources, options.
-        `choices`: the rows of a question, for the kind "choice" alone."""
+        """Write the tokenizer and `store.json`, after all splits.
+
+        `origin` holds the command, the sources and the options. `choices` is the number of rows of
+        a question, only for the kind "choice".
+        """
         if (choices > 1) != (kind == "choice"):
             raise ValueError(f"a store of kind {kind} cannot have {choices} rows a question")
         if torn := [name for name, split in self.splits.items() if split["rows"] % choices]:
@@ -182,13 +192,13 @@ def create_store(
     ragged: Sequence[str] = ("tokens",),
     overwrite: bool = False,
 ) -> Iterator[StoreWriter]:
-    """A new store that appears whole at `path` when the block ends, or not at all.
+    """A context that makes a new store, which appears at `path` whole or not at all.
 
-    `columns` maps each column to its dtype (ignored for `tokens` and `tokens_b`, which hold ids).
-    Raises BadInput if `path` exists, unless `overwrite`, and then only if it is a store.
+    `columns` maps each column to its dtype, which is ignored for `tokens` and `tokens_b`: they hold
+    ids. Raises BadInput if `path` exists; with `overwrite` only if it is not a store.
     """
     if overwrite and path.exists() and not (path / "store.json").is_file():
-        raise BadInput(f"{path} exists and is not a store: it is not overwritten")
+        raise BadInput(f"{path} is not a store, so it is not overwritten; give another output")
     directory: AbstractContextManager[Path] = atomic_directory(path, overwrite)
     with directory as temporary:
         yield StoreWriter(temporary, tokenizer, columns, ragged)

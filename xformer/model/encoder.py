@@ -1,8 +1,9 @@
 """The transformer encoder of the BERT family, on packed tokens.
 
-The sequences of a batch lie one after another, without padding. T tokens in the batch, N sequences,
-P places whose hidden states are asked for, C hidden size, E embedding size, H heads, D = C / H, F
-inner size of the MLP, V vocabulary.
+The sequences of a batch lie one after another, without padding between them.
+
+T tokens in the batch, N sequences, P places (tokens whose hidden states are wanted), C hidden size,
+E embedding size, H heads, D = C / H, F inner size of the MLP, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from xformer.model.config import ModelConfig
 from xformer.ops.add_norm import add_norm
 from xformer.ops.attention import Layout, attention
 from xformer.ops.dropout import dropout
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 
 
 class Norm(nn.Module):
-    """LayerNorm over the last dimension (Ba et al. 2016), as the config asks for it."""
+    """LayerNorm over the last dimension (Ba et al. 2016), in the form that the config names."""
 
     def __init__(self, config: ModelConfig, width: int):
         super().__init__()
@@ -35,20 +36,21 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.by_variance:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        # PLUS divides by the root of the deviation, with N - 1 (Min et al. 2019, public code).
+        # PLUS divides by the square root of the standard deviation, which torch takes with C - 1
+        # (Min et al. 2019, public code).
         scale = (x.std(-1, keepdim=True) + self.eps).sqrt()
         return self.weight * (x - x.mean(-1, keepdim=True)) / scale + self.bias
 
 
 class AddNorm(Norm):
-    """The residual sum z = x + dropout(y), and its norm."""
+    """The residual sum z = x + dropout(y), and its LayerNorm."""
 
     def __init__(self, config: ModelConfig, width: int, rate: float):
         super().__init__(config, width)
         self.rate = rate
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x, y (T, C) -> the norm of z, and z, (T, C) each."""
+        """x, y (T, C) -> LayerNorm(z) and z, (T, C) each."""
         rate = self.rate if self.training else 0.0
         if self.by_variance:
             return add_norm(x, y, self.weight, self.bias, self.eps, rate)
@@ -57,8 +59,10 @@ class AddNorm(Norm):
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment vectors, summed and normalised (also before pre-LN layers), then
-    projected if they are narrower than the layers (Lan et al. 2020, section 3.1)."""
+    """The sum of word, position and segment vectors, normalised (also before pre-LN layers).
+
+    Embeddings that are narrower than the layers are projected (Lan et al. 2020, section 3.1).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -73,6 +77,7 @@ class Embeddings(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, batch: Batch[Tensor]) -> Tensor:
+        """The batch's tokens as vectors, (T, C)."""
         x = self.word(batch.tokens)  # (T, E)
         positions = batch.positions + self.first_position  # (T,)
         if self.position is not None:
@@ -80,14 +85,14 @@ class Embeddings(nn.Module):
         else:
             x = x + sinusoids(positions, x.size(1)).to(x.dtype)
         if self.segment is not None:
-            one = self.segment.num_embeddings == 1  # the same for all tokens (RoBERTa)
-            x = x + (self.segment.weight[0] if one else self.segment(batch.segments))
+            same_for_all = self.segment.num_embeddings == 1  # RoBERTa
+            x = x + (self.segment.weight[0] if same_for_all else self.segment(batch.segments))
         x = dropout(self.norm(x), self.dropout if self.training else 0.0)
         return x if self.projection is None else self.projection(x)  # (T, C)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, with one product for queries, keys and values."""
+    """Multi-head self-attention; one matrix product gives queries, keys and values."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -97,6 +102,7 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, x: Tensor, layout: Layout, places: Tensor | None) -> Tensor:
+        """x (T, C) -> (T, C), or (P, C) for the tokens at `places` (P,)."""
         T, C = x.size()
         qkv = self.qkv(x).view(T, 3, self.heads, C // self.heads)  # (T, 3, H, D)
         y = attention(qkv, layout, self.dropout if self.training else 0.0)  # (T, H, D)
@@ -105,7 +111,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The position-wise feed-forward part."""
+    """The feed-forward network, which treats every token alone."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -114,6 +120,7 @@ class MLP(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (T, C) -> (T, C)."""
         x = activate(self.up(x), self.activation)  # (T, F)
         return self.down(x)  # (T, C)
 
@@ -129,14 +136,13 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.attention_norm = Norm(config, C) if pre_norm else AddNorm(config, C, after_attention)
         self.mlp = MLP(config)
-        # A pre-LN layer adds attention's residual in mlp_norm.
+        # A pre-LN layer adds the output of attention to the residual in mlp_norm.
         self.mlp_norm = AddNorm(config, C, after_attention if pre_norm else after_mlp)
         self.pre_norm, self.after_mlp = pre_norm, after_mlp
 
     def forward(self, x: Tensor, layout: Layout, places: Tensor | None = None) -> Tensor:
-        """x (T, C) -> (T, C); with `places` (P,) only the outputs of these tokens, (P, C)."""
-        before = self.attention_norm(x) if self.pre_norm else x
-        y = self.attention(before, layout, places)
+        """x (T, C) -> (T, C), or (P, C) for the tokens at `places` (P,)."""
+        y = self.attention(self.attention_norm(x) if self.pre_norm else x, layout, places)
         x = x if places is None else x.index_select(0, places)
         if self.pre_norm:
             normed, x = self.mlp_norm(x, y)
@@ -157,30 +163,32 @@ class Encoder(nn.Module):
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
 
     def forward(self, batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
-        """The last hidden states, (T, C); with `places` (P,) only those of these tokens, (P, C).
-        After its attention the last layer computes no others."""
+        """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
+
+        With `places` the last layer computes these tokens alone after its attention.
+        """
         count = len(batch.tokens if places is None else places)
         layout = Layout(batch.cu_seqlens, batch.longest)
-        batch, places = _with_room(batch), None if places is None else with_room(places)
+        batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
         for i in range(self.config.layers):
-            layer = self.layers[i % len(self.layers)]  # ALBERT has one
+            layer = self.layers[i % len(self.layers)]  # ALBERT has one layer for all
             last = i == self.config.layers - 1
             x = layer(x, layout, places if last else None)
-        x = x if len(x) == count else x[:count]
+        x = x if len(x) == count else x[:count]  # without the padding
         return x if self.final_norm is None else self.final_norm(x)
 
 
-def _with_room(batch: Batch[Tensor]) -> Batch[Tensor]:
-    """The batch with tokens after its last sequence, as `with_room` adds them."""
-    tokens, positions, segments = map(with_room, (batch.tokens, batch.positions, batch.segments))
+def _padded(batch: Batch[Tensor]) -> Batch[Tensor]:
+    """The batch with the tokens after its last sequence that `pad_rows` adds."""
+    tokens, positions, segments = map(pad_rows, (batch.tokens, batch.positions, batch.segments))
     if tokens is batch.tokens:
         return batch
     return replace(batch, tokens=tokens, positions=positions, segments=segments)
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """The activation that a config names."""
+    """Apply the activation that a config names."""
     if name == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
@@ -194,5 +202,5 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 
 
 def _table(rows: int, columns: int) -> nn.Embedding:
-    # PyTorch does not initialise a given weight. Its initialisation imports sympy, in 1.5 s.
+    # With `_weight` PyTorch skips its own initialisation, which imports sympy and takes 1.5 s.
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))

@@ -1,10 +1,10 @@
-"""Hilbert-CNN: DNA laid on a Hilbert curve as an image, and residual convolutions on it (Yin et al.
+"""Hilbert-CNN: DNA as an image along a Hilbert curve, and residual convolutions on it (Yin et al.
 2018; the DNA baseline of Kao & Lee 2021, table 5).
 
-N sequences of T tokens in all, k letters a word (a k-mer), an image of Y x X cells with C channels.
-Layers, filters and norms are those of the authors' public code, which the paper's figure
-simplifies. For 500 letters and two classes it has 963,460 parameters, 961,924 of them outside the
-norms. The paper says 961 K and not what of: that it counts so is our inference.
+T tokens in the batch, N sequences, k letters in a word (a k-mer), C channels of an image of Y x X
+cells. Layers, filters and norms are those of the authors' public code; the figure in the paper is
+simplified. For 500 letters and two classes there are 963,460 parameters, 961,924 of them outside
+the norms. The paper reports 961 K and does not say what it counts; presumably not the norms.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
 
-FEATURES = 50  # width of what the task head reads
+FEATURES = 50  # width of the features that the task head reads
 INNER = 4  # channels between the two convolutions of a residual branch
 MOMENTUM, EPSILON = 0.65, 1e-3  # share of the newest batch in the running statistics
 
 
 def letters_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of A, C, G and T. Raises BadInput where one is no token of its own."""
+    """The ids of A, C, G and T. Raises BadInput if one of them is not a token."""
     if missing := [letter for letter in "ACGT" if letter not in tokenizer.pieces]:
         raise BadInput(
-            "model.architecture=hilbert_cnn reads the letters A C G T, each a token of its own; "
-            f"the store's lacks {' '.join(missing)}; one of --kind symbols has them"
+            "model.architecture=hilbert_cnn reads the letters A C G T as tokens; the store's "
+            f"tokenizer lacks {' '.join(missing)}; make the store with one of --kind symbols"
         )
     return tuple(tokenizer.pieces.index(letter) for letter in "ACGT")
 
 
 @cache
 def hilbert_curve(side: int) -> Tensor:
-    """(side^2, 2): row and column of each cell in the order of the Hilbert curve through a square;
-    `side` is a power of two. The curve begins at (0, 0), and half of it fills the upper half."""
+    """Row and column of each cell of a square in the order of the Hilbert curve, (side^2, 2).
+
+    `side` is a power of two. The curve begins at (0, 0) and fills the upper half first.
+    """
     if side == 1:
         return torch.zeros(1, 2, dtype=torch.long)
     half = side // 2
@@ -55,8 +57,8 @@ def hilbert_curve(side: int) -> Tensor:
 
 
 def image_size(words: int) -> tuple[int, int]:
-    """(Y, X) of the smallest image for so many words: the square that the curve runs through, or
-    its upper half where that holds them (16 x 32 for the 497 words of 500 letters)."""
+    """(Y, X) of the smallest image for this many words: a square, or its upper half if that is
+    enough (16 x 32 for the 497 words of 500 letters)."""
     bits = max(words - 1, 0).bit_length()
     side = 2 ** -(-bits // 2)
     return 2**bits // side, side
@@ -65,34 +67,45 @@ def image_size(words: int) -> tuple[int, int]:
 def image(batch: Batch[Tensor], letters: tuple[int, ...], k: int, size: tuple[int, int]) -> Tensor:
     """One-hot words on the curve, (N, len(letters)^k, Y, X), float32.
 
-    Word i of a row is its letters i to i + k - 1. A word that holds anything but `letters` (an
-    ambiguity letter, the separator of a pair) is all zero, and so is the image behind the last
-    word; the row's special tokens take no cell. (The public code has no rule for such letters.)
+    Word i of a row consists of its letters i to i + k - 1. A word that contains anything but
+    `letters` (an ambiguity letter, the separator of a pair) is all zero, and so are the cells after
+    the last word. Special tokens take no cell. (The public code has no rule for other letters.)
     """
     codes = torch.full_like(batch.tokens, -1)  # (T,)
     for code, letter in enumerate(letters):
         codes = torch.where(batch.tokens == letter, code, codes)
     windows = F.pad(codes, (0, k - 1), value=-1).unfold(0, k, 1)  # (T, k)
-    whole = (windows >= 0).all(1)  # none reaches into the next row: it would hold special tokens
-    words = torch.zeros_like(codes)
+    whole = (windows >= 0).all(1)  # (T,); a window into the next row contains special tokens
+    words = torch.zeros_like(codes)  # (T,)
     for i in range(k):
         words = words * len(letters) + windows[:, i]
-    sizes = batch.cu_seqlens.diff()  # (N,)
-    rows = torch.repeat_interleave(torch.arange(len(sizes), device=codes.device), sizes)  # (T,)
-    cells = hilbert_curve(size[1]).to(codes.device)[batch.positions[whole] - 1]
-    out = torch.zeros(len(sizes), len(letters) ** k, *size, device=codes.device)
-    out[rows[whole], words[whole], cells[:, 0], cells[:, 1]] = 1.0
-    return out
+    sizes, (Y, X), C = batch.cu_seqlens.diff(), size, len(letters) ** k
+    number = torch.arange(len(sizes), device=codes.device)
+    # The host knows how many tokens there are. Without output_size it would wait for the device.
+    rows = torch.repeat_interleave(number, sizes, output_size=len(codes))  # (T,)
+    curve = _curve_on(X, codes.device)
+    y, x = curve[(batch.positions - 1).clamp(0, len(curve) - 1)].unbind(1)  # (T,) each
+    places = ((rows * C + words) * Y + y) * X + x
+    # A word that has no cell goes to one more place at the end, which is cut off.
+    out = torch.zeros(len(sizes) * C * Y * X + 1, device=codes.device)
+    out[torch.where(whole, places, len(out) - 1)] = 1.0
+    return out[:-1].view(len(sizes), C, Y, X)
+
+
+@cache
+def _curve_on(side: int, device: torch.device) -> Tensor:
+    """`hilbert_curve` on a device, copied there once."""
+    return hilbert_curve(side).to(device)
 
 
 class BatchNorm(nn.Module):
-    """Normalises each channel over its batch, and in evaluation by running statistics (Ioffe &
+    """Normalises each channel over the batch, or in evaluation by running statistics (Ioffe &
     Szegedy 2015).
 
-    A batch is here what one rank computes at once, so training depends on how a step is cut: other
-    `batch.accumulate` or other ranks are another run, as they are not for the transformer. The
-    statistics are buffers of the checkpoint, and every step leaves on all ranks their mean over the
-    ranks (see Replicas.reduce): each scores the same model, and resuming is exact.
+    The batch is a micro-batch of one rank. Unlike for the transformer, training therefore depends
+    on `batch.accumulate` and on the number of ranks. The running statistics are buffers of the
+    checkpoint. Every step averages them over the ranks (see Replicas.reduce), so that all ranks
+    score the same model and a continued run is exact.
     """
 
     running_mean: Tensor
@@ -107,7 +120,7 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, C, Y, X) -> the same shape."""
-        several = x.numel() > x.size(1)  # one value has no variance: then the running ones, too
+        several = x.numel() > x.size(1)  # a single value has no variance: use the running one
         return F.batch_norm(
             x,
             self.running_mean,
@@ -121,8 +134,8 @@ class BatchNorm(nn.Module):
 
 
 class Convolution(nn.Conv2d):
-    """A square convolution that keeps the size; an even one reaches a cell further to the right and
-    down than to the left and up."""
+    """A square convolution that keeps the image size. An even width reaches one cell further right
+    and down than left and up."""
 
     def __init__(self, channels: int, filters: int, width: int):
         super().__init__(channels, filters, width, bias=False)
@@ -134,7 +147,7 @@ class Convolution(nn.Conv2d):
 
 
 class Branch(nn.Module):
-    """Two convolutions beside a shortcut; a 1 x 1 convolution where its width changes."""
+    """Two convolutions beside a shortcut, which is a 1 x 1 convolution if the width changes."""
 
     def __init__(self, channels: int, filters: int, first: int, second: int):
         super().__init__()
@@ -152,7 +165,7 @@ class Branch(nn.Module):
 
 
 class Block(nn.Module):
-    """Two branches and a shortcut, summed and mixed: the paper's computational block."""
+    """The paper's computational block: two branches and a shortcut, summed, then mixed."""
 
     def __init__(self, channels: int, filters: int, widths: tuple[int, int, int, int]):
         super().__init__()
@@ -172,16 +185,16 @@ class Block(nn.Module):
 
 
 def _halved(x: Tensor) -> Tensor:
-    """Means of 2 x 2 cells; at an odd edge of those there are."""
+    """The means of 2 x 2 cells; at an odd edge, of the cells that exist."""
     return F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)
 
 
 class HilbertCNN(nn.Module):
-    """DNA letters -> features, for a head of classes or scores (Yin et al. 2018).
+    """From DNA letters to features, for a head of classes or scores (Yin et al. 2018).
 
-    The image holds the longest row that the model takes (`max_positions`), so that every row's has
-    the same size, on which the first dense layer depends. `head_dropout` stands before each of the
-    three dense layers, the task head among them.
+    All images have the size of the longest possible row (`max_positions`), because the first dense
+    layer needs a fixed size. `head_dropout` is applied before each of the three dense layers,
+    including the task head.
     """
 
     def __init__(self, config: ModelConfig):
@@ -201,27 +214,30 @@ class HilbertCNN(nn.Module):
             ]
         )
         self.last_norm = BatchNorm(32)
-        left = math.prod(-(-length // 16) for length in self.size)  # halved four times
-        self.dense = nn.Linear(32 * left, 100)
+        cells = math.prod(-(-length // 16) for length in self.size)  # halved four times
+        self.dense = nn.Linear(32 * cells, 100)
         self.features = nn.Linear(100, FEATURES)
 
     def forward(self, batch: Batch[Tensor]) -> Tensor:
         """The features of each sequence, (N, FEATURES)."""
-        x = image(batch, self.config.letters, self.config.kmer, self.size)
+        x = image(batch, self.config.letters, self.config.kmer, self.size)  # (N, C, Y, X)
         x = x.to(self.first.weight.dtype)
-        x = _halved(F.elu(self.norm(self.second(self.first(x)))))
-        x = _halved(self.blocks[0](x))
+        x = _halved(F.elu(self.norm(self.second(self.first(x)))))  # (N, 64, Y/2, X/2)
+        x = _halved(self.blocks[0](x))  # (N, 32, Y/4, X/4)
         for block in self.blocks[1:]:
             x = block(x)
-        x = _halved(F.elu(self.last_norm(_halved(x)))).flatten(1)
+        x = _halved(F.elu(self.last_norm(_halved(x)))).flatten(1)  # (N, 32 * Y/16 * X/16)
         dropout = self.config.before_head
         x = F.elu(self.dense(F.dropout(x, dropout, self.training)))
         return F.elu(self.features(F.dropout(x, dropout, self.training)))
 
 
-def spread(shape: torch.Size) -> float:
-    """Standard deviation of a fresh weight: of a convolution (filters, C, height, width) sqrt(2 /
-    (9 filters height width)), of a dense layer (outputs, inputs) sqrt(1 / inputs)."""
+def initial_std(shape: torch.Size) -> float:
+    """The standard deviation of a fresh weight of this shape.
+
+    A convolution (filters, C, height, width) has sqrt(2 / (9 filters height width)), and a dense
+    layer (outputs, inputs) sqrt(1 / inputs).
+    """
     if len(shape) == 4:
         return math.sqrt(2.0 / (9 * shape[0] * shape[2] * shape[3]))
     return shape[1] ** -0.5

@@ -1,4 +1,4 @@
-"""A residual sum with dropout, and its LayerNorm: what ends each half of a transformer layer.
+"""A residual sum with dropout, and its LayerNorm: the end of each half of a transformer layer.
 
 T tokens, C width of a row.
 """
@@ -22,8 +22,8 @@ def add_norm(
 
     A post-LN layer uses the first result (Vaswani et al. 2017, section 5.4). A pre-LN layer uses
     both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight, bias: (C,). `rate`
-    is the dropout rate of y. Returns two (T, C). It can be differentiated once; the plain way can
-    be differentiated twice. Raises ValueError if the shapes are others.
+    is the dropout rate of y. Returns two tensors (T, C). It can be differentiated once, and `plain`
+    twice. Raises ValueError for other shapes.
     """
     if x.dim() != 2 or x.shape != y.shape or not x.shape[1:] == weight.shape == bias.shape:
         shapes = [tuple(tensor.shape) for tensor in (x, y, weight, bias)]
@@ -49,14 +49,12 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm(z), z, and each row's mean and 1 / sqrt(variance + eps), (T, 2)."""
     T, C = x.size()
-    out, z, moments = torch.empty_like(x), torch.empty_like(x), x.new_empty(T, 2)
+    out, z, moments = _empty_results(x)
     native.call("add_norm", y.dtype, x, y, weight, bias, z, out, moments, T, C, eps, rate, seed)
     return out, z, moments
 
 
-def _add_norm_fake(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, rate: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x), 2)
 
 
@@ -70,8 +68,11 @@ def _add_norm_backward(
     rate: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of y, and of weight and bias, (2, C). The gradient of y is empty if it
-    equals that of x. It does if there is no dropout and y is not `half` (bf16)."""
+    """The gradients of x (T, C), of y (T, C), and of weight and bias, (2, C).
+
+    Without dropout x and y have the same gradient. Unless y is bf16 (`half`), that of y is then
+    returned empty.
+    """
     d_x, d_y, d_affine = _empty_gradients(z, half, rate)
     same = d_x if d_y.dim() == 1 else d_y
     native.call(
@@ -93,19 +94,6 @@ def _add_norm_backward(
     return d_x, d_y, d_affine
 
 
-def _add_norm_backward_fake(
-    d_out: Tensor,
-    d_z: Tensor | None,
-    z: Tensor,
-    moments: Tensor,
-    weight: Tensor,
-    half: bool,
-    rate: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(z, half, rate)
-
-
 def _empty_gradients(z: Tensor, half: bool, rate: float) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.bfloat16 if half else torch.float32
     d_y = torch.empty_like(z, dtype=dtype) if half or rate > 0.0 else z.new_empty(0)
@@ -117,7 +105,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, z, moments = output
     ctx.half = y.dtype == torch.bfloat16
     ctx.save_for_backward(z, moments, weight, seed)
-    ctx.set_materialize_grads(False)  # a post-LN layer does not use z
+    ctx.set_materialize_grads(False)  # a post-LN layer does not use z: d_z is None there
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_z: Tensor | None, _: Any) -> tuple[Any, ...]:
@@ -130,6 +118,9 @@ def _backward(ctx: Any, d_out: Tensor | None, d_z: Tensor | None, _: Any) -> tup
     return d_x, d_x if d_y.dim() == 1 else d_y, d_weight, d_bias, None, None, None
 
 
-_in_cpp = define(_add_norm, _add_norm_fake)
-_backward_in_cpp = define(_add_norm_backward, _add_norm_backward_fake)
+_in_cpp = define(_add_norm, lambda x, *_: _empty_results(x))
+_backward_in_cpp = define(
+    _add_norm_backward,
+    lambda d_out, d_z, z, moments, weight, half, rate, seed: _empty_gradients(z, half, rate),
+)
 differentiate(_in_cpp, _keep, _backward)

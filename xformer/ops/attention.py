@@ -20,14 +20,17 @@ from xformer.ops import dropout as dropouts
 from xformer.ops import native
 from xformer.ops.library import define, differentiate
 
-ALIKE = 16  # tokens: lengths between the same two multiples are similar
+SIMILAR = 16  # tokens: lengths between the same two multiples of it are padded together
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the sequences of a packed batch lie: sequence i is the rows cu_seqlens[i] to
-    cu_seqlens[i + 1]. `longest` is the length of the longest one. Raises ValueError for boundaries
-    of another form."""
+    """Where the sequences of a packed batch lie: sequence i is tokens cu_seqlens[i] up to
+    cu_seqlens[i + 1].
+
+    `longest` is the length of the longest sequence. Raises ValueError if `cu_seqlens` is not
+    (N + 1,) int32 without gaps.
+    """
 
     cu_seqlens: Tensor  # (N + 1,) int32, on the batch's device
     longest: int
@@ -42,7 +45,7 @@ class Layout:
 
 
 def layout(boundaries: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
-    """The layout of a packed batch from its boundaries, (N + 1,) whole numbers."""
+    """The layout of a packed batch from the boundaries of its sequences, (N + 1,) integers."""
     ends = np.array(boundaries, np.int32)
     return Layout(torch.from_numpy(ends).to(device), int(np.diff(ends).max(initial=0)))
 
@@ -51,10 +54,9 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 
     qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` is
-    the rate at which probabilities are dropped. On the CPU there may be rows after the last
-    sequence, which become 0. The result can be differentiated once; the plain way can be
-    differentiated twice. Raises ValueError for other shapes, and on the CPU if the layout does not
-    fit.
+    the rate at which probabilities are dropped. On the CPU there may be tokens after the last
+    sequence; their output is 0. The result can be differentiated once, the result of `plain` twice.
+    Raises ValueError if qkv has another shape, and on the CPU if the layout does not fit it.
     """
     if qkv.dim() != 4 or qkv.size(1) != 3:
         raise ValueError(f"attention takes (T, 3, H, D), not {tuple(qkv.shape)}")
@@ -77,8 +79,10 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
 def plain(
     qkv: Tensor, layout: Layout, dropout: float = 0.0, seed: Tensor | None = None, first: int = 0
 ) -> Tensor:
-    """Attention by PyTorch's operations, with every sequence padded to the longest. On the CPU the
-    masks of dropout depend on the `seed` and on the number of a token; `first` is that of qkv[0].
+    """Attention by PyTorch's operations, with every sequence padded to the longest.
+
+    On the CPU the dropout masks depend on the `seed` and on a token's number in the batch; `first`
+    is the number of qkv[0].
     """
     token, ends = torch.arange(len(qkv), device=qkv.device), layout.cu_seqlens
     inside = (token < ends[-1])[:, None, None]
@@ -91,43 +95,43 @@ def plain(
     sequence = torch.searchsorted(ends[1:], token, right=True, out_int32=True)  # (T,)
     sequence = sequence.clamp(max=len(ends) - 2)
     place = sequence * layout.longest + token - ends[sequence]
-    place = place.clamp(max=len(out) - 1)  # rows after the last sequence
+    place = place.clamp(max=len(out) - 1)  # for the tokens after the last sequence
     return torch.where(inside, out.index_select(0, place), 0.0).to(qkv.dtype)
 
 
 def _run_by_run(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
-    """The plain way for each run of neighbours with similar lengths: padding a whole batch to its
-    longest sequence could take a hundred times the time and memory."""
-    ends = layout.cu_seqlens.tolist()
-    sizes = [end - begin for begin, end in pairwise(ends)]
+    """`plain` for each run of neighbouring sequences with similar lengths: padding a whole batch to
+    its longest sequence could take a hundred times the time and memory."""
+    bounds = layout.cu_seqlens.tolist()
+    sizes = [end - begin for begin, end in pairwise(bounds)]
     fits = all(0 <= size <= layout.longest for size in sizes)
-    if not fits or ends[0] != 0 or ends[-1] > len(qkv):
+    if not fits or bounds[0] != 0 or bounds[-1] > len(qkv):
         raise ValueError(_misfit(len(qkv), layout.longest))
     seed, out, i = dropouts.new_seed() if dropout > 0.0 else None, [], 0
-    for _, run in groupby(sizes, lambda size: size // ALIKE):
+    for _, run in groupby(sizes, lambda size: size // SIMILAR):
         lengths = list(run)
-        some, begin = layout.cu_seqlens[i : i + len(lengths) + 1], ends[i]
-        rows = qkv[begin : ends[i + len(lengths)]]
-        out.append(plain(rows, Layout(some - begin, max(lengths)), dropout, seed, begin))
+        run_bounds, begin = layout.cu_seqlens[i : i + len(lengths) + 1], bounds[i]
+        part = qkv[begin : bounds[i + len(lengths)]]
+        out.append(plain(part, Layout(run_bounds - begin, max(lengths)), dropout, seed, begin))
         i += len(lengths)
-    after = qkv[ends[-1] :, 0]  # rows after the last sequence, with a gradient of 0
+    after = qkv[bounds[-1] :, 0]  # tokens after the last sequence, which get a gradient of 0
     return torch.cat([*out, after.masked_fill(torch.ones((), dtype=torch.bool), 0.0)])
 
 
 def _misfit(tokens: int, longest: int) -> str:
     return (
-        f"the layout does not fit: cu_seqlens must rise from 0 to {tokens} at most, in steps of "
-        f"{longest} at most"
+        f"the layout does not fit: cu_seqlens must rise from 0 to at most {tokens}, in steps of at "
+        f"most {longest}"
     )
 
 
 def probabilities(qkv: Tensor, layout: Layout) -> Tensor:
-    """The attention maps, (N, H, L, L). Beyond the length of a sequence they have no meaning."""
+    """The attention maps, (N, H, L, L). Beyond a sequence's length they hold no meaning."""
     return _probabilities(qkv, layout)[0]
 
 
 def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The maps, and v as (N, H, L, D)."""
+    """The attention maps (N, H, L, L), and v padded, (N, H, L, D)."""
     starts, sizes = layout.cu_seqlens[:-1, None], layout.cu_seqlens.diff()[:, None]
     position = torch.arange(layout.longest, device=qkv.device)
     # Padding repeats the last real token: a NaN must not reach another sequence.
@@ -137,30 +141,30 @@ def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     q, k, v = padded.permute(2, 0, 3, 1, 4)  # (N, H, L, D) each
     scores = q / math.sqrt(qkv.size(3)) @ k.transpose(2, 3)  # (N, H, L, L)
     real = (position < sizes)[:, None, None]  # (N, 1, 1, L)
-    # not -inf: an empty sequence has no real key, and the gradient of its softmax would be NaN
+    # Not -inf: an empty sequence has no real key, and the gradient of its softmax would be NaN.
     scores = scores.masked_fill(~real, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, -1), v
 
 
 def _dropped(weights: Tensor, bounds: Tensor, rate: float, seed: Tensor | None) -> Tensor:
-    """Dropout on the probabilities (N, H, L, L), with the masks of the C++ way on the CPU. `bounds`
-    (N + 1,) are the numbers of the sequences' first tokens."""
+    """Dropout on the probabilities (N, H, L, L), on the CPU with the same masks as the C++ way.
+    `bounds` (N + 1,) are the numbers of the sequences' first tokens in the batch."""
     if weights.device.type != "cpu":
         return F.dropout(weights, rate)
     seed = dropouts.new_seed() if seed is None else seed
     _, H, L, _ = weights.size()
     position = torch.arange(L, dtype=torch.int32, device="cpu")
     head = torch.arange(H, dtype=torch.int32, device="cpu")
-    row = bounds[:-1, None] + position  # (N, L): the number of the token in the batch
-    kept = dropouts.kept(rate, seed, row[:, None, :, None], position, head[:, None, None])
-    return torch.where(kept, weights / (1.0 - rate), 0.0)
+    row = bounds[:-1, None] + position  # (N, L): the query's number in the batch
+    keep = dropouts.keep_mask(rate, seed, row[:, None, :, None], position, head[:, None, None])
+    return torch.where(keep, weights / (1.0 - rate), 0.0)
 
 
 # --------------------------------------------------------------------------------------- CUDA
 
 
 def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
-    """FlashAttention-2 (Dao 2023), as PyTorch ships it: 16 bit, heads of 256 at most."""
+    """FlashAttention-2 (Dao 2023), as PyTorch ships it: for 16 bits and heads of at most 256."""
     D = qkv.size(3)
     q, k, v = _padded(qkv, 8).unbind(1)  # (T, H, D) each
     ends, longest = layout.cu_seqlens, layout.longest
@@ -171,23 +175,25 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
 
 
 def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
-    """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: fp32.
+    """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: for fp32.
 
     It is not used with dropout: on packed sequences its forward and backward passes number the
-    random draws differently (pytorch issue 115590), so their masks would differ.
+    random draws differently (pytorch issue 115590), so that their masks would differ.
     """
     D = qkv.size(3)
     q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
+    # not by the argument `scale`: PyTorch 2.13 cannot trace the backward pass of a call with it
+    if q.size(3) != D:
+        q = q * math.sqrt(q.size(3) / D)
     ends, longest = layout.cu_seqlens, layout.longest
     out = torch.ops.aten._efficient_attention_forward(
-        *(q, k, v, None, ends, ends, longest, longest, 0.0, 0, True),
-        scale=1 / math.sqrt(D),
+        q, k, v, None, ends, ends, longest, longest, 0.0, 0, True
     )[0]
     return out.squeeze(0).narrow(2, 0, D)
 
 
 def _padded(qkv: Tensor, multiple: int) -> Tensor:
-    """qkv with each head padded by zeros to a multiple of numbers. They change no score."""
+    """qkv with D padded by zeros to a multiple of `multiple`, which changes no score."""
     more = -qkv.size(3) % multiple
     return F.pad(qkv, (0, more)) if more else qkv
 
@@ -198,18 +204,12 @@ def _padded(qkv: Tensor, multiple: int) -> Tensor:
 def _attention(
     qkv: Tensor, cu_seqlens: Tensor, longest: int, rate: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The output, and (T, H, 2): each row's largest score and 1 / the sum of its exponentials."""
+    """The output, and (T, H, 2): each token's largest score and 1 / the sum of its exponentials."""
     out, sums = _empty_results(qkv)
     sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
     if native.call("attention", qkv.dtype, qkv, cu_seqlens, out, sums, *sizes, rate, seed):
         raise ValueError(_misfit(len(qkv), longest))
     return out, sums
-
-
-def _attention_fake(
-    qkv: Tensor, cu_seqlens: Tensor, longest: int, rate: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return _empty_results(qkv)
 
 
 def _empty_results(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,25 +226,13 @@ def _attention_backward(
     rate: float,
     seed: Tensor | None,
 ) -> Tensor:
-    """The gradient of qkv. The probabilities and their mask are computed again (Dao 2023)."""
+    """The gradient of qkv. Probabilities and dropout masks are computed again (Dao 2023)."""
     d_qkv = torch.empty_like(qkv)
     sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
     tensors = qkv, cu_seqlens, sums, d_out, d_qkv
     if native.call("attention_backward", qkv.dtype, *tensors, *sizes, rate, seed):
         raise ValueError(_misfit(len(qkv), longest))
     return d_qkv
-
-
-def _attention_backward_fake(
-    d_out: Tensor,
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    sums: Tensor,
-    longest: int,
-    rate: float,
-    seed: Tensor | None,
-) -> Tensor:
-    return torch.empty_like(qkv)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -259,6 +247,6 @@ def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return d_qkv, None, None, None, None
 
 
-_in_cpp = define(_attention, _attention_fake)
-_backward_in_cpp = define(_attention_backward, _attention_backward_fake)
+_in_cpp = define(_attention, lambda qkv, *_: _empty_results(qkv))
+_backward_in_cpp = define(_attention_backward, lambda _, qkv, *__: torch.empty_like(qkv))
 differentiate(_in_cpp, _keep, _backward)

@@ -1,8 +1,8 @@
-"""Dropout: each element becomes 0 with a probability, and is scaled up otherwise.
+"""Dropout: each element becomes 0 with a given probability; the others are scaled up.
 
-On the CPU a mask is not drawn but computed: a hash of a seed, the row and the column decides
-whether an element is kept. A backward pass computes the mask again, so none is stored. All ways on
-the CPU have the same masks. On other devices PyTorch's own kernel draws them.
+On the CPU a mask is computed, not drawn: a hash of a seed, the row and the column decides whether
+an element is kept. The backward pass computes the mask again, so none is stored. The C++ way and
+the plain way have the same masks. On other devices PyTorch's own kernel draws them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from xformer.ops import native
 from xformer.ops.library import define, differentiate
 
 # The two odd multipliers of MurmurHash3's 32-bit finaliser, which spreads every input bit over
-# every output bit, as signed integers: int32 arithmetic wraps, so its low 32 bits are right.
+# every output bit. They are signed: int32 arithmetic wraps, so its 32 bits are the same.
 MULTIPLIER_1 = 0x85EBCA6B - 2**32
 MULTIPLIER_2 = 0xC2B2AE35 - 2**32
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """Each element of x becomes 0 with the probability `rate`, else it is divided by 1 - rate
-    (Srivastava et al. 2014).
+    """Set each element of x to 0 with probability `rate`, else divide it by 1 - rate (Srivastava et
+    al. 2014).
 
-    x: (..., C), of any floating type. `rate` is in [0, 1); at 0 the result is x itself. PyTorch's
-    generator of the device decides which elements are dropped. Can be differentiated.
+    x: (..., C), of any floating type. Returns the same shape. `rate` is in [0, 1); at 0 the result
+    is x itself. The device's generator decides which elements are dropped. It can be
+    differentiated.
     """
     if rate == 0.0:
         return x
@@ -38,7 +39,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 
 def new_seed() -> Tensor:
-    """A seed for `dropout` on the CPU, () int64, from PyTorch's generator."""
+    """A seed for dropout on the CPU, () int64, drawn from PyTorch's generator."""
     return torch.randint(2**62, (), device="cpu")
 
 
@@ -50,21 +51,21 @@ def plain(x: Tensor, rate: float, seed: Tensor) -> Tensor:
     columns = x.size(-1) if x.dim() else 1
     rows = torch.arange(x.numel() // max(1, columns), dtype=torch.int32, device=x.device)
     place = torch.arange(columns, dtype=torch.int32, device=x.device)
-    keep = kept(rate, seed, rows[:, None], place)
+    keep = keep_mask(rate, seed, rows[:, None], place)
     return torch.where(keep.view(x.shape), x / (1.0 - rate), 0.0)
 
 
-def kept(
+def keep_mask(
     rate: float, seed: Tensor, row: Tensor, column: Tensor, head: Tensor | None = None
 ) -> Tensor:
     """Which elements are kept: bool, of the shape to which the int32 tensors broadcast.
 
-    The 32-bit hash of a kept element is at least rate * 2^32. A row is hashed with both words of
-    the seed: with one word, a few pairs among 10^5 rows would share a mask. The number of a head
-    is mixed into both words too.
+    An element is kept if its 32-bit hash is at least rate * 2^32. A row is hashed with both words
+    of the seed: with one word, a few pairs among 10^5 rows would share a mask. The head is hashed
+    into both words, too.
     """
     low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
-    # The finaliser sends 0 to 0. The constants, digits of pi, keep seed 0 from giving a hash of 0.
+    # The finaliser maps 0 to 0. The constants, digits of pi, keep seed 0 from hashing to 0.
     a, b = _mix(_mix(low ^ 0x243F6A88) ^ high), _mix(_mix(high ^ (0x85A308D3 - 2**32)) ^ low)
     if head is not None:
         a, b = _mix(a ^ head), _mix(b ^ head)
@@ -74,7 +75,7 @@ def kept(
     bits = (bits ^ _shifted(bits, 13) ^ b) * MULTIPLIER_2
     bits = bits ^ _shifted(bits, 16)
     below = min(round(rate * 2**32), 2**32 - 1)
-    return (bits ^ -(2**31)) >= below - 2**31  # signed numbers in the order of unsigned ones
+    return (bits ^ -(2**31)) >= below - 2**31  # compares them as unsigned numbers
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """x >> count, of int32 as if it had no sign."""
+    """x >> count, with the int32 x taken as unsigned."""
     return (x >> count) & (2 ** (32 - count) - 1)
 
 
@@ -99,10 +100,6 @@ def _dropout(x: Tensor, rate: float, seed: Tensor) -> Tensor:
     return out
 
 
-def _dropout_fake(x: Tensor, rate: float, seed: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 def _backward(ctx, d_out: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
     return _in_cpp(d_out.contiguous(), ctx.rate, ctx.saved_tensors[0]), None, None
 
@@ -112,5 +109,5 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(seed)
 
 
-_in_cpp = define(_dropout, _dropout_fake)
+_in_cpp = define(_dropout, lambda x, *_: torch.empty_like(x))
 differentiate(_in_cpp, _keep, _backward)

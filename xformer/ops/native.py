@@ -1,8 +1,8 @@
-"""The C++ ways of the operations (native.cpp): the library, and how a function of it is called.
+"""Loads the C++ ways of the operations (native.cpp), and calls their functions.
 
 setup.py compiles the library when the package is installed, for the processor of that machine. It
-is loaded when this module is imported. If it is not there, or was made from another source or for
-another processor, `absent` says why and every operation takes its plain way.
+is loaded when this module is imported. If it is missing, cut off, or made from another source or
+for another processor, `absent` says why and every operation takes its plain way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import re
+import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -25,10 +26,10 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("native.cpp")
 LIBRARY = SOURCE.with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
 OFF, ELSEWHERE = "XFORMER_NATIVE=0", "they are for Linux"
-AGAIN = "install xformer again on this machine"
+REMEDY = "install xformer again on this machine"
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 PASSED: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double}
-FUNCTIONS = {  # by name: the pointers, integers and doubles that native.cpp takes
+FUNCTIONS = {  # the pointers, integers and doubles that each function of native.cpp takes
     "dropout": "ppnndp",
     "attention": "ppppnnnnndp",
     "attention_backward": "pppppnnnnndp",
@@ -36,21 +37,23 @@ FUNCTIONS = {  # by name: the pointers, integers and doubles that native.cpp tak
     "add_norm_backward": "pppppppppnndp",
     "cross_entropy": "ppppppnnnn",
 }
-# What a compiler may use of the features of an x86-64 processor; on ARM all are compared.
+# The features of an x86-64 processor that a compiler may use. On ARM all features are compared.
 X86 = "avx|amx|s?sse|fma|f16c|bmi|aes|vaes|v?pclmul|gfni|sha|popcnt|abm|adx|movbe|xsave"
 INSTRUCTIONS = re.compile(X86 if platform.machine() == "x86_64" else "")
 Functions = dict[tuple[str, torch.dtype], Callable[..., int]]
 
 
 def _loaded() -> tuple[Functions, str, str]:
-    """The functions and the name of their build, or no functions and why there are none."""
+    """The functions, the name of their build and "", or no functions, "" and why there are none."""
     if os.environ.get("XFORMER_NATIVE") == "0":
         return {}, "", OFF
     if sys.platform != "linux":
         return {}, "", ELSEWHERE
     if not LIBRARY.exists():
-        return {}, "", f"they were not compiled; {AGAIN}, with a C++ compiler"
+        return {}, "", f"they were not compiled; {REMEDY}, with a C++ compiler"
     try:
+        if not _is_whole(LIBRARY):
+            return {}, "", f"{LIBRARY.name} is cut off; {REMEDY}"
         library = _open(LIBRARY)
         source, processor, build = (
             (ctypes.c_char_p.in_dll(library, f"xformer_{name}").value or b"").decode()
@@ -65,20 +68,31 @@ def _loaded() -> tuple[Functions, str, str]:
         }
         changed = source != hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
-        return {}, "", f"{' '.join(str(error).split())}; {AGAIN}"
+        return {}, "", f"{' '.join(str(error).split())}; {REMEDY}"
     if changed:
-        return {}, "", f"{SOURCE.name} has changed since it was compiled; {AGAIN}"
+        return {}, "", f"{SOURCE.name} has changed since it was compiled; {REMEDY}"
     here = {word for line in processor_lines("flags", "Features") for word in line.split()}
     needed = filter(INSTRUCTIONS.match, processor.split())
     if lacking := [name for name in needed if name not in here]:
         some = " ".join(lacking[:3]) + " ..." * (len(lacking) > 3)
-        return {}, "", f"they were compiled for a processor with {some}; {AGAIN}"
+        return {}, "", f"they were compiled for a processor with {some}; {REMEDY}"
     return functions, build, ""
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file of 64 bits reaches to the end of its section headers, which linkers write
+    last. Loading a file that was cut off would kill Python (SIGBUS)."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:5] != b"\x7fELF\x02" or len(header) < 64:
+        return True  # the loader refuses it with a message of its own
+    start, size, count = struct.unpack_from("=40xQ10xHH", header)
+    return path.stat().st_size >= start + size * count
+
+
 def _open(path: Path) -> ctypes.CDLL:
-    """Open the library. It uses the OpenMP that torch has loaded. Those symbols are usually
-    global."""
+    """Load the library. It needs the OpenMP of torch, whose symbols are usually global.
+    If they are not, they are made global first."""
     try:
         return ctypes.CDLL(str(path))
     except OSError:
@@ -91,7 +105,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def processor_lines(*kinds: str) -> list[str]:
-    """The lines of these kinds that Linux has about its processors, each once."""
+    """The lines of /proc/cpuinfo that begin with one of `kinds`, without repetitions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -105,9 +119,11 @@ _only_plain = False
 
 @contextmanager
 def only_plain() -> Iterator[None]:
-    """Within it every operation of this process takes its plain way, on every device. Plain ways
-    are made of PyTorch's own operations: they can be differentiated twice, forward, and by
-    torch.func, and any mode of PyTorch sees what they do."""
+    """A context in which every operation of this process takes its plain way, on every device.
+
+    The plain ways consist of PyTorch's own operations: they can be differentiated twice, in forward
+    mode and by torch.func, and every mode of PyTorch sees what they do.
+    """
     global _only_plain
     before, _only_plain = _only_plain, True
     try:
@@ -122,14 +138,15 @@ def plain_is_asked() -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the C++ ways take these: on the CPU, in fp32 or bf16, without gaps."""
+    """Whether the C++ ways accept these tensors: on the CPU, fp32 or bf16, contiguous."""
     if absent or _only_plain:
         return False
     return all(x.device.type == "cpu" and x.dtype in TYPES and x.is_contiguous() for x in tensors)
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> int:
-    """Call a function in its form for `dtype`, with tensors that it serves; returns its status."""
+    """Call a function of the library in its variant for `dtype`, and return its status. `serves`
+    must have accepted the tensors."""
     passed = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
     profiled = torch.autograd._profiler_enabled()
     with torch.profiler.record_function(f"native::{name}") if profiled else nullcontext():
@@ -137,20 +154,20 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> in
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raise RuntimeError if this backward pass records a graph, that is, with create_graph=True."""
+    """Raise RuntimeError if this backward pass records a graph (create_graph=True)."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"second derivative: {name} has none in C++; compute it within ops.native.only_plain()"
+            f"{name} has no second derivative in C++; compute it within ops.native.only_plain()"
         )
 
 
 def note(device: torch.device) -> str:
-    """The line for a user on the CPU who could have the C++ ways but does not, or ""."""
+    """A line for a user on the CPU whose machine could run the C++ ways but does not, or ""."""
     if device.type != "cpu" or absent in ("", OFF, ELSEWHERE):
         return ""
     return f"no C++ operations ({absent}): steps take up to twice as long"
 
 
-def identity() -> str:
-    """Whose operations run on the CPU: ours by the name of their build, or PyTorch's alone."""
+def cpu_kernels() -> str:
+    """Which kernels run on the CPU: the C++ ways, by the name of their build, or torch's alone."""
     return "torch's kernels alone" if absent else f"native kernels {_build}"

@@ -1,4 +1,4 @@
-"""The cross-entropy of masked language modelling: a product with the vocabulary, and its loss.
+"""The loss of masked language modelling: a product with the vocabulary, and its cross-entropy.
 
 M masked tokens, E width of the embeddings, V vocabulary.
 """
@@ -14,20 +14,19 @@ from torch import Tensor
 from xformer.ops import native
 from xformer.ops.library import define, differentiate
 
-ALIGNED = 16  # numbers: a product is faster if the rows it writes begin at multiples of 64 bytes
+ALIGNED = 16  # floats: a product is faster if the rows it writes begin at multiples of 64 bytes
 
 
 def vocabulary_loss(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sum over M of the cross-entropy of the logits h W^T + b, and how many are right.
+    """The cross-entropy of the logits h W^T + b, summed over M, and how many targets are hit.
 
-    h: (at least M, E); rows after those of the targets do not count, but must be finite. word:
-    (V, E). bias: (V,). targets: (M,) in [0, V), M may be 0. Returns two scalars: the sum in fp32
-    (in fp64 if h is fp64), and how often the target has the largest logit (the first of equal
-    ones), which is not differentiable. It can be differentiated once; the plain way can be
-    differentiated twice. Raises ValueError if the shapes are others, and IndexError if a target is
-    not in [0, V).
+    h: (at least M, E); rows beyond M do not count, but must be finite. word: (V, E). bias: (V,).
+    targets: (M,) in [0, V), M may be 0. Returns two scalars: the sum in fp32 (in fp64 if h is
+    fp64), and how often the target has the largest logit (the first of equal ones), which is not
+    differentiable. The sum can be differentiated once, that of `plain` twice. Raises ValueError for
+    other shapes, and IndexError if a target is not in [0, V).
     """
     shapes = [tuple(tensor.shape) for tensor in (h, word, bias, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1, 1] or (
@@ -46,7 +45,7 @@ def vocabulary_loss(
 
 
 def plain(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's operations, with all logits at once."""
+    """The same by PyTorch's operations, which hold all logits in memory."""
     logits = F.linear(h.narrow(0, 0, len(targets)), word, bias.to(word.dtype))  # (M, V)
     logits = logits.double() if logits.dtype == torch.float64 else logits.float()
     correct = (logits.detach().argmax(1) == targets).sum().float()
@@ -59,9 +58,9 @@ def plain(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tenso
 def _vocabulary_loss(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum, how many are right, and the gradients of the logits and of the bias."""
+    """The sum, the number of hits, and the gradients of the logits and of the bias."""
     V, M = len(word), len(targets)
-    gradient, d_bias = _empty_gradients(h, word, bias)
+    _, _, gradient, d_bias = _empty_results(h, word, bias, targets)
     d_bias.zero_()
     losses, hits = bias.new_zeros(2, M)
     torch.mm(h, word.T, out=gradient[:, :V])
@@ -72,15 +71,12 @@ def _vocabulary_loss(
     return losses.sum(), hits.sum(), gradient, d_bias
 
 
-def _vocabulary_loss_fake(
+def _empty_results(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return bias.new_empty(()), bias.new_empty(()), *_empty_gradients(h, word, bias)
-
-
-def _empty_gradients(h: Tensor, word: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     wide = -(-len(word) // ALIGNED) * ALIGNED
-    return h.new_empty(len(h), wide), torch.empty_like(bias)
+    total, hits = bias.new_empty(()), bias.new_empty(())
+    return total, hits, h.new_empty(len(h), wide), torch.empty_like(bias)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -97,9 +93,9 @@ def _backward(ctx: Any, d_total: Tensor | None, *_: Any) -> tuple[Tensor | None,
     if d_total is None:
         return None, None, None, None
     gradient = gradient[:, : len(word)]
-    # h is scaled, not the far larger gradient of the logits
+    # Scale h instead of the gradient of the logits, which is far larger.
     return (gradient @ word) * d_total, gradient.T @ (h * d_total), d_bias * d_total, None
 
 
-_in_cpp = define(_vocabulary_loss, _vocabulary_loss_fake)
+_in_cpp = define(_vocabulary_loss, _empty_results)
 differentiate(_in_cpp, _keep, _backward)

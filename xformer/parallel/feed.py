@@ -1,4 +1,4 @@
-"""The micro-batches of a run, step after step, made and copied to the device while it computes."""
+"""The micro-batches of a run: made and copied to the device while the previous step computes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Masks, Work, rows_of
+from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 
-MADE = 2**17  # tokens of batches made at once, so that small steps cost no more than large ones
-MOST = 512  # steps made at once: tiny ones hold 3 KiB each beside their tokens
+TOKENS_AHEAD = 2**17  # tokens of the steps made at once, so that small steps cost no more per token
+STEPS_AHEAD = 512  # most steps made at once: each takes 3 KiB beside its tokens
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes: `batches` are this rank's micro-batches, none if it has no rows; `work` is
-    the size of the step on all ranks, `end` the sample after it."""
+    """One step: `batches` are this rank's micro-batches (none if it has no rows), `work` is the
+    workload of the step on all ranks, and `end` is the number of the sample after it."""
 
     end: int
     batches: list[Batch[np.ndarray]]
-    work: Work
+    work: Workload
 
 
 def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
-    """A batch as tensors on a device, on CUDA from pinned memory without waiting. The row numbers
-    stay on the host."""
+    """The batch as tensors on a device. On CUDA it is copied from pinned memory without waiting.
+    Row numbers stay on the host."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     values["rows"] = None
     for name, value in values.items():
@@ -44,8 +44,11 @@ def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
 
 
 class Feed:
-    """Cuts the samples of a stream into steps and a step into micro-batches, `accumulate` a rank,
-    of about as many tokens each. `masking` is the share of tokens to predict, 0 for none."""
+    """Cuts the samples of a stream into steps, and each step into micro-batches.
+
+    Every rank gets `accumulate` micro-batches a step, with about equally many tokens. `masking` is
+    the share of tokens to predict, or 0.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Feed:
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
         self.accumulate, self.seed, self.masking = accumulate, seed, masking
         self.made: dict[int, Step] = {}  # by position
-        self.at_once = 1  # tokens, at first those of a step, as a disk may be cold
+        self.at_once = 1  # tokens made at once; at first one step, because the disk may be cold
         self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
 
     def take(self, position: int) -> Step:
@@ -69,8 +72,10 @@ class Feed:
         return self.made[position]
 
     def steps(self, position: int) -> Generator[tuple[Step, list[Batch[Tensor]]], None, None]:
-        """The steps from a sample on, with their micro-batches on the device. The next one is made
-        ahead by a thread."""
+        """The steps from sample `position` on, with their micro-batches on the device.
+
+        A thread makes the next step while the caller computes.
+        """
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(self._on_device, position)
             while position < self.stream.end:
@@ -85,8 +90,8 @@ class Feed:
     def _on_device(
         self, position: int
     ) -> tuple[Step, list[Batch[Tensor]], torch.cuda.Event | None]:
-        """The step, its micro-batches, and on CUDA the event that they are there: copies have a
-        stream of their own, so that they wait for no computation."""
+        """The step, its micro-batches on the device, and on CUDA the event after the copies. Copies
+        have their own stream, so that they need not wait for computations."""
         step, device = self.take(position), self.ranks.device
         if self.side is None:
             return step, [to_device(batch, device) for batch in step.batches], None
@@ -95,8 +100,10 @@ class Feed:
             return step, packed, self.side.record_event()
 
     def _make(self, position: int) -> dict[int, Step]:
-        """The step at `position` and as many more as MADE tokens allow, by position."""
-        steps: list[tuple[int, int, int, Work]] = []  # its position and end, micro-batches, work
+        """The step at `position` and as many more as TOKENS_AHEAD tokens allow, by position."""
+        steps: list[
+            tuple[int, int, int, Workload]
+        ] = []  # its position and end, micro-batches, work
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
@@ -108,20 +115,20 @@ class Feed:
             parts += mine
             position += len(examples)
             made += work.tokens // self.ranks.world_size
-            if len(steps) == MOST:
+            if len(steps) == STEPS_AHEAD:
                 break
-        self.at_once = min(MADE, 4 * made)
+        self.at_once = min(TOKENS_AHEAD, 4 * made)
         batches = self._batches(parts)
         return {at: Step(end, [*islice(batches, own)], work) for at, end, own, work in steps}
 
-    def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Work:
-        """The size of a step of these examples, of `sizes` tokens."""
+    def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Workload:
+        """The workload of a step of these examples, which have `sizes` tokens."""
         if self.assembler.split.together > 1:
             sizes = self.assembler.row_sizes(rows_of(examples, self.assembler.split.together))
-        return Work(int(sizes.sum()), int(sizes @ sizes), len(sizes))
+        return Workload(int(sizes.sum()), int(sizes @ sizes), len(sizes))
 
     def _bounds(self, sizes: np.ndarray) -> list[int]:
-        """Where this rank's micro-batches begin and end among the rows of a step."""
+        """The boundaries of this rank's micro-batches among the examples of a step."""
         pieces = self.ranks.world_size * self.accumulate
         if pieces == 1:
             return [0, len(sizes)]
@@ -131,6 +138,7 @@ class Feed:
         return [0, *cuts, len(sizes)][first : first + self.accumulate + 1]
 
     def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch[np.ndarray]]:
+        """A micro-batch for each part: its examples and their epochs."""
         if not parts:
             return iter(())
         rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
@@ -138,13 +146,13 @@ class Feed:
         return iter(self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks))
 
     def sample(self) -> Batch[Tensor]:
-        """The store's first row as a micro-batch on the device, for a pass that counts nothing."""
+        """The first example as a micro-batch on the device, for a pass without effect."""
         first = np.zeros(1, np.int64)
         return to_device(next(self._batches([(first, first)])), self.ranks.device)
 
 
 def _hand_over(packed: list[Batch[Tensor]], copied: torch.cuda.Event) -> None:
-    """Let the computing stream wait for the copies, and keep their memory until it is done."""
+    """Make the computing stream wait for the copies, and keep their memory until it has used it."""
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     for batch in packed:

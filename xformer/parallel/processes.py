@@ -1,4 +1,4 @@
-"""Ranks and devices: what torchrun set up, and the few collectives the loop needs."""
+"""Ranks and devices: what torchrun has set up, and the few collectives that the loop needs."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 
 
 class SystemConfig(Settings):
-    """How a run is executed; it may go on with other values."""
+    """How a run is executed. A run may continue with other values."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. It belongs to the
-    name of a study's run."""
+    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. A study counts runs
+    with different precisions as different runs."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads a process; 0: OMP_NUM_THREADS, else its share of the cores."""
+    """CPU threads of a process. 0 takes OMP_NUM_THREADS, or else the process's share of the
+    cores."""
     deterministic: bool = False
-    """On CUDA, use only kernels that repeat bit for bit; the CPU always does."""
+    """On CUDA, use only kernels that give the same bits every time. The CPU always does."""
 
 
 class TrainingSystem(SystemConfig):
-    """How a run is executed; it may go on with other values."""
+    """How a run is executed. A run may continue with other values."""
 
     peak_tflops: float = Field(0.0, ge=0)
-    """Peak of a device in 10^12 operations a second, of which `mfu` is a share; 0 takes that of a
-    known GPU in this precision, and where there is none logs no mfu."""
+    """Peak of a device in 10^12 operations a second; `mfu` is the share of it that a run reaches. 0
+    takes the known peak of the GPU in this precision; without one no mfu is logged."""
     profile: bool = False
-    """Trace a few steps of rank 0, write RUN/profile/ and say where the time goes."""
+    """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: `rank` of `world_size`, on `device`; `watch` over the others."""
+    """This process among all ranks: number `rank` of `world_size`, on `device`. `watch` notices
+    when another rank is gone."""
 
     rank: int
     world_size: int
@@ -61,22 +63,22 @@ class Ranks:
     watch: Watch | None = field(default=None, compare=False)
 
     def at(self, step: int) -> None:
-        """Tell the others which step this rank has done."""
+        """Tell the other ranks which step this rank has finished."""
         if self.watch is not None:
             self.watch.step = step
 
     def autocast(self, precision: str) -> torch.autocast:
-        """The autocast context of a precision."""
+        """The autocast context for a precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all ranks, in place."""
+        """Sum the tensor over all ranks, in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def on_rank_zero(self, work: Callable[[], Any]) -> Any:
-        """Do `work` on rank 0 alone; every rank returns its (JSON) result or raises its error."""
+        """Call `work` on rank 0 only. Every rank returns its (JSON) result or raises its error."""
         error: BadInput | Failure | OSError | None = None
         answer: dict[str, Any] = {}
         if self.rank == 0:
@@ -97,7 +99,7 @@ class Ranks:
         return answer["result"]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's (JSON) value, on every rank."""
+        """The (JSON) values of all ranks, on every rank."""
         if self.world_size == 1:
             return [value]
         return [self._broadcast(value, rank) for rank in range(self.world_size)]
@@ -113,26 +115,28 @@ class Ranks:
         return json.loads(bytes(content.cpu().numpy()))
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"))  # a process of its own on the CPU
+ALONE = Ranks(0, 1, torch.device("cpu"))  # a single process on the CPU
 
 
 def keep_memory() -> None:
-    """Have glibc keep the memory of a step for the next one. Where it is given back, every large
-    tensor is mapped and zeroed page by page again: 100,000 page faults a step of 4,096 tokens.
+    """Make glibc keep the memory of a step for the next step.
 
-    So nothing is mapped on its own: glibc would map whatever has 32 MiB and more, such as the
-    gradient of a word table."""
+    If it returned the memory to the system, every large tensor would be mapped and zeroed page by
+    page again: 100,000 page faults in a step of 4,096 tokens. For the same reason nothing may have
+    a mapping of its own, as glibc gives to everything from 32 MiB on, such as the gradient of a
+    word table.
+    """
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
-        return  # another C library
+        return  # not glibc
     set_option(M_MMAP_MAX, 0)
     set_option(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def start(config: SystemConfig) -> Ranks:
-    """Join the ranks torchrun started (or be the only one) and take a device each."""
-    # oneDNN keeps a compiled product for every shape it meets; packed batches have many
+    """Join the ranks that torchrun started, or be the only rank, and take a device."""
+    # oneDNN keeps a compiled product for every shape, and packed batches have many shapes
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     keep_memory()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,7 +145,7 @@ def start(config: SystemConfig) -> Ranks:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False  # as of matrix products: fp32 is fp32
+        torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, as in PyTorch's matrix products
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -149,9 +153,9 @@ def start(config: SystemConfig) -> Ranks:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if local_world_size == 1 and asked.isdigit() and int(asked):  # torchrun sets it to 1 by itself
-        cores = int(asked)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if local_world_size == 1 and threads.isdigit() and int(threads):  # torchrun itself sets it to 1
+        cores = int(threads)
     torch.set_num_threads(config.threads or max(1, cores // local_world_size))
     if world_size > 1 and not dist.is_initialized():
         _join("nccl" if cuda else "gloo", rank, world_size)
@@ -160,11 +164,11 @@ def start(config: SystemConfig) -> Ranks:
 
 
 def _join(backend: str, rank: int, world_size: int) -> None:
-    """Become one of a group of ranks. Raises Failure where another rank does not start.
+    """Join the group of ranks. Raises Failure if another rank does not start.
 
-    torchrun (torch 2.13) keeps one store for all its starts of the ranks, where a late rank's
-    address is still that of its dead predecessor. So rank 0 names a part of the store for this
-    start, and tells it to each rank that asks by a name of its own, until that rank has heard it.
+    torchrun (torch 2.13) keeps one store for all its restarts. A late rank would find the address
+    of its dead predecessor there. So rank 0 makes a prefix for this start. Every other rank asks
+    for the prefix under a random name, and rank 0 answers until all ranks have confirmed.
     """
     store, *_ = next(rendezvous("env://", rank, world_size, timeout=LIMIT))
     mine = uuid.uuid4().hex
@@ -180,33 +184,36 @@ def _join(backend: str, rank: int, world_size: int) -> None:
                 if store.check([f"asks {other}"]):
                     store.set(f"answer to {store.get(f'asks {other}').decode()}", start)
             if time.monotonic() > end:
-                raise Failure(f"rank {min(late)} of {world_size} does not start")
+                raise Failure(
+                    f"rank {min(late)} of {world_size} did not start within {LIMIT}; give the same "
+                    "command again"
+                )
             time.sleep(0.02)
     store = dist.PrefixStore(start, store)
     dist.init_process_group(backend, timeout=LIMIT, store=store, rank=rank, world_size=world_size)
 
 
 def slow_precision(device: torch.device, precision: str) -> str:
-    """What to tell who asks for bf16 on a processor without instructions for it, or nothing."""
-    probe = getattr(torch.cpu, "get_capabilities", None)  # older torch has none
-    if precision != "bf16" or device.type != "cpu" or probe is None:
+    """A warning if bf16 is asked for on a processor without instructions for it, or ""."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack it
+    if precision != "bf16" or device.type != "cpu" or capabilities is None:
         return ""
-    has = probe()
+    has = capabilities()
     if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")):
         return ""
     return "this processor has no bf16 instructions: system.precision=fp32 is faster here"
 
 
-_watches: list[Watch] = []  # of this process's group, if it has joined one
-_ended: list[Any] = []  # groups that this process has left
+_watches: list[Watch] = []  # the watch of this process's group, if it has joined one
+_ended: list[Any] = []  # the groups that this process has left
 
 
 @contextmanager
 def group() -> Iterator[None]:
-    """Leave the group of ranks at the end of the block, whether it succeeds or not.
+    """A context that leaves the group of ranks at its end, whether it succeeds or not.
 
-    torchrun ends every rank when the first one exits, and rank 0 alone says what is wrong. So the
-    others wait for it with an error that all may have, and speak only if nobody ends them.
+    torchrun ends all ranks when the first one exits, and rank 0 reports errors that all ranks have.
+    So the other ranks wait GRACE seconds, and report the error themselves only if they still run.
     """
     rank = os.environ.get("RANK", "0")
     try:
@@ -231,7 +238,8 @@ def group() -> Iterator[None]:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Where a collective fails as another rank is gone, a Failure that names it."""
+    """A context that turns the failure of a collective into a Failure that names the rank that is
+    gone."""
     try:
         yield
     except RuntimeError as error:

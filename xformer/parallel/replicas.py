@@ -1,5 +1,4 @@
-"""One model on several ranks, by torch's DistributedDataParallel, and what travels beside its
-gradient."""
+"""One model on several ranks (DistributedDataParallel), and the sums beside its gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from xformer.tasks.task import Loss, Model
 
 
 class Sums:
-    """What is summed over the micro-batches of a step and over the ranks, each (): the loss, what
-    it is a sum over, how many predictions are right, and how many ranks were told to stop."""
+    """Sums over the micro-batches of a step and over the ranks, () each: the loss, the number of
+    predictions, how many of them are correct, and how many ranks were told to stop."""
 
     def __init__(self, device: torch.device, told: float = 0.0):
         self.all = torch.zeros(4, device=device)
@@ -33,11 +32,11 @@ class Sums:
 
 
 class Replicas:
-    """A model of which every rank has a copy. Calling it gives the loss of a micro-batch.
+    """A model of which every rank has a copy. A call returns the loss of a micro-batch.
 
-    The backward pass of the last micro-batch of a step averages the gradients over the ranks while
-    it goes on. On one rank this is the model itself. `sample` makes any micro-batch, and
-    `precision` is that of training.
+    The gradients are averaged over the ranks during the backward pass of a step's last micro-batch.
+    On a single rank this is the model itself. `sample` makes some micro-batch, and `precision` is
+    that of training.
     """
 
     def __init__(
@@ -53,10 +52,11 @@ class Replicas:
         if ranks.world_size == 1:
             return
         self.copy = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # Set here because torch 2.13 deprecates the argument, and torch 2.11 has no other.
-        self.copy.broadcast_buffers = False  # `reduce` does it
-        # The first backward pass decides in which order gradients are summed. It is a pass that
-        # counts nothing, so that the order is the same where a run begins and where it goes on.
+        # `reduce` averages the buffers. (torch 2.13 deprecates the argument of this name, and torch
+        # 2.11 has no other.)
+        self.copy.broadcast_buffers = False
+        # The first backward pass decides the order in which gradients are summed. Make it a pass
+        # without effect, so that a run that continues has the same order as one that begins.
         self.begin()
         with ranks.autocast(precision):
             self.copy(sample()).total.backward()
@@ -68,20 +68,23 @@ class Replicas:
         return loss
 
     def begin(self, told: float = 0.0) -> Sums:
-        """Begin a step: remember the buffers (the running statistics of batch norms), and give
-        empty sums. `told` is 1 if this rank was told to stop."""
+        """Begin a step: save the buffers (running statistics of batch norms) and return empty sums.
+        `told` is 1 if this rank was told to stop."""
         self.before = [buffer.clone() for buffer in self.buffers]
         return Sums(self.ranks.device, told)
 
     def averaging(self, last: bool) -> AbstractContextManager[None]:
-        """Around the passes of a micro-batch: the `last` one of a step averages the gradient."""
+        """The context for the passes of a micro-batch: only the `last` averages the gradient."""
         if last or not isinstance(self.copy, DistributedDataParallel):
             return nullcontext()
         return self.copy.no_sync()
 
     def reduce(self, sums: Sums) -> Tensor:
-        """Sum the sums over the ranks, and give all ranks the mean of their buffers. Returns what
-        the gradient is to be divided by, (): as the ranks averaged it, the count of one rank."""
+        """Sum the sums over the ranks, and average the buffers over the ranks.
+
+        Returns the number by which the gradient must be divided, (): the count over all ranks,
+        divided by their number because the ranks have averaged the gradient.
+        """
         self.ranks.sum(sums.all)
         if self.ranks.world_size > 1:
             for buffer in self.buffers:
@@ -90,6 +93,6 @@ class Replicas:
         return sums.count.clamp(min=1.0) / self.ranks.world_size
 
     def restore(self, drop: Tensor) -> None:
-        """Undo what a step did to the buffers, if `drop` () is above 0."""
+        """Restore the buffers to their state before the step, if `drop` () is above 0."""
         for buffer, before in zip(self.buffers, self.before, strict=True):
             torch.where(drop > 0, before, buffer, out=buffer)

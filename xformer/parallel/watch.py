@@ -1,10 +1,10 @@
-"""Ranks that watch one another, so that none waits long for one that is gone.
+"""Ranks watch one another, so that none waits long for a rank that is gone.
 
-A collective waits for all ranks; where one is killed, stopped, or its machine is lost, the others
-would wait for the collective's own time limit, half an hour. So every rank says each second that it
-is alive and at which step, through a small server on rank 0, and where one is not heard of for
-SILENCE seconds the others end with a line that names it. What they had done is in the newest
-checkpoint; `torchrun --max-restarts N` goes on from it by itself.
+A collective waits for all ranks. If one of them is killed or stopped, or its machine is lost, the
+others would wait for the collective's time limit, half an hour. So every rank reports once a second
+that it is alive, and its step, to a small server on rank 0. If a rank has not reported for SILENCE
+seconds, the others end with a line that names it. The newest checkpoint holds what they had done;
+`torchrun --max-restarts N` continues from it without help.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import torch.distributed as dist
 
 from xformer.data.display import say
 
-BEAT = 1.0  # seconds between two signs of life
-LEAVE = 2.0  # seconds that a thread may take to come out of a call of the store
-SILENCE = 30.0  # seconds after which a rank counts as gone
-SOON = 5.0  # the same, where a collective has failed already
+BEAT = 1.0  # seconds between two reports
+LEAVE = 2.0  # seconds that a thread may need to return from a call of the store
+SILENCE = 30.0  # seconds without a report after which a rank counts as gone
+SOON = 5.0  # the same after a collective has failed
 ENDED = "ended"
 
 
 class Watch:
-    """The signs of life of all ranks. `step` is this rank's, for the others to name."""
+    """Exchanges reports with the other ranks. `step` is this rank's newest step."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device):
         self.rank, self.world_size, self.step = rank, world_size, 0
         self.over = threading.Event()
         now = time.monotonic()
         self.heard = {other: (b"0", now) for other in range(world_size) if other != rank}
-        self.through = now  # when the server answered last
+        self.answered = now  # when the server answered last
         self.store = self._meet(device)
         self.threads = [
             threading.Thread(target=work, name="watch", daemon=True)
-            for work in (self._tell, self._guard)
+            for work in (self._report, self._guard)
         ]
         for thread in self.threads:
             thread.start()
 
     def _meet(self, device: torch.device) -> dist.TCPStore:
-        """The server of rank 0, whose port it tells the others."""
+        """Connect to the server of rank 0, which broadcasts its port."""
         host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=SILENCE)
         port = torch.zeros(1, dtype=torch.int64, device=device)
         if self.rank == 0:
@@ -56,8 +56,8 @@ class Watch:
             return store
         return dist.TCPStore(host, int(port), wait_for_workers=False, timeout=limit)
 
-    def _tell(self) -> None:
-        """Say that this rank is alive, and hear of the others."""
+    def _report(self) -> None:
+        """Report that this rank is alive, and read the reports of the others."""
         number = 0
         while not self.over.wait(BEAT):
             number += 1
@@ -65,39 +65,39 @@ class Watch:
                 self.store.set(str(self.rank), f"{self.step} {number}")
                 for other, (before, _) in list(self.heard.items()):
                     if self.store.check([str(other)]):
-                        said = self.store.get(str(other))
-                        if said != before:
-                            self.heard[other] = said, time.monotonic()
-                self.through = time.monotonic()
-            except RuntimeError:  # rank 0 is gone, and the server with it
+                        report = self.store.get(str(other))
+                        if report != before:
+                            self.heard[other] = report, time.monotonic()
+                self.answered = time.monotonic()
+            except RuntimeError:  # rank 0 is gone, and its server too
                 continue
 
     def silent(self, seconds: float) -> dict[int, int]:
-        """The ranks that were not heard of for so long, and the step that each was at."""
+        """The ranks that have not reported for `seconds`, with the last step of each."""
         now = time.monotonic()
-        if self.rank and now - self.through > seconds:  # it is the server that is silent
+        if self.rank and now - self.answered > seconds:  # the server itself is silent
             return {0: _step(self.heard[0][0])}
         return {
-            other: _step(said)
-            for other, (said, when) in self.heard.items()
-            if now - when > seconds and said != ENDED.encode()
+            other: _step(report)
+            for other, (report, when) in self.heard.items()
+            if now - when > seconds and report != ENDED.encode()
         }
 
     def _guard(self) -> None:
-        """End this process where another is gone: the collective it waits in cannot be left."""
+        """End this process if another is gone: a collective that waits for it cannot be left."""
         while not self.over.wait(BEAT):
             if gone := self.silent(SILENCE):
                 self._end(gone)
 
     def _end(self, gone: dict[int, int]) -> None:
         if self.rank == min(set(range(self.world_size)) - set(gone)):
-            say(f"error: {self.said(gone)}", error=True)
+            say(f"error: {self.message(gone)}", error=True)
         else:
-            time.sleep(2 * BEAT)  # torchrun ends all when one ends: first it is to be said
+            time.sleep(2 * BEAT)  # torchrun ends all when one ends: let the message come first
         os._exit(1)
 
-    def said(self, gone: dict[int, int]) -> str:
-        """The line about ranks that are gone."""
+    def message(self, gone: dict[int, int]) -> str:
+        """The line about the ranks that are gone."""
         ranks = ", ".join(f"rank {rank} at step {step}" for rank, step in sorted(gone.items()))
         return (
             f"{ranks} ended or hangs: nothing is heard of it; the same command continues from the "
@@ -105,28 +105,28 @@ class Watch:
         )
 
     def explain(self) -> str:
-        """Why a collective failed: the line about who is gone, or nothing. Rank 0 is to end with
-        it; other ranks end here, as nobody would speak for them."""
+        """Why a collective failed: the line about the ranks that are gone, or "". Rank 0 returns;
+        the other ranks end here, because no rank would report it for them."""
         for _ in range(int(2 * SOON / BEAT)):
             if gone := self.silent(SOON):
                 if self.rank:
                     self._end(gone)
-                return self.said(gone)
+                return self.message(gone)
             time.sleep(BEAT)
         return ""
 
     def close(self) -> None:
-        """This rank ends as it should, and is not to be missed.
+        """Report that this rank ends as it should.
 
-        Its threads end first: one that is in a call of the store while Python ends aborts the
-        process.
+        Its threads end first: if one is in a call of the store while Python ends, the process
+        aborts.
         """
         self.over.set()
         for thread in self.threads:
-            thread.join(LEAVE)  # longer only if rank 0 is gone
+            thread.join(LEAVE)  # it takes longer only if rank 0 is gone
         with suppress(RuntimeError):
             self.store.set(str(self.rank), ENDED)
 
 
-def _step(said: bytes) -> int:
-    return int(said.split()[0]) if said != ENDED.encode() else 0
+def _step(report: bytes) -> int:
+    return int(report.split()[0]) if report != ENDED.encode() else 0

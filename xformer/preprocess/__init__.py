@@ -1,5 +1,5 @@
-"""In a checkout the modules of this package lie in the folder preprocess/ beside xformer/. An
-installed package holds them here, and setup.py leaves this file out."""
+"""A bridge: in a checkout, the modules of this package are in the folder preprocess/ beside
+xformer/. In an installed package they are here, and setup.py leaves this file out."""
 
 from pathlib import Path
 

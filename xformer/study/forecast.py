@@ -22,7 +22,7 @@ from xformer.analysis.examples import check_length
 from xformer.config import all_keys, each, flat, nearest, parse_overrides, validate
 from xformer.convert import hf
 from xformer.data import mapping
-from xformer.data.batch import Work as Amount
+from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
 from xformer.data.tokenizers import META
@@ -34,7 +34,8 @@ from xformer.recipe import Recipe
 from xformer.scoring import check_kind
 from xformer.study.plan import Plan, Work
 from xformer.study.spec import Deviation, Levels, within
-from xformer.surgery.operations import Operation, SubstituteUnused, Transplant, parse, shape_after
+from xformer.surgery.layers import shape_after
+from xformer.surgery.registry import Operation, parse_operation
 from xformer.surgery.words import check_source, check_width
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head
@@ -148,11 +149,11 @@ class Forecast:
         match work.command:
             case ("-m", "xformer.convert", "from-hf", source, _):
                 with suppress(BadInput, KeyError, TypeError, OSError):
-                    shape = hf.shape(Path(source))
+                    shape = hf.read_shape(Path(source))
             case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
                 shape = self.shape_at(before)
                 operations = tuple(
-                    parse(text)
+                    parse_operation(text)
                     for option, text in pairwise(("", *given))
                     if not text.startswith("--") and option != "--seed"
                 )
@@ -160,8 +161,8 @@ class Forecast:
             return None
         shape = shape_after(shape, operations)
         for operation in operations:
-            if isinstance(operation, Transplant):  # the words of another model, and their number
-                other = self.shape_at(operation.source)
+            if operation.op == "transplant":  # the words of another model, and their number
+                other = self.shape_at(operation.arguments["source"])
                 size = 0 if other is None else other.vocab_size
                 shape = shape.model_copy(update={"vocab_size": size})
         return shape
@@ -210,7 +211,7 @@ class Forecast:
         """The tokenizer that a work leaves at its path."""
         if work.recipe is not None:
             recipe = self.recipe(work)
-            moved = [op.source for op in recipe.surgery if isinstance(op, Transplant)]
+            moved = [o.arguments["source"] for o in recipe.surgery if o.op == "transplant"]
             return self.words([recipe.init or each(recipe.data)[0], *moved][-1])
         unknown = Words(work.key)
         source: str | None = None
@@ -272,7 +273,7 @@ class Forecast:
         if store.words is None:
             return
         if store.words.is_other(own):
-            mapping.check_other(recipe.mapping, store.name)
+            mapping.check_foreign_store(recipe.mapping, store.name)
         shape = self.shape(work)
         pieces = (shape.vocab_size if shape is not None else 0) or own.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
@@ -286,13 +287,13 @@ class Forecast:
         """The model's tokenizer after the operations. Raises BadInput if one cannot be done."""
         words = self.words(init)
         for operation in recipe.surgery:
-            if isinstance(operation, Transplant):
-                other = self.shape_at(operation.source)
+            if operation.op == "transplant":
+                other = self.shape_at(operation.arguments["source"])
                 if start is not None and other is not None:
-                    check_width(operation.source, other.width, start.width)
-                words = self.words(operation.source)
-            elif isinstance(operation, SubstituteUnused):
-                store = self.store(operation.store)
+                    check_width(operation.arguments["source"], other.width, start.width)
+                words = self.words(operation.arguments["source"])
+            elif operation.op == "substitute_unused":
+                store = self.store(operation.arguments["store"])
                 if store.words is not None:
                     check_source(store.name, not store.words.is_other(words))
         return words
@@ -436,7 +437,7 @@ class Costs:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
             total = recipe.train.epochs * rows * recipe.fraction
-        amount = Amount.even(max(1, round(total)), length, recipe.masking.probability)
+        amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
         return float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
 
 

@@ -37,10 +37,10 @@ PRELOADED = [
     __name__,
     "xformer.train",
     "xformer.evaluate",
-    "xformer.analysis.command",
+    "xformer.analysis.subcommand",
     "xformer.convert.hf",
     "xformer.preprocess.cli",
-    "xformer.preprocess.predict",
+    "xformer.preprocess.tasks.predict",
     # what these import late
     "scipy.stats",
     "sklearn.metrics",

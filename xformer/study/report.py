@@ -6,15 +6,12 @@ that comes from a study file, a run or a log.
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import shlex
 import shutil
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from xformer.analysis import figure
+from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
+from xformer.data import style
 from xformer.study.claims import Verdict, verdicts
 from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Work
@@ -42,28 +40,7 @@ from xformer.study.results import (
 from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, ScoreTable, Shown, Summary
 
 TEMPLATES = Path(__file__).parent / "templates"
-INK = "#7a7a7a"  # readable on white and on black
-# Okabe and Ito's palette, which colour-blind readers can tell apart, then four of Tol's colours
-COLOURS = (
-    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"),
-    *("#882255", "#44AA99", "#332288", "#DDCC77"),
-)
 WIDE = 4  # panels side by side
-STYLE: Any = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "svg.fonttype": "none",
-    "legend.frameon": False,
-    "text.parse_math": False,
-}
 DIFFERS = ("where we differ", "the paper", "here", "why")  # heads of the table of deviations
 
 
@@ -352,7 +329,7 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
     rows = []
     for panel in panels:
         for line in panel.lines:
-            end = figure.spread(line.mean[-1], line.deviation[-1], line.runs)
+            end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
             texts = (panel.name, line.name, str(line.runs), panel.value)
             rows.append([Entry(text) for text in (*texts, f"{end} at step {line.x[-1]:g}")])
     caption = "Mean over runs; bands are one standard deviation."
@@ -422,45 +399,26 @@ def _loss_curve(run: Path) -> LossCurve | None:
 # ---------------------------------------------------------------------------------- its figures
 
 
-@contextmanager
-def _style(salt: str) -> Iterator[None]:
-    """The look of every figure of a report. The ids within an SVG depend on `salt`."""
-    import matplotlib
-
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
-        yield
-
-
-def _svg(drawing: Any) -> str:
-    """A figure as SVG without its preamble."""
-    text = io.StringIO()
-    drawing.savefig(text, format="svg", metadata={"Date": None})
-    return re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
 def table_figure(table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str]) -> str:
     """An SVG of a table: a group for each column, called by `names`, and a colour for each row.
     Every score is a point, beside mean and standard deviation, and a published number is a dashed
     line."""
     columns, width = len(names), 0.8 / len(cells)
-    with _style(table.name):
-        drawing, axes = figure.figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
+    with style.colours(style.BOTH):
+        drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
+        axes = drawing.subplots()
         for number, row in enumerate(cells):
             left = -0.4 + width * (number + 0.5)
-            _row(axes, np.arange(columns) + left, row, width, _colour(number))
+            _row(axes, np.arange(columns) + left, row, width, f"C{number}")
         axes.set_xticks(range(columns), names)
         unit = ", 100 times" if table.percent else ""
         name = table.metric if isinstance(table.metric, str) else "score"
         axes.set(ylabel=f"{name} on {table.split}{unit}", xlabel=table.columns)
         axes.grid(axis="y", alpha=0.3)
         if any(cell.published is not None for row in cells for cell in row):
-            axes.plot([], [], "--", color=INK, lw=1.2, label="published")
+            axes.plot([], [], "--", color=style.FAINT, lw=1.2, label="published")
         axes.legend(ncols=min(len(cells), 4), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        return _svg(drawing)
+        return style.svg(drawing, table.name)
 
 
 def _row(axes: Any, places: np.ndarray, row: Sequence[Cell], width: float, colour: str) -> None:
@@ -474,8 +432,8 @@ def _row(axes: Any, places: np.ndarray, row: Sequence[Cell], width: float, colou
         scores, deviation = cell.sample.scores, cell.sample.deviation or 0
         spots = x + width * 0.2 * np.linspace(-1, 1, len(scores)) if len(scores) > 1 else [x]
         axes.plot(spots, scores, "o", color=colour, alpha=0.45, ms=4, mew=0)
-        style = {"fmt": "o", "ms": 6.5, "color": colour, "capsize": 3, "lw": 1.5}
-        axes.errorbar(x, cell.sample.mean, deviation, label=label, **style)
+        look = {"fmt": "o", "ms": 6.5, "color": colour, "capsize": 3, "lw": 1.5}
+        axes.errorbar(x, cell.sample.mean, deviation, label=label, **look)
         label = None
 
 
@@ -485,14 +443,15 @@ def curves_figure(name: str, panels: Sequence[Panel]) -> str:
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     wide = min(WIDE, len(panels))
     high = -(-len(panels) // wide)
-    with _style(name):
-        drawing, grid = figure.figure(0.5 + 2.9 * wide, 0.5 + 2.3 * high, high, wide, squeeze=False)
+    with style.colours(style.BOTH):
+        drawing = style.new_figure(0.5 + 2.9 * wide, 0.5 + 2.3 * high)
+        grid = drawing.subplots(high, wide, squeeze=False)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
         shown: dict[str, Any] = {}  # a line for each name of the legend
         for axes, panel in zip(grid.flat, panels, strict=False):
             for line in panel.lines:
-                colour = _colour(names.index(line.name))
+                colour = f"C{names.index(line.name)}"
                 mean, deviation = np.array(line.mean), np.array(line.deviation)
                 marker = "o" if len(line.x) < 8 else None
                 (drawn,) = axes.plot(line.x, mean, color=colour, lw=1.6, marker=marker, ms=3.5)
@@ -505,4 +464,4 @@ def curves_figure(name: str, panels: Sequence[Panel]) -> str:
             axes.grid(alpha=0.3)
         columns = min(6, len(shown))
         drawing.legend(list(shown.values()), list(shown), loc="outside upper center", ncols=columns)
-        return _svg(drawing)
+        return style.svg(drawing, name)

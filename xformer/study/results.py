@@ -27,9 +27,9 @@ from xformer.data.files import (
     RUN_MANIFEST,
     atomic_directory,
     file_checksum,
+    is_safe_filename,
     json_text,
     make_directory,
-    plain_name,
     read_run_json,
     write_bytes,
 )
@@ -618,7 +618,7 @@ def _read_zip(path: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(path) as file:
             members = file.infolist()
             for member in members:
-                if not all(map(plain_name, member.filename.split("/"))):
+                if not all(map(is_safe_filename, member.filename.split("/"))):
                     raise _damaged(path, f"it holds a file of the name {member.filename!r}")
             if sum(member.file_size for member in members) > MOST:
                 raise _damaged(path, f"it holds more than {MOST // 2**20} MiB")

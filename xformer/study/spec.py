@@ -39,7 +39,7 @@ from xformer.config import (
     validate,
 )
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import plain_name
+from xformer.data.files import is_safe_filename
 
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # stands for the columns of a table whose columns are not a factor
@@ -391,7 +391,7 @@ def read_study(path: Path, scale: str) -> Study:
         raise BadInput(f"{path} is not a study, it has no scales; a recipe is run with {door}")
     if not scale:
         raise BadInput(f"give a scale of {path}: scale={' or scale='.join(scales)}")
-    if scale not in scales or not plain_name(scale):
+    if scale not in scales or not is_safe_filename(scale):
         raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales)}")
     merged = {**merge(values, scales[scale]), "path": path, "scale": scale}
     lists = [part.get("deviations", []) for part in (values, scales[scale])]
@@ -494,13 +494,13 @@ def _check_file_names(study: Study) -> None:
             raise BadInput(f"two of the {kind} are named {twice!r}; give one another name")
     for kind, every in names.items():
         for name in every:
-            if not plain_name(name):
+            if not is_safe_filename(name):
                 good = "give letters, digits, - and _"
                 raise BadInput(f"{kind}: the name {name!r} is no plain file name; {good}")
     files = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
     files |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
     for place, file in files.items():
-        if not all(map(plain_name, file.split("/"))):
+        if not all(map(is_safe_filename, file.split("/"))):
             raise BadInput(f"{place}={file!r} does not lie below {{out}}")
 
 

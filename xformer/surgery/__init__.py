@@ -1,1 +1,13 @@
-from xformer.surgery.operations import apply as apply
+from xformer.surgery.everything import clean as clean
+from xformer.surgery.everything import oracle_shuffle as oracle_shuffle
+from xformer.surgery.everything import reinit_scaled as reinit_scaled
+from xformer.surgery.layers import keep_layers as keep_layers
+from xformer.surgery.layers import reinit_head as reinit_head
+from xformer.surgery.layers import reinit_last_layers as reinit_last_layers
+from xformer.surgery.layers import reverse_layers as reverse_layers
+from xformer.surgery.registry import apply as apply
+from xformer.surgery.registry import parse_operation as parse_operation
+from xformer.surgery.words import clean_embeddings as clean_embeddings
+from xformer.surgery.words import shuffle_embeddings as shuffle_embeddings
+from xformer.surgery.words import substitute_unused as substitute_unused
+from xformer.surgery.words import transplant as transplant

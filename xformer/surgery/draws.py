@@ -1,4 +1,4 @@
-"""What the operations have in common: fresh values, and work on many weights at once."""
+"""What the operations share: random values, shuffles, and work on many weights at once."""
 
 from __future__ import annotations
 
@@ -15,83 +15,81 @@ from xformer.checkpoint import Checkpoint, Distribution, initialise, number
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
 
-BUCKET = 2**15  # elements that the cache of one core holds
-CHUNK = 8 * BUCKET  # elements that are dealt out to buckets at once
+BUCKET = 2**15  # elements that fit into the cache of one core
+CHUNK = 8 * BUCKET  # elements that are assigned to buckets at a time
 
 
-def changed(
+def replace_weights(
     checkpoint: Checkpoint, names: Iterable[str], change: Callable[[str, Tensor], Tensor]
 ) -> Checkpoint:
-    """The checkpoint with `change(name, weight)` in place of the named weights, all else as it is.
+    """The checkpoint with `change(name, weight)` in place of each named weight.
 
-    The weights are made on all cores, the largest first: drawing leaves the interpreter free.
+    Uses all cores, since torch and numpy release the interpreter lock while they draw. The largest
+    weights come first so that the cores finish together.
     """
     weights = dict(checkpoint.weights)
     order = sorted(names, key=lambda name: -weights[name].numel())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(lambda name: change(name, checkpoint.weights[name]), order)
-        weights |= dict(zip(order, made, strict=True))
+        changed = pool.map(lambda name: change(name, checkpoint.weights[name]), order)
+        weights |= dict(zip(order, changed, strict=True))
     return replace(checkpoint, weights=weights)
 
 
-def redrawn(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    seed: int,
-    distribution: Distribution,
-    purpose: str,
+def reinitialise(
+    checkpoint: Checkpoint, names: list[str], seed: int, distribution: Distribution, purpose: str
 ) -> Checkpoint:
     """The checkpoint with fresh values in the named weights (see `initialise`).
 
-    With a `purpose` they differ from those that a training with the same seed began with: else
-    re-initialising would undo the training instead.
+    A `purpose` makes the values differ from those that training with the same seed started from.
+    Without it, re-initialising a weight would take it back to its value before training.
     """
 
     def fresh(name: str, weight: Tensor) -> Tensor:
         return initialise(name, weight.shape, checkpoint.config, seed, distribution, purpose)
 
-    return changed(checkpoint, names, fresh)
+    return replace_weights(checkpoint, names, fresh)
 
 
-def matrices(name: str, weight: Tensor) -> tuple[Tensor, ...]:
-    """The matrices that a weight holds: query, key and value are stored as one."""
+def matrices_of(name: str, weight: Tensor) -> tuple[Tensor, ...]:
+    """The matrices in a weight: three if it stores query, key and value together, else one."""
     return weight.chunk(3) if ".attention.qkv." in name else (weight,)
 
 
-def generator(*key: object) -> np.random.Generator:
-    """A generator of its own for what the key spells."""
+def generator_of(*key: object) -> np.random.Generator:
+    """A random generator that depends only on the parts of the key, such as seed and name."""
     return np.random.default_rng(number(*key))
 
 
 def shuffled(values: Tensor, *key: object) -> Tensor:
-    """The same elements, every order equally likely.
+    """The elements in random order, all orders equally likely. `key` seeds the generator.
 
-    Of many elements each goes to a bucket at random, and the buckets are shuffled, which is as
-    random as shuffling all at once and stays in the cache (Rao 1961; Sandelius 1962).
+    A large tensor does not fit into the cache. Each of its elements is assigned to a random bucket,
+    and the buckets, which do fit, are shuffled. The result is as random as one shuffle of all
+    elements (Rao 1961; Sandelius 1962).
     """
-    rng, array = generator(*key), values.flatten().numpy()
+    rng, array = generator_of(*key), values.flatten().numpy()
     count = min(array.size // BUCKET, 256)
     if count < 2:
-        made = array.copy()
-        rng.shuffle(made)
-        return torch.from_numpy(made).view(values.shape)
+        copy = array.copy()
+        rng.shuffle(copy)
+        return torch.from_numpy(copy).view(values.shape)
     bits, dealt = array.view(f"u{array.itemsize}"), []
-    buckets = rng.integers(0, count, array.size, np.uint8)
-    for start in range(0, array.size, CHUNK):  # temporaries small enough for memory that is there
-        own = buckets[start : start + CHUNK]
-        sizes = torch.bincount(torch.from_numpy(own), minlength=count)
-        order = np.argsort(own, kind="stable")
+    bucket_of = rng.integers(0, count, array.size, np.uint8)
+    for start in range(0, array.size, CHUNK):  # chunks keep the temporary arrays small
+        buckets = bucket_of[start : start + CHUNK]
+        sizes = torch.bincount(torch.from_numpy(buckets), minlength=count)
+        order = np.argsort(buckets, kind="stable")
         dealt.append(np.split(bits[start : start + CHUNK][order], sizes.cumsum(0)[:-1].numpy()))
-    made, end = np.empty_like(bits), 0
+    result, end = np.empty_like(bits), 0
     for pieces in zip(*dealt, strict=True):
-        bucket = np.concatenate(pieces, dtype=np.uint64)  # numpy shuffles words of 8 bytes fastest
+        bucket = np.concatenate(pieces, dtype=np.uint64)  # numpy shuffles 8-byte words fastest
         rng.shuffle(bucket)
         begin, end = end, end + bucket.size
-        made[begin:end] = bucket
-    return torch.from_numpy(made.view(array.dtype)).view(values.shape)
+        result[begin:end] = bucket
+    return torch.from_numpy(result.view(array.dtype)).view(values.shape)
 
 
-def refuse_cnn(config: ModelConfig, what: str) -> None:
-    """Raise BadInput where the model is no transformer."""
+def refuse_cnn(config: ModelConfig, why: str) -> None:
+    """Raise BadInput, which ends with `why`, if the model is a Hilbert-CNN."""
     if config.architecture != "transformer":
-        raise BadInput(f"this model is a Hilbert-CNN, {what}")
+        raise BadInput(f"this model is a Hilbert-CNN, {why}")

@@ -8,56 +8,80 @@ import torch
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise
-from xformer.surgery.draws import changed, matrices, redrawn, refuse_cnn, shuffled
+from xformer.surgery.draws import matrices_of, refuse_cnn, reinitialise, replace_weights, shuffled
+from xformer.surgery.registry import Seed, operation
 
 Scale = Literal["magnitude", "variance"]
 
 
-def clean(checkpoint: Checkpoint, seed: int, distribution: Distribution = "normal") -> Checkpoint:
-    """Fresh values everywhere: the twin from scratch (Zhang et al. 2021, section 4; Kao & Lee 2021,
-    section 3.2). With the same seed it is the model that a recipe without `init` starts from."""
-    return redrawn(checkpoint, checkpoint.weights, seed, distribution, purpose="")
-
-
-def reinit_scaled(
-    checkpoint: Checkpoint, match: Scale, seed: int, distribution: Distribution = "normal"
+@operation
+def clean(
+    checkpoint: Checkpoint, seed: Seed = 0, distribution: Distribution = "normal"
 ) -> Checkpoint:
-    """Fresh values everywhere, each matrix scaled to the `match` it had (Zhang et al. 2021, section
-    5.1): its magnitude, read as the root of its sum of squares, or its variance.
+    """Re-initialise every weight: the from-scratch baseline (Zhang et al. 2021, section 4; Kao &
+    Lee 2021, section 3.2).
 
-    Biases and LayerNorms, which are no matrices, are as in `clean`. Query, key and value are three.
+    With the same seed, the result is the model that a recipe without `init` starts from.
+
+    Args:
+        seed: Seed of the random values (default: the run's, or --seed).
+        distribution: Normal (Kao & Lee 2021), or truncated at two standard deviations (Devlin et
+            al. 2019).
     """
-    refuse_cnn(checkpoint.config, "and the operation is one on transformers")
+    return reinitialise(checkpoint, list(checkpoint.weights), seed, distribution, purpose="")
+
+
+@operation
+def reinit_scaled(
+    checkpoint: Checkpoint, match: Scale, seed: Seed = 0, distribution: Distribution = "normal"
+) -> Checkpoint:
+    """Re-initialise every weight, then scale each matrix to the size that it had (Zhang et al.
+    2021, section 5.1).
+
+    Query, key and value are three matrices. Biases and LayerNorms, which are vectors, get the
+    values of `clean`.
+
+    Args:
+        match: What each matrix keeps: its magnitude (the root of the sum of squares) or its
+            variance.
+        seed: Seed of the random values (default: the run's, or --seed).
+        distribution: Normal or truncated, as in clean.
+    """
+    refuse_cnn(checkpoint.config, "and this operation works on transformers only")
 
     def scaled(name: str, weight: Tensor) -> Tensor:
-        fresh = initialise(
-            name, weight.shape, checkpoint.config, seed, distribution, "reinit_scaled"
-        )
+        config = checkpoint.config
+        fresh = initialise(name, weight.shape, config, seed, distribution, "reinit_scaled")
         if weight.ndim > 1:
-            for new, old in zip(matrices(name, fresh), matrices(name, weight), strict=True):
+            for new, old in zip(matrices_of(name, fresh), matrices_of(name, weight), strict=True):
                 new.mul_(_size(old, match) / _size(new, match))
         return fresh
 
-    return changed(checkpoint, checkpoint.weights, scaled)
+    return replace_weights(checkpoint, checkpoint.weights, scaled)
 
 
 def _size(matrix: Tensor, match: Scale) -> float:
-    """The number that is proportional to a matrix and that `match` keeps."""
+    """A number proportional to the magnitude or to the standard deviation of a matrix."""
     centred = matrix - matrix.mean(dtype=torch.double) if match == "variance" else matrix
     return float(torch.linalg.vector_norm(centred, dtype=torch.double))
 
 
-def oracle_shuffle(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """The elements of each weight in random order, the "oracle" initialisation: every parameter
-    keeps the very distribution of its values and nothing else (Zhang et al. 2021, section 5.2).
+@operation
+def oracle_shuffle(checkpoint: Checkpoint, seed: Seed = 0) -> Checkpoint:
+    """Shuffle the elements within each weight: the "oracle" initialisation (Zhang et al. 2021,
+    section 5.2).
 
-    So do biases and LayerNorms. Query, key and value are three matrices.
+    Each weight keeps the exact distribution of its values and nothing else. Query, key and value
+    are three matrices. Biases and LayerNorms are shuffled too.
+
+    Args:
+        seed: Seed of the shuffles (default: the run's, or --seed).
     """
-    refuse_cnn(checkpoint.config, "and the operation is one on transformers")
+    refuse_cnn(checkpoint.config, "and this operation works on transformers only")
 
     def shuffle(name: str, weight: Tensor) -> Tensor:
         key = (seed, "oracle_shuffle", name)
-        parts = [shuffled(part, *key, i) for i, part in enumerate(matrices(name, weight))]
+        parts = [shuffled(part, *key, i) for i, part in enumerate(matrices_of(name, weight))]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    return changed(checkpoint, checkpoint.weights, shuffle)
+    return replace_weights(checkpoint, checkpoint.weights, shuffle)

@@ -1,4 +1,4 @@
-"""Operations on layers and heads. Layers and heads are numbered from 1, as the papers do.
+"""Operations on layers and attention heads. Both are numbered from 1, as in the papers.
 
 C hidden size, H heads, D = C / H.
 """
@@ -7,152 +7,189 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
-from xformer.surgery.draws import changed, redrawn, refuse_cnn
+from xformer.surgery.draws import refuse_cnn, reinitialise, replace_weights
+from xformer.surgery.registry import Operation, Seed, naming, operation
 
 LAYERS = "encoder.layers."
 
 
+@operation
 def reverse_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """The layers in the opposite order (Zhang et al. 2021, section 3, table 1)."""
-    return _arranged(checkpoint, range(separate(checkpoint.config), 0, -1))
+    """Put the layers in the opposite order (Zhang et al. 2021, section 3, table 1)."""
+    return _with_layers(checkpoint, range(count_layers(checkpoint.config), 0, -1))
 
 
+def check_one_choice(**choices: object) -> None:
+    """Raise BadInput unless exactly one argument of keep_layers is given."""
+    given = sum(value is not None for value in choices.values())
+    if given != 1:
+        raise BadInput(
+            f"keep_layers takes exactly one of first, every and layers; you gave {given}"
+        )
+
+
+@partial(operation, check=check_one_choice)
 def keep_layers(
     checkpoint: Checkpoint,
     first: int | None = None,
     every: int | None = None,
-    layers: Sequence[int] | None = None,
+    layers: tuple[int, ...] | None = None,
 ) -> Checkpoint:
-    """Some of the layers (Zhang et al. 2021, section 6, tables 7 and 8): the `first` ones, the
-    first of `every` so many (2: the 1st, 3rd, 5th ..), or those that `layers` numbers.
+    """Keep some of the layers and drop the others (Zhang et al. 2021, section 6, tables 7 and 8).
 
-    Raises BadInput unless one of the three is given, or where there is no such layer.
+    Give exactly one of the three arguments. Layers are numbered from 1.
+
+    Args:
+        first: Keep this many layers, starting at the first.
+        every: Keep the first of every N layers: 2 keeps the 1st, 3rd, 5th and so on.
+        layers: Keep the layers with these numbers, in rising order.
     """
-    return _arranged(checkpoint, kept(checkpoint.config, first, every, layers))
+    return _with_layers(checkpoint, layers_to_keep(checkpoint.config, first, every, layers))
 
 
-def kept(
+def layers_to_keep(
     config: ModelConfig, first: int | None, every: int | None, layers: Sequence[int] | None
 ) -> Sequence[int]:
-    """The numbers of the layers that keep_layers keeps."""
-    check_choice(first, every, layers)
-    count = separate(config)
-    if layers is None:
-        name, value = ("first", first) if first is not None else ("every", every)
-        assert value is not None
-        if not 1 <= value <= count:
-            raise BadInput(f"{name}={value}: the model has layers 1 to {count}")
-        layers = range(1, value + 1) if name == "first" else range(1, count + 1, value)
-    if not layers:
-        raise BadInput("layers=[]: give one layer at least")
-    for layer in layers:
-        _check(layer, "layers", count)
-    if list(layers) != sorted(set(layers)):
-        raise BadInput(f"layers={list(layers)}: give each layer once, in rising order")
+    """The numbers of the layers that keep_layers keeps. Raises BadInput if a layer does not exist,
+    or if `layers` is empty or not in rising order."""
+    count = count_layers(config)
+    if first is not None:
+        layers = range(1, _check_layer("first", first, count) + 1)
+    elif every is not None:
+        layers = range(1, count + 1, _check_layer("every", every, count))
+    for layer in layers or ():
+        _check_layer("layers", layer, count)
+    if not layers or list(layers) != sorted(set(layers)):
+        raise BadInput(
+            f"layers={list(layers or ())}: give at least one layer, each once, in rising order"
+        )
     return layers
 
 
-def check_choice(*given: object) -> None:
-    """Raise BadInput unless one of keep_layers' arguments is given, and only one."""
-    if sum(value is not None for value in given) != 1:
-        raise BadInput("keep_layers takes one of first, every and layers, and only one")
-
-
+@operation
 def reinit_last_layers(
-    checkpoint: Checkpoint, from_layer: int, seed: int, distribution: Distribution = "truncated"
+    checkpoint: Checkpoint,
+    from_layer: int,
+    seed: Seed = 0,
+    distribution: Distribution = "truncated",
 ) -> Checkpoint:
-    """Fresh values in the layers `from_layer` to the last (Huang et al. 2021, section 4.2).
+    """Re-initialise the layers from `from_layer` to the last (Huang et al. 2021, section 4.2).
 
-    `from_layer` is the paper's k: of 12 layers 1 re-initialises all, 12 the last, 13 none.
-    Embeddings, pooler and heads stay.
+    Embeddings, pooler and heads keep their values.
+
+    Args:
+        from_layer: The first layer to re-initialise, Huang's k. Of 12 layers, 1 re-initialises all,
+            12 the last one, 13 none.
+        seed: Seed of the random values (default: the run's, or --seed).
+        distribution: Normal or truncated, as in clean.
     """
-    check_last(checkpoint.config, from_layer)
-    names = [name for name in checkpoint.weights if _layer(name) >= from_layer]
-    return redrawn(checkpoint, names, seed, distribution, "reinit_last_layers")
+    check_from_layer(checkpoint.config, from_layer)
+    names = [name for name in checkpoint.weights if _layer_of(name) >= from_layer]
+    return reinitialise(checkpoint, names, seed, distribution, "reinit_last_layers")
 
 
-def check_last(config: ModelConfig, from_layer: int) -> None:
-    """Raise BadInput unless there are layers to be the last, or none is meant."""
-    none = separate(config) + 1
+def check_from_layer(config: ModelConfig, from_layer: int) -> None:
+    """Raise BadInput unless `from_layer` is a layer of the model, or the number after the last."""
+    none = count_layers(config) + 1
     if not 1 <= from_layer <= none:
-        raise BadInput(
-            f"from_layer={from_layer}: give 1 to {none}, where {none} re-initialises none"
-        )
+        raise BadInput(f"from_layer={from_layer}: give 1 to {none}; {none} re-initialises none")
 
 
+@operation
 def reinit_head(
     checkpoint: Checkpoint,
     layer: int,
     head: int,
-    seed: int,
+    seed: Seed = 0,
     distribution: Distribution = "truncated",
 ) -> Checkpoint:
-    """Fresh values in one attention head (Huang et al. 2021, section 4.3).
+    """Re-initialise one attention head (Huang et al. 2021, section 4.3).
 
-    A head is its D rows of query, key and value, their biases (0), and its D columns of the output
-    projection. The output projection's bias belongs to no one head and stays.
+    A head is its rows of query, key and value, their biases (set to 0), and its columns of the
+    output projection. The bias of the output projection is shared by all heads and stays.
+
+    Args:
+        layer: The layer of the head, from 1.
+        head: The number of the head within its layer, from 1.
+        seed: Seed of the random values (default: the run's, or --seed).
+        distribution: Normal or truncated, as in clean.
     """
-    check_head(checkpoint.config, layer, head)
-    heads, C = checkpoint.config.heads, checkpoint.config.hidden
-    D = C // heads
+    check_attention_head(checkpoint.config, layer, head)
     attention = f"{LAYERS}{layer - 1}.attention."
-    shapes = {
-        "qkv.weight": (3, heads, D, C),
-        "qkv.bias": (3, heads, D),
-        "out.weight": (C, heads, D),
-    }
+    # the leading dimension of each weight; the next one is the heads: (3, H, D, C), (3, H, D) and
+    # (C, H, D)
+    leading = {"qkv.weight": 3, "qkv.bias": 3, "out.weight": checkpoint.config.hidden}
 
-    def one_head(name: str, weight: Tensor) -> Tensor:
-        shape = shapes[name.removeprefix(attention)]
+    def with_fresh_head(name: str, weight: Tensor) -> Tensor:
+        shape = (leading[name.removeprefix(attention)], checkpoint.config.heads, -1)
         fresh = initialise(name, weight.shape, checkpoint.config, seed, distribution, "reinit_head")
-        made = weight.clone()
-        made.view(shape)[:, head - 1] = fresh.view(shape)[:, head - 1]
-        return made
+        changed = weight.clone()
+        changed.view(shape)[:, head - 1] = fresh.view(shape)[:, head - 1]
+        return changed
 
-    return changed(checkpoint, [attention + name for name in shapes], one_head)
+    return replace_weights(checkpoint, [attention + name for name in leading], with_fresh_head)
 
 
-def check_head(config: ModelConfig, layer: int, head: int) -> None:
-    """Raise BadInput where there is no such head."""
-    _check(layer, "layer", separate(config))
+def check_attention_head(config: ModelConfig, layer: int, head: int) -> None:
+    """Raise BadInput if the model has no such layer, or a layer has no such head."""
+    _check_layer("layer", layer, count_layers(config))
     if not 1 <= head <= config.heads:
         raise BadInput(f"head={head}: a layer has heads 1 to {config.heads}")
 
 
-def separate(config: ModelConfig) -> int:
-    """How many layers there are. Raises BadInput where they cannot be told apart."""
+def shape_after(config: ModelConfig, steps: Sequence[Operation]) -> ModelConfig:
+    """The shape of a model after these operations. Only the number of layers is followed.
+
+    Raises BadInput naming the first operation that needs a layer or head that does not exist.
+    """
+    for step in steps:
+        with naming(step.op):
+            if step.op == "keep_layers":
+                count = len(layers_to_keep(config, **step.arguments))
+                config = config.model_copy(update={"layers": count})
+            elif step.op == "reverse_layers":
+                count_layers(config)
+            elif step.op == "reinit_last_layers":
+                check_from_layer(config, step.arguments["from_layer"])
+            elif step.op == "reinit_head":
+                check_attention_head(config, step.arguments["layer"], step.arguments["head"])
+    return config
+
+
+def count_layers(config: ModelConfig) -> int:
+    """The number of layers. Raises BadInput if the model has no layers with weights of their own:
+    a Hilbert-CNN, or an ALBERT."""
     refuse_cnn(config, "which has no such layers")
     if config.shared_layers:
-        raise BadInput(
-            "all layers of this model are one set of weights (ALBERT), so that none can "
-            "be changed, moved or left out alone"
-        )
+        raise BadInput("all layers share one set of weights (ALBERT): none can be changed alone")
     return config.layers
 
 
-def _check(layer: int, name: str, count: int) -> None:
+def _check_layer(argument: str, layer: int, count: int) -> int:
+    """The layer, or BadInput if there is none with this number."""
     if not 1 <= layer <= count:
-        raise BadInput(f"{name}={layer}: the model has layers 1 to {count}")
+        raise BadInput(f"{argument}={layer}: the model has layers 1 to {count}")
+    return layer
 
 
-def _layer(name: str) -> int:
-    """The number of the layer that a weight belongs to, 0 for none."""
+def _layer_of(name: str) -> int:
+    """The number of the layer that a weight belongs to; 0 if it belongs to none."""
     return int(name.split(".")[2]) + 1 if name.startswith(LAYERS) else 0
 
 
-def _arranged(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
-    """The layers of these numbers in this order, renamed: no weight is copied."""
-    weights = {name: weight for name, weight in checkpoint.weights.items() if not _layer(name)}
+def _with_layers(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
+    """The checkpoint with these layers in this order. Weights are renamed, not copied."""
+    weights = {name: weight for name, weight in checkpoint.weights.items() if not _layer_of(name)}
     for place, layer in enumerate(order):
-        prefix = f"{LAYERS}{layer - 1}."
         for name, weight in checkpoint.weights.items():
-            if name.startswith(prefix):
-                weights[f"{LAYERS}{place}.{name.removeprefix(prefix)}"] = weight
+            if _layer_of(name) == layer:
+                weights[name.replace(f".{layer - 1}.", f".{place}.", 1)] = weight
     config = checkpoint.config.model_copy(update={"layers": len(order)})
     return replace(checkpoint, config=config, weights=weights)

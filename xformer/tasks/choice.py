@@ -1,4 +1,4 @@
-"""Multiple choice: which of n endings continues a context (SWAG, Zellers et al. 2018).
+"""Multiple choice: predict which of n endings continues a context (SWAG, Zellers et al. 2018).
 
 Q questions, N = n Q sequences: each ending is a row of its own, and the rows of a question are
 neighbours in the store and in a batch.
@@ -27,7 +27,7 @@ from xformer.tasks.task import (
 
 
 class Choice(Pooled):
-    """One score an ending; a softmax over the endings of a question makes them probabilities."""
+    """One score per ending. A softmax over the endings of a question gives probabilities."""
 
     name = "choice"
     stores = ("choice",)
@@ -42,7 +42,7 @@ class Choice(Pooled):
 
     @property
     def _first(self) -> int:
-        """The number of the first ending in the training file."""
+        """The number that the training file gives to the first ending."""
         options = (self.head.columns or {}).get("options", {})
         return int(options.get("first") or 0)
 
@@ -58,20 +58,20 @@ class Choice(Pooled):
         group = np.arange(split.rows) // split.together
         return {"outputs": outputs, "label": np.asarray(split.columns["label"]), "group": group}
 
-    def score(self, kept: Predictions) -> dict[str, float]:
+    def score(self, predictions: Predictions) -> dict[str, float]:
         """Means over questions."""
-        questions = int(kept.arrays["group"][-1]) + 1
-        logits = kept.arrays["outputs"].astype(np.float64).reshape(questions, -1)
-        labels = kept.arrays["label"].reshape(questions, -1)[:, 0]
+        questions = int(predictions.arrays["group"][-1]) + 1
+        logits = predictions.arrays["outputs"].astype(np.float64).reshape(questions, -1)
+        labels = predictions.arrays["label"].reshape(questions, -1)[:, 0]
         known = np.flatnonzero(labels != UNLABELLED)
         if not len(known):
-            raise no_labels(kept.split)
+            raise no_labels(predictions.split)
         losses = -log_softmax(logits)[known, labels[known]]
         right = logits[known].argmax(1) == labels[known]
         return {"loss": float(losses.mean()), "accuracy": float(right.mean())}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """A line for each question: its likeliest ending, counted as the training file counts them
+        """One line per question: its likeliest ending, numbered as in the training file
         (`--first`), and the probability."""
         chances = np.exp(log_softmax(outputs.astype(np.float64).reshape(-1, split.together)))
         best = chances.argmax(1)
@@ -91,3 +91,8 @@ class Choice(Pooled):
             ids = texts(split.columns["id"])
             table["id"] = [ids[row] for row in first]
         return table
+
+    def gold(self, split: Split) -> list[str] | None:
+        labels = np.asarray(split.columns["label"])[:: split.together].tolist()
+        texts = ["" if label < 0 else str(self._first + label) for label in labels]
+        return texts if self.has_labels(split) else None

@@ -1,4 +1,4 @@
-"""Classes of texts, and what tasks on a pooled first token share.
+"""Classify texts; and what all tasks that read the pooled first token share.
 
 N sequences, G groups of them, C hidden size, K classes.
 """
@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Batch, Work
+from xformer.data.batch import Batch, Workload
 from xformer.data.store import UNLABELLED, UNSEEN, Split
 from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
+    Head,
     Loss,
     Model,
     Predictions,
@@ -31,7 +32,7 @@ from xformer.tasks.task import (
 
 
 class Pooled(Task):
-    """A task whose head reads the pooled first token, or what a HilbertCNN says of a sequence."""
+    """A task whose head reads the pooled first token, or the features of a HilbertCNN."""
 
     reads_pooled = True
 
@@ -42,7 +43,7 @@ class Pooled(Task):
         return heads
 
     def dropouts(self, config: ModelConfig) -> tuple[float, float]:
-        """The rates before the pooler and before the head."""
+        """The dropout rates before the pooler and before the head."""
         rate = config.before_head
         return rate if config.dropout_form == "roberta" else 0.0, rate
 
@@ -57,10 +58,10 @@ class Pooled(Task):
         logits: Tensor = model.task_head(model.drop(x, before_head))
         return logits
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.rows
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden
         pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
         return pooler + super().head_flops(config, work)
@@ -73,7 +74,7 @@ class Pooled(Task):
 
 
 class Classify(Pooled):
-    """One class a sequence."""
+    """One class per sequence."""
 
     name = "classify"
     stores = ("class",)
@@ -84,6 +85,10 @@ class Classify(Pooled):
     takes_class_weights = True
     hf_class = "SequenceClassification"
     hf_table = "classify"
+
+    def __init__(self, head: Head):
+        super().__init__(head)
+        self._class_weights: Tensor | None = None  # (K,), on the device of the last batch
 
     @property
     def outputs(self) -> int:
@@ -97,16 +102,23 @@ class Classify(Pooled):
             total = F.cross_entropy(logits, batch.labels, reduction="sum")
             return Loss(total, len(batch.labels), correct)
         # The weighted loss is divided by the number of rows, not by the sum of their weights, so
-        # that it is still a sum that can be cut anywhere. `balanced` weights have the mean 1.
-        weights = self.head.class_weights
+        # that micro-batches and ranks can still add their sums. `balanced` weights have the mean 1.
         total = F.cross_entropy(
             logits,
             batch.labels,
-            torch.tensor(weights, device=logits.device) if weights else None,
+            self._weights_on(logits.device),
             reduction="sum",
             label_smoothing=self.head.smoothing,
         )
         return Loss(total, len(batch.labels), correct)
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """The class weights (K,), copied to the device once; None if all classes weigh the same."""
+        if not self.head.class_weights:
+            return None
+        if self._class_weights is None or self._class_weights.device != device:
+            self._class_weights = torch.tensor(self.head.class_weights, device=device)
+        return self._class_weights
 
     def note(self, split: Split) -> str:
         labels = np.asarray(split.columns["label"])
@@ -114,34 +126,40 @@ class Classify(Pooled):
         if not unseen:
             return ""
         return (
-            f"{unseen:,} of {len(labels):,} rows are of classes that training has not: they count "
-            "as wrong"
+            f"{unseen:,} of {len(labels):,} rows have classes that do not occur in training: they "
+            "count as wrong"
         )
 
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return of_groups(outputs, split)
 
-    def score(self, kept: Predictions) -> dict[str, float]:
+    def score(self, predictions: Predictions) -> dict[str, float]:
         """The loss is a mean over rows. If rows form groups, the metrics are over groups: a group
         has the class that most of its rows vote for (Kao & Lee 2021, appendix G.4)."""
-        some, labels, groups = known_rows(kept, kept.arrays["label"] != UNLABELLED)
-        log_probability = log_softmax(some)
+        logits, labels, groups = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
+        log_probability = log_softmax(logits)
         losses = losses_of(log_probability, labels)
+        ranking = logits
         if groups is not None:
-            some = vote(log_probability, groups)
+            ranking = vote(log_probability, groups)
             labels = first_by_group(labels, groups)
-        scores = classification(some.argmax(1), labels, some.shape[1])
-        return losses | scores
+        return losses | classification(ranking.argmax(1), labels, ranking.shape[1])
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """Rows that were read to be predicted, and that form groups, have a line for each group."""
+        """One line per row; one per group if the rows come from a file and form groups."""
         chances = np.exp(log_softmax(outputs))
         if "input" in split.columns and "group" in split.columns:
             return self._of_groups(chances, split)
         return self._likeliest(chances) | of_rows(split)
 
+    def gold(self, split: Split) -> list[str] | None:
+        names = {UNLABELLED: "", UNSEEN: "(unseen)"} | dict(enumerate(self.head.labels))
+        labels = np.asarray(split.columns["label"]).tolist()
+        return [names[label] for label in labels] if self.has_labels(split) else None
+
     def _likeliest(self, chances: np.ndarray, best: np.ndarray | None = None) -> Table:
-        """The likeliest class of each row, or the `best` as given, and its probability."""
+        """The class numbers `best`, by default the likeliest of each row, and their
+        probabilities."""
         best = chances.argmax(1) if best is None else best
         return {
             "label": [self.head.labels[i] for i in best],
@@ -149,8 +167,8 @@ class Classify(Pooled):
         }
 
     def _of_groups(self, chances: np.ndarray, split: Split) -> Table:
-        """A line for each group. Its rows vote for its class, as evaluation scores groups. The
-        probability is the mean over the rows."""
+        """One line per group: the class that its rows vote for, as in scoring, and the mean
+        probability over the rows."""
         groups = np.asarray(split.columns["group"])
         best = vote(np.log(np.maximum(chances, 1e-30)), groups).argmax(1)
         table = self._likeliest(mean_by_group(chances, groups), best)
@@ -160,9 +178,9 @@ class Classify(Pooled):
 
 
 def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
-    """Weights of classes, from the labels of the rows (N,): inversely proportional to the rows of
-    the class, so that all classes weigh the same, with a mean of 1 over the rows (scikit-learn's
-    "balanced"). A class without rows has the weight 0."""
+    """Class weights from the labels of rows (N,), as scikit-learn's "balanced": inversely
+    proportional to the number of rows of a class, with a mean of 1 over the rows. A class without
+    rows has the weight 0."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)
     present = counts > 0
     weights = present * counts.sum() / (present.sum() * np.maximum(counts, 1))
@@ -173,54 +191,54 @@ def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
 
 
 def of_groups(outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
-    """Outputs and labels of rows, and the group of each if rows form groups."""
+    """The outputs and labels of rows, and their group numbers if they form groups."""
     arrays = {"outputs": outputs, "label": np.asarray(split.columns["label"])}
     group = split.columns.get("group")
     return arrays if group is None else arrays | {"group": np.asarray(group)}
 
 
 def known_rows(
-    kept: Predictions, known: np.ndarray
+    predictions: Predictions, known: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Outputs in float64, labels and groups of the rows that have a label (N,). Raises BadInput if
-    there is none."""
+    """The outputs (in float64), labels and groups of the rows where `known` (N,) is true. Raises
+    BadInput if there is none."""
     if not known.any():
-        raise no_labels(kept.split)
-    outputs, group = kept.arrays["outputs"][known], kept.arrays.get("group")
+        raise no_labels(predictions.split)
+    outputs, group = predictions.arrays["outputs"][known], predictions.arrays.get("group")
     groups = None if group is None else group[known]
-    return outputs.astype(np.float64), kept.arrays["label"][known], groups
+    return outputs.astype(np.float64), predictions.arrays["label"][known], groups
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis, (N, K)."""
+    """The logarithm of a softmax over the last axis, (N, K)."""
     logits = logits - logits.max(1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
 def losses_of(log_probability: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The mean loss of the rows whose class training has, (N, K) and (N,). Other rows have no
-    probability: they are never right."""
+    """The mean loss from log-probabilities (N, K) and labels (N,). Rows whose class does not occur
+    in training are left out, because they have no probability."""
     seen = np.flatnonzero(labels != UNSEEN)
     losses = -log_probability[seen, labels[seen]]
     return {"loss": float(losses.mean())} if len(seen) else {}
 
 
 def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(N, K), group numbers (N,) -> votes (G, K), the groups in order of their numbers.
+    """Log-probabilities (N, K), group numbers (N,) -> votes (G, K), ordered by group number.
 
-    Each row votes for its likeliest class (Kao & Lee 2021, appendix G.4); the mean probability
+    Each row votes for its likeliest class (Kao & Lee 2021, appendix G.4). The mean probability
     breaks ties.
     """
     choices = np.eye(log_probabilities.shape[1])[log_probabilities.argmax(1)]
     number, inverse = np.unique(groups, return_inverse=True)
     votes = np.zeros((len(number), log_probabilities.shape[1]))
     np.add.at(votes, inverse, choices)
-    # halved, because the mean probability of a certain class is 1: a whole vote
+    # halved, because a mean probability of 1 would count as a whole vote
     return votes + mean_by_group(np.exp(log_probabilities), groups) / 2
 
 
 def mean_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(N, K), group numbers (N,) -> means (G, K), groups in order of their numbers."""
+    """Values (N, K), group numbers (N,) -> means (G, K), ordered by group number."""
     number, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     sums = np.zeros((len(number), values.shape[1]))
     np.add.at(sums, inverse, values)
@@ -228,23 +246,23 @@ def mean_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def first_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(N,) -> (G,): the value of each group's first row."""
+    """Values (N,) -> the value of each group's first row (G,), ordered by group number."""
     return values[np.unique(groups, return_index=True)[1]]
 
 
 def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, f1 and mcc of class numbers, (N,) each; the task has `classes` classes.
+    """accuracy, f1 and mcc from class numbers, (N,) each; the task has `classes` classes.
 
-    With two classes f1 is that of class 1 (GLUE's), otherwise the mean over classes. mcc is
-    Matthews' coefficient (scikit-learn's definition, also for more than two classes). A label
-    outside the classes counts as wrong.
+    With two classes, f1 is that of class 1, as in GLUE; with more, the mean over classes. mcc is
+    Matthews' correlation coefficient in scikit-learn's definition, which covers more than two
+    classes. A label outside the classes counts as wrong.
     """
     from sklearn.metrics import f1_score, matthews_corrcoef
 
     names = [1] if classes == 2 else range(classes)
     f1 = f1_score(labels, predictions, labels=names, average="macro", zero_division=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a single class gives 0, which is right
+        warnings.simplefilter("ignore")  # with a single class it warns and gives 0, which is right
         mcc = matthews_corrcoef(labels, predictions)
     return {
         "accuracy": float((predictions == labels).mean()),

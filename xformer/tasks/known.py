@@ -1,4 +1,4 @@
-"""All tasks there are, by their names."""
+"""All tasks, by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TASKS: dict[str, type[Task]] = {
 
 
 def kind_of(name: str, pairs: bool = False) -> type[Task]:
-    """The task of this name; with `pairs` the one that trains a pair head beside it."""
+    """The class of the task with this name; with `pairs`, of its variant with a pair head."""
     return Pairs if pairs and TASKS[name].predicts_masked else TASKS[name]
 
 
 def task_of(head: Head | None) -> Task | None:
-    """The task that a head was trained for."""
+    """The task of a head; None without a head."""
     if head is None:
         return None
     return kind_of(head.kind, head.pair_scale > 0)(head)

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
 from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task
 
 
 class MLMHead(nn.Module):
-    """Dense, activation, LayerNorm, then the word embeddings as decoder with a bias of its own."""
+    """Dense layer, activation and LayerNorm, then the tied word embeddings with a separate bias."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -38,24 +38,25 @@ class MLMHead(nn.Module):
         return F.linear(self.states(x), word, self.bias)
 
     def states(self, x: Tensor) -> Tensor:
-        """x (M, C) -> what meets the word embeddings, (M, E)."""
+        """x (M, C) -> the input of the tied word embeddings, (M, E)."""
         return self.norm(activate(self.dense(x), self.activation))
 
     def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy and how many are right.
-        Rows of x after those of the targets do not count."""
+        """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy, (), and the number of
+        right predictions, (). Rows of x beyond the targets are padding and do not count."""
         return vocabulary_loss(self.states(x), word, self.bias, targets)
 
 
 class MLM(Task):
-    """The masked tokens of any text. Evaluation keeps three numbers of each row: the loss summed
-    over its masked tokens, how many they are, and how many of them are right."""
+    """Predict the masked tokens of any text. Evaluation keeps three numbers for each row: the loss
+    summed over its masked tokens, their number, and how many of them are right."""
 
     name = "mlm"
     stores = ("text", "class", "score", "span", "tag", "choice")
     metrics = {"loss": LOWER, "accuracy": HIGHER, "perplexity": LOWER}
     arrays = {"loss", "masked", "correct"}
     predicts_masked = True
+    has_table = False
     head_reads = "places"
     hf_class = "MaskedLM"
     hf_table = "mlm"
@@ -66,39 +67,39 @@ class MLM(Task):
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
         """(M, V) at the masked places."""
-        return self._judged(model, model.encoder(batch, places=batch.places))
+        return self._logits_of(model, model.encoder(batch, places=batch.places))
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         assert batch.places is not None
-        x = model.encoder(batch, places=with_room(batch.places))
+        x = model.encoder(batch, places=pad_rows(batch.places))
         return self.masked_loss(model, x, batch)
 
     def masked_loss(self, model: Model, x: Tensor, batch: Batch[Tensor]) -> Loss:
-        """The loss from the hidden states of the masked tokens, (M, C). Rows of x after those of
-        the targets do not count."""
+        """The loss from the hidden states of the masked tokens, x (M, C). Rows of x beyond the
+        targets are padding and do not count."""
         targets = batch.targets
         assert targets is not None
         if model.training:
             word = model.encoder.embeddings.word.weight
             total, correct = model.mlm_head.loss(x, word, targets)
             return Loss(total, len(targets), correct)
-        losses, right = self._each(model, x, targets)
+        losses, right = self._by_token(model, x, targets)
         return Loss(losses.sum(), len(targets), right.sum())
 
-    def _judged(self, model: Model, x: Tensor) -> Tensor:
+    def _logits_of(self, model: Model, x: Tensor) -> Tensor:
         logits: Tensor = model.mlm_head(x, model.encoder.embeddings.word.weight)
         return logits
 
-    def _each(self, model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each masked token, (M,), and 1 where the token is right, (M,)."""
-        logits = self._judged(model, x)[: len(targets)].float()
+    def _by_token(self, model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each masked token, (M,), and 1 if its prediction is right, else 0, (M,)."""
+        logits = self._logits_of(model, x)[: len(targets)].float()
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
         return (2 * C * E + 2 * E * V) * work.masked
 
@@ -112,24 +113,25 @@ class MLM(Task):
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
     ) -> tuple[np.ndarray, Tensor]:
         assert batch.places is not None
-        x = model.encoder(batch, places=with_room(batch.places))
+        x = model.encoder(batch, places=pad_rows(batch.places))
         return host.rows, self.by_row(model, x, batch, host)
 
     def by_row(
         self, model: Model, x: Tensor, batch: Batch[Tensor], host: Batch[np.ndarray]
     ) -> Tensor:
-        """Three numbers of each row, (N, 3), from the masked tokens' hidden states, (M, C)."""
+        """The three numbers of each row, (N, 3), from the hidden states of its masked tokens, x
+        (M, C)."""
         assert batch.targets is not None
         assert host.places is not None
-        each = torch.stack(self._each(model, x, batch.targets), 1)  # (M, 2)
+        tokens = torch.stack(self._by_token(model, x, batch.targets), 1)  # (M, 2)
         counts = np.diff(np.searchsorted(host.places, host.cu_seqlens))
         row = np.repeat(np.arange(len(counts)), counts)
         within = ragged_arange(np.zeros_like(counts), counts)
-        # a sum along an axis: CUDA adds into places in no order
-        spread = each.new_zeros(len(counts), max(1, int(counts.max())), 2)
-        places = [torch.from_numpy(index).to(each.device) for index in (row, within)]
-        spread[places[0], places[1]] = each
-        loss, right = spread.sum(1).unbind(1)
+        # padded, then summed along an axis: index_add on CUDA adds in no fixed order
+        table = tokens.new_zeros(len(counts), max(1, int(counts.max())), 2)
+        places = [torch.from_numpy(index).to(tokens.device) for index in (row, within)]
+        table[places[0], places[1]] = tokens
+        loss, right = table.sum(1).unbind(1)
         return torch.stack([loss, torch.from_numpy(counts).to(loss), right], 1)
 
     def default_metric(self, of_store: str | None) -> str:
@@ -142,12 +144,12 @@ class MLM(Task):
             "correct": outputs[:, 2].astype(np.int64),
         }
 
-    def score(self, kept: Predictions) -> dict[str, float]:
+    def score(self, predictions: Predictions) -> dict[str, float]:
         """Means over masked tokens."""
-        loss, masked, correct = (kept.arrays[name] for name in ("loss", "masked", "correct"))
+        loss, masked, correct = (predictions.arrays[name] for name in ("loss", "masked", "correct"))
         count = int(masked.sum())
         if count == 0:
-            raise BadInput(f"the split {kept.split!r} has no token to mask")
+            raise BadInput(f"the split {predictions.split!r} has no token to mask")
         mean = float(loss.astype(np.float64).sum()) / count
         return {
             "loss": mean,
@@ -155,25 +157,19 @@ class MLM(Task):
             "perplexity": math.exp(min(mean, 700)),
         }
 
-    def check_lines(self, wanted: str) -> None:
-        raise BadInput(
-            f"{wanted}: an MLM head has no table; give a name that ends in .npz for the loss of "
-            "every row"
-        )
-
 
 # ------------------------------------------------------------------------------ filling a mask
 
 
 def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarray]:
-    """A text with mask tokens as a batch of one row; `places` are those of the masks.
+    """A text with mask tokens as a batch of one row. Its `places` are the masks.
 
-    Raises BadInput without a mask token, or if the text has more than `longest` tokens.
+    Raises BadInput if the text has no mask token, or more than `longest` tokens.
     """
     mask, mask_token = tokenizer.special["mask"], tokenizer.pieces[tokenizer.special["mask"]]
     parts = text.split(mask_token)
     if len(parts) == 1:
-        raise BadInput(f"the text has no mask token: put {mask_token} where a word is wanted")
+        raise BadInput(f"the text has no mask token: write {mask_token} for each missing word")
     if tokenizer.mask_takes_space:  # RoBERTa
         parts = [*(part.rstrip() for part in parts[:-1]), parts[-1]]
     ids = [tokenizer.special["cls"]]
@@ -181,7 +177,7 @@ def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarra
         ids += ([mask] if i else []) + encoded.tolist()
     ids.append(tokenizer.special["sep"])
     if len(ids) > longest:
-        raise BadInput(f"the text is {len(ids)} tokens; the model takes {longest}")
+        raise BadInput(f"the text has {len(ids)} tokens; the model takes {longest}: shorten it")
     tokens, ends = np.array(ids, np.int64), np.array([0, len(ids)], np.int32)
     return Batch(
         tokens,
@@ -194,9 +190,10 @@ def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarra
 
 
 def likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tuple[float, str]]]:
-    """Logits of masks (M, V) -> for each the `top` likeliest pieces as (probability, piece)."""
-    likely = torch.softmax(logits, 1)[:, : len(tokenizer)]  # rows beyond have no piece
-    best = likely.topk(min(top, likely.size(1)))
+    """Logits of masks (M, V) -> for each mask the `top` likeliest pieces, (probability, piece)."""
+    # embeddings beyond the tokenizer's pieces are padding of the vocabulary
+    probabilities = torch.softmax(logits, 1)[:, : len(tokenizer)]
+    best = probabilities.topk(min(top, probabilities.size(1)))
     return [
         [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
         for pair in zip(best.values, best.indices, strict=True)

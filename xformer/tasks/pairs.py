@@ -1,6 +1,6 @@
-"""Masked tokens and pairs of texts together: does the second text follow the first (Devlin et al.
-2019: next sentence), are they in their order (Lan et al. 2020), are both of one family (Min et al.
-2019)?
+"""MLM together with a classification of pairs of texts: does the second text follow the first
+(next sentence: Devlin et al. 2019), are they in the right order (Lan et al. 2020), do two proteins
+belong to one family (Min et al. 2019)?
 
 N sequences, M masked tokens, C hidden size.
 """
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.store import UNLABELLED, Split
 from xformer.model.config import ModelConfig
-from xformer.ops.room import with_room
+from xformer.ops.padding import pad_rows
 from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
@@ -25,7 +25,7 @@ from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
 
 class Pairs(MLM):
     """MLM with a pair head. A pair counts as much as `head.pair_scale` masked tokens. Evaluation
-    keeps the two logits of the pair head after the numbers of MLM."""
+    keeps MLM's numbers, then the two logits of the pair head."""
 
     metrics = {**MLM.metrics, "pair_loss": LOWER, "pair_accuracy": HIGHER}
     arrays = MLM.arrays | {"outputs", "label"}
@@ -46,19 +46,19 @@ class Pairs(MLM):
         return replace(loss, total=loss.total + self.head.pair_scale * pair_loss)
 
     def _both(self, model: Model, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
-        """The hidden states of the masked tokens, (M, C), and the logits of the pairs, (N, 2)."""
+        """Hidden states of the masked tokens, (M, C), and logits of the pairs, (N, 2)."""
         assert batch.places is not None
-        places = with_room(batch.places)
+        places = pad_rows(batch.places)
         x = model.encoder(batch, places=torch.cat([places, batch.first]))
         masked, first = x.split([len(places), len(batch.first)])
         config = model.config
         rate = config.before_head if config.dropout_form == "albert" else 0.0
         return masked, model.pair_head(model.drop(model.pooled(first), rate)).float()
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked + work.rows
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden
         pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
         return super().head_flops(config, work) + pooler + 2 * C * 2 * work.rows
@@ -73,16 +73,20 @@ class Pairs(MLM):
         pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
         return super().as_arrays(outputs, split) | pairs
 
-    def score(self, kept: Predictions) -> dict[str, float]:
-        """Means over masked tokens, and of pairs means over rows."""
-        logits, labels, _ = known_rows(kept, kept.arrays["label"] != UNLABELLED)
+    def score(self, predictions: Predictions) -> dict[str, float]:
+        """MLM's metrics are means over masked tokens; those of the pairs are means over rows."""
+        logits, labels, _ = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
         pairs = losses_of(log_softmax(logits), labels)
         pairs |= classification(logits.argmax(1), labels, 2)
-        return super().score(kept) | {f"pair_{name}": pairs[name] for name in ("loss", "accuracy")}
+        return super().score(predictions) | {
+            f"pair_{name}": pairs[name] for name in ("loss", "accuracy")
+        }
 
 
 def pair_scale(weight: float, masking: float, split: Split) -> float:
-    """As how many masked tokens a pair counts: with this constant the loss is the mean over masked
-    tokens and `weight` times the mean over pairs, and still a sum that can be cut anywhere.
-    `masking` is the share of masked tokens."""
+    """The number of masked tokens that a pair counts as, so that the loss is the mean over masked
+    tokens plus `weight` times the mean over pairs. `masking` is the share of masked tokens.
+
+    A constant of the whole split keeps the loss a sum, which micro-batches and ranks can add.
+    """
     return weight * masking * split.tokens / split.rows

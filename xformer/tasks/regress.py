@@ -1,4 +1,4 @@
-"""A score of each text, such as the similarity of two sentences.
+"""Predict a score for each text, such as the similarity of two sentences.
 
 N sequences, G groups of them.
 """
@@ -32,7 +32,7 @@ CORRELATIONS = ("pearson", "spearman")
 
 
 class Regress(Pooled):
-    """One score a sequence, by the squared error."""
+    """One score per sequence, trained with the squared error."""
 
     name = "regress"
     stores = ("score",)
@@ -64,31 +64,36 @@ class Regress(Pooled):
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         return of_groups(outputs, split)
 
-    def score(self, kept: Predictions) -> dict[str, float]:
-        """The loss is a mean over rows. If rows form groups, the correlations are of the groups'
-        mean scores."""
-        label = kept.arrays["label"]
-        some, labels, groups = known_rows(kept, ~np.isnan(label))
+    def score(self, predictions: Predictions) -> dict[str, float]:
+        """The loss is a mean over rows. If rows form groups, the correlations use the mean score
+        of each group."""
+        label = predictions.arrays["label"]
+        outputs, labels, groups = known_rows(predictions, ~np.isnan(label))
         if len(bad := np.flatnonzero(np.isinf(label))):
             raise BadInput(
-                f"the split {kept.split!r}: {len(bad):,} labels are not finite, those of the "
-                f"rows {some_rows(bad)}"
+                f"the split {predictions.split!r}: {len(bad):,} labels are not finite, in the rows "
+                f"{some_rows(bad)}; correct them and make the store again"
             )
-        loss = float(((some[:, 0] - labels) ** 2).mean())
+        loss = float(((outputs[:, 0] - labels) ** 2).mean())
         if groups is not None:
-            some = mean_by_group(some, groups)
+            outputs = mean_by_group(outputs, groups)
             labels = first_by_group(labels, groups)
-        return {"loss": loss, **regression(some[:, 0], labels)}
+        return {"loss": loss, **regression(outputs[:, 0], labels)}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         return {"score": [f"{score:.4f}" for score in outputs[:, 0]]} | of_rows(split)
 
+    def gold(self, split: Split) -> list[str] | None:
+        labels = np.asarray(split.columns["label"])
+        known = self.has_labels(split)
+        return ["" if np.isnan(label) else str(label) for label in labels] if known else None
+
 
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """pearson and spearman correlation of scores, (N,) each.
+    """The pearson and spearman correlations of predictions and labels, (N,) each.
 
-    A correlation is undefined if one side is constant or there is one row. It then counts as 0, as
-    GLUE's scores of a model at chance do. Raises Failure if a score is not finite.
+    A correlation is undefined if one side is constant or there is only one row. It then counts as
+    0, the value at chance, as in GLUE. Raises Failure if a score is not finite.
     """
     from scipy.stats import pearsonr, spearmanr
 

@@ -1,6 +1,6 @@
-"""The answer to a question as a span of its context (SQuAD), scored as SQuAD's own script does.
+"""Find the answer to a question as a span of its context, scored as by SQuAD's own script.
 
-N windows, L their longest length, T tokens in the batch, Q questions.
+N windows, L the length of the longest, T tokens in the batch, Q questions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
 from xformer.tasks.task import (
@@ -33,12 +33,12 @@ from xformer.tasks.task import (
 )
 
 LONGEST = 30  # tokens of an answer (Devlin et al. 2019)
-NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the numbers that evaluation keeps of a window
+NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the columns of the outputs; see Span
 
 
 class Span(Task):
-    """The first and last token of an answer. Evaluation keeps five numbers of each window: the
-    scores of "no answer" and of the best span, the span's first and last token, the loss."""
+    """Predict the first and the last token of an answer. Evaluation keeps five numbers for each
+    window: the scores of "no answer" and of the best span, its first and last token, the loss."""
 
     name = "span"
     stores = ("span",)
@@ -59,7 +59,7 @@ class Span(Task):
     width = 5
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
-        """(T, 2): is this the first token of the answer, is it the last?"""
+        """(T, 2): logits of being the first and the last token of the answer."""
         config = model.config
         rate = config.dropout if config.dropout_form == "distilbert" else 0.0
         logits: Tensor = model.task_head(model.drop(model.encoder(batch), rate))
@@ -72,7 +72,7 @@ class Span(Task):
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
         return Loss(total, len(batch.labels), correct)
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.tokens
 
     def evaluate(
@@ -88,7 +88,7 @@ class Span(Task):
         return host.rows, torch.cat([best, losses], 1)
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
-        # a window without any text has no span: its score is -inf
+        # a window without any text has no span, and the score -inf
         best = outputs[:, BEST]
         bad = np.isnan(best) | np.isposinf(best)
         return bad | ~np.isfinite(np.delete(outputs, BEST, 1)).all(1)
@@ -116,35 +116,41 @@ class Span(Task):
         ids = texts(split.columns["question.id"])
         return Questions(ids, answers(outputs, split)[0], right_answers(split))
 
-    def score(self, kept: Predictions) -> dict[str, float]:
-        """SQuAD's metrics, and the loss as a mean over windows. A question is left unanswered if
-        "no answer" scores higher than its best span by more than `threshold`, by default 0 if there
-        are questions without an answer. Then the best threshold is told too."""
-        assert kept.questions is not None
-        arrays, right = kept.arrays, kept.questions.right
+    def score(self, predictions: Predictions) -> dict[str, float]:
+        """SQuAD's metrics, and the loss as a mean over windows.
+
+        A question is left unanswered if "no answer" scores higher than its best span by more than
+        `threshold`; see the function of that name for the default. If there are questions without
+        an answer, the best threshold and its scores are returned too.
+        """
+        assert predictions.questions is not None
+        arrays, right = predictions.arrays, predictions.questions.right
         _, margin = best_windows(arrays["best"], arrays["no_answer"], arrays["group"])
-        known = [i for i, answer in enumerate(right) if answer is not None]
+        known = [i for i, answers in enumerate(right) if answers is not None]
         if not known:
-            raise BadInput(f"the split {kept.split!r} has no answers to score against")
-        wanted = [right[i] or [] for i in known]
-        said, margin = [kept.questions.answer[i] for i in known], margin[known]
-        chosen = answered(said, margin, threshold(right, kept.threshold))
+            raise BadInput(
+                f"the split {predictions.split!r} has no answers to score against; give another"
+            )
+        gold = [right[i] or [] for i in known]
+        predicted, margin = [predictions.questions.answer[i] for i in known], margin[known]
+        chosen = answered(predicted, margin, threshold(right, predictions.threshold))
         scores = {"loss": float(arrays["loss"].astype(np.float64).mean())}
-        scores |= squad(chosen, wanted)
-        return scores | ({} if all(wanted) else squad_with_threshold(said, margin, wanted))
+        scores |= squad(chosen, gold)
+        return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """A line for each question: its answer, how far "no answer" lies above it, the question."""
-        said, margin = answers(outputs, split)
+        """One line per question: its answer, how far "no answer" scores above it, and the
+        question."""
+        predicted, margin = answers(outputs, split)
         return {
-            "answer": answered(said, margin, math.inf if threshold is None else threshold),
+            "answer": answered(predicted, margin, math.inf if threshold is None else threshold),
             "no_answer": [f"{value:.4f}" for value in margin],
             "input": texts(split.columns["question.input"]),
             "id": texts(split.columns["question.id"]),
         }
 
     def lines(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> str:
-        """JSON, as SQuAD's own script reads it: question id -> answer, "" for none."""
+        """JSON for SQuAD's own script: question id -> answer, "" for "no answer"."""
         return json.dumps(by_question(outputs, split, threshold), ensure_ascii=False) + "\n"
 
 
@@ -152,32 +158,33 @@ class Span(Task):
 
 
 def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
-    """Packed values (T, K) -> (N, L, K), with -inf after the end of a sequence."""
+    """Packed values (T, K) -> padded values (N, L, K), with -inf after the end of a sequence."""
     sizes = batch.cu_seqlens.diff()  # (N,)
     row = torch.arange(len(sizes), device=values.device)
-    row = row.repeat_interleave(sizes, output_size=len(values))  # given, no device is waited for
+    row = row.repeat_interleave(sizes, output_size=len(values))  # a known size: CUDA need not sync
     out = values.new_full((len(sizes), batch.longest, values.size(1)), -torch.inf)
     return out.index_put((row, batch.positions), values)
 
 
 def _log_probability(rows: Tensor) -> Tensor:
-    """(N, L, 2) -> (2 N, L): a row each for start and end, which CUDA sums deterministically."""
+    """(N, L, 2) -> (2 N, L): start and end in rows of their own, which CUDA sums
+    deterministically."""
     return rows.log_softmax(1).transpose(1, 2).flatten(0, 1)
 
 
 def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
-    """Start and end logits (N, L, 2) -> (N, 4): the score of "no answer", that of the best span,
-    its first and last token in the window. A score is the sum of two logits.
+    """Start and end logits (N, L, 2) -> (N, 4): the scores of "no answer" and of the best span, and
+    the span's first and last token in the window. A score is the sum of two logits.
 
-    The window is tokens `second` to `second + lengths` of its row, (N,) each; "no answer" is the
-    first special token. A span is at most LONGEST tokens.
+    The window is the tokens `second` to `second + lengths` of its row, (N,) each. "No answer" is
+    the first special token. A span has at most LONGEST tokens.
     """
     L = logits.size(1)
     null = logits[:, 0].sum(1)
     place = torch.arange(L, device=logits.device)
     inside = (place >= second[:, None]) & (place < (second + lengths)[:, None])
     start, end = (logits[..., i].masked_fill(~inside, -torch.inf) for i in (0, 1))
-    # (N, L, LONGEST): the scores of the spans from each place, one more token each time
+    # (N, L, LONGEST): the scores of the spans that start at each place, of 1, 2, ... tokens
     ends = torch.nn.functional.pad(end, (0, LONGEST - 1), value=-torch.inf).unfold(1, LONGEST, 1)
     score, flat = (start[:, :, None] + ends).flatten(1).max(1)
     first = flat // LONGEST
@@ -187,8 +194,9 @@ def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
 def best_windows(
     best: np.ndarray, no_answer: np.ndarray, groups: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The score of the best span and of "no answer" in each window, and the number of its question,
-    (N,) each -> each question's best window, (Q,), and how far "no answer" lies above it, (Q,)."""
+    """The scores of the best span and of "no answer" in each window, and the number of its
+    question, (N,) each -> each question's best window, (Q,), and how far its "no answer" scores
+    above that window's span, (Q,)."""
     order = np.lexsort((-best, groups))
     windows = order[np.unique(groups[order], return_index=True)[1]]
     null = np.full(len(windows), np.inf)
@@ -198,17 +206,16 @@ def best_windows(
 
 def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
     """The outputs of all windows of a split -> the text of each question's best span over its
-    windows, and how far "no answer" lies above it, (Q,)."""
+    windows, and how far "no answer" scores above it, (Q,)."""
     groups = np.asarray(split.columns["group"])
     best, margin = best_windows(outputs[:, BEST], outputs[:, NO_ANSWER], groups)
     ends = outputs[best][:, [FIRST, LAST]].astype(np.int64).tolist()
-    said = [answer(split, row, *both) for row, both in zip(best, ends, strict=True)]
-    return said, margin
+    return [answer(split, row, *both) for row, both in zip(best, ends, strict=True)], margin
 
 
 def answer(split: Split, row: int, first: int, last: int) -> str:
-    """The text of the context from token `first` to token `last` of a row's window, both counted
-    from 0 and included; "" where they are -1."""
+    """The text of the context from token `first` to token `last` of a row's window, both included
+    and counted from 0; "" if they are -1."""
     if first < 0 or last < first:
         return ""
     columns = split.columns
@@ -221,24 +228,24 @@ def answer(split: Split, row: int, first: int, last: int) -> str:
 
 
 def right_answers(split: Split) -> list[list[str] | None]:
-    """All right answers of each question; None where they are not known."""
+    """All right answers of each question; None if they are not known."""
     return [json.loads(text) for text in texts(split.columns["question.answers"])]
 
 
 def by_question(outputs: np.ndarray, split: Split, given: float | None = None) -> dict[str, str]:
-    """question id -> answer, "" for none; `given` is the threshold of `Predictions`."""
-    said, margin = answers(outputs, split)
-    chosen = answered(said, margin, threshold(right_answers(split), given))
+    """question id -> answer, "" for "no answer"; `given` is the threshold of `Predictions`."""
+    predicted, margin = answers(outputs, split)
+    chosen = answered(predicted, margin, threshold(right_answers(split), given))
     return dict(zip(texts(split.columns["question.id"]), chosen, strict=True))
 
 
-def answered(said: list[str], margin: np.ndarray, threshold: float) -> list[str]:
+def answered(predicted: list[str], margin: np.ndarray, threshold: float) -> list[str]:
     """The answers; "" if "no answer" scores higher than the best span by more than `threshold`."""
-    return ["" if m > threshold else text for text, m in zip(said, margin, strict=True)]
+    return ["" if m > threshold else text for text, m in zip(predicted, margin, strict=True)]
 
 
 def threshold(wanted: Sequence[Sequence[str] | None], given: float | None) -> float:
-    """The given threshold. Without one it is 0 if some question has no answer, else infinite."""
+    """The given threshold. The default is 0 if some question has no answer, else infinite."""
     if given is not None:
         return given
     return 0.0 if any(right == [] for right in wanted) else math.inf
@@ -251,28 +258,29 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def plain_answer(text: str) -> str:
-    """Lower-cased, without punctuation, articles and extra white space (Rajpurkar et al. 2016)."""
+    """A text in lower case, without punctuation, articles and extra white space (Rajpurkar et al.
+    2016)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def answer_scores(answer: str, wanted: Sequence[str]) -> tuple[float, float]:
-    """(exact match, F1 over words) of an answer, the best over those `wanted`; no wanted answer
-    means that none is right (Rajpurkar et al. 2018)."""
+    """(exact match, F1 over words) of an answer, the best over the answers `wanted`. If none is
+    wanted, "" is right (Rajpurkar et al. 2018)."""
     golds = [gold for gold in wanted if plain_answer(gold)] or [""]
-    said = plain_answer(answer)
-    exact = max(float(said == plain_answer(gold)) for gold in golds)
-    return exact, max(_word_f1(said.split(), plain_answer(gold).split()) for gold in golds)
+    plain = plain_answer(answer)
+    exact = max(float(plain == plain_answer(gold)) for gold in golds)
+    return exact, max(_word_f1(plain.split(), plain_answer(gold).split()) for gold in golds)
 
 
-def _word_f1(said: list[str], gold: list[str]) -> float:
-    if not said or not gold:
-        return float(said == gold)
-    shared = sum((Counter(said) & Counter(gold)).values())
-    return 2 * shared / (len(said) + len(gold))
+def _word_f1(predicted: list[str], gold: list[str]) -> float:
+    if not predicted or not gold:
+        return float(predicted == gold)
+    shared = sum((Counter(predicted) & Counter(gold)).values())
+    return 2 * shared / (len(predicted) + len(gold))
 
 
 def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """exact_match and f1, means over questions between 0 and 1. If there are both answerable and
+    """exact_match and f1: means over questions, between 0 and 1. If there are answerable and
     unanswerable questions, each kind has its own means too."""
     scores = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
     has = np.array([len(w) > 0 for w in wanted])
@@ -289,12 +297,12 @@ def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, 
 def squad_with_threshold(
     answers: Sequence[str], no_answer: np.ndarray, wanted: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """The best exact_match and f1 that a threshold on `no_answer` can reach, and f1's threshold:
-    a question with a higher value is taken to have no answer (Rajpurkar et al. 2018)."""
+    """The best exact_match and f1 that a threshold on `no_answer` (Q,) can reach, and the threshold
+    of that f1. A question with a higher value counts as unanswered (Rajpurkar et al. 2018)."""
     given = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
     none = np.array([answer_scores("", w) for w in wanted])
     order = np.argsort(no_answer, kind="stable")
-    # with the first k questions answered, and the others not
+    # totals[k]: the first k questions are answered, and the others are not
     totals = none.sum(0) + np.concatenate([[[0, 0]], np.cumsum((given - none)[order], 0)])
     values = np.concatenate([[-np.inf], no_answer[order]])
     # a threshold cannot tell equal values apart

@@ -1,6 +1,6 @@
-"""A class of each word: parts of speech, entities, the structure of a protein.
+"""Classify each word: parts of speech, entities, the structure of a protein.
 
-T tokens in the batch, K classes, S tokens of a split, W words of it.
+T tokens in the batch, K classes, S tokens in a split, W words in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Work, ragged_arange
+from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
 from xformer.data.store import UNLABELLED, Split
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.tasks.task import (
@@ -30,8 +30,8 @@ from xformer.tasks.task import (
 
 
 class Tag(Task):
-    """One class a word; the word's first token stands for it. Evaluation keeps two numbers of each
-    token: 1 + its likeliest class (0: truncation cut it), and its loss."""
+    """One class per word, read from the word's first token. Evaluation keeps two numbers for each
+    token: 1 + its likeliest class, or 0 if it was truncated, and its loss."""
 
     name = "tag"
     stores = ("tag",)
@@ -48,7 +48,7 @@ class Tag(Task):
         return len(self.head.labels)
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
-        """(M, outputs) of the labelled tokens; (T, outputs) if the batch names none."""
+        """(M, K) for the labelled tokens; (T, K) if the batch does not say which they are."""
         x = model.drop(model.encoder(batch, places=batch.places), dropout_of_tokens(model))
         logits: Tensor = model.task_head(x)
         return logits
@@ -60,7 +60,7 @@ class Tag(Task):
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
         return Loss(total, len(batch.targets), correct)
 
-    def tokens_read(self, work: Work) -> int:
+    def tokens_read(self, work: Workload) -> int:
         return work.masked
 
     def size(self, split: Split) -> int:
@@ -77,7 +77,7 @@ class Tag(Task):
             labels[host.places] = host.targets
         targets = torch.from_numpy(labels).to(logits.device)
         losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-        losses = losses.where(logits.isfinite().all(1), torch.nan)  # also of tokens without a label
+        losses = losses.where(logits.isfinite().all(1), torch.nan)  # also for unlabelled tokens
         outputs = torch.stack([1.0 + logits.argmax(1), losses], 1)
         offsets = assembler.split.columns["tokens"].offsets
         places = ragged_arange(offsets[host.rows], lengths)
@@ -108,15 +108,15 @@ class Tag(Task):
             "predicted": outputs[words, 0].astype(np.int64) - 1,
         }
 
-    def score(self, kept: Predictions) -> dict[str, float]:
-        """loss, accuracy and f1 (the mean over classes) of labelled words, and entity_f1 if the
-        classes are those of entities. Words that truncation cut are not scored."""
-        row, label, predicted = (kept.arrays[name] for name in ("row", "label", "predicted"))
+    def score(self, predictions: Predictions) -> dict[str, float]:
+        """loss, accuracy and f1 (the mean over classes) over labelled words, and entity_f1 if the
+        classes are of the form B-X, I-X and O. Truncated words are not scored."""
+        row, label, predicted = (predictions.arrays[name] for name in ("row", "label", "predicted"))
         scored = (label != UNLABELLED) & (predicted >= 0)
         if not scored.any():
-            raise no_labels(kept.split)
+            raise no_labels(predictions.split)
         seen = scored & (label >= 0)
-        losses = kept.arrays["loss"][seen].astype(np.float64)
+        losses = predictions.arrays["loss"][seen].astype(np.float64)
         scores = {"loss": float(losses.mean())} if seen.any() else {}
         row, label, predicted = row[scored], label[scored], predicted[scored]
         scores |= tagging(predicted, label, len(self.head.labels))
@@ -125,13 +125,23 @@ class Tag(Task):
         return scores
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """The predicted classes of a row's words; NO_LABEL if a word was cut."""
+        """One line per row: the predicted classes of its words, NO_LABEL for truncated words."""
+        return {"labels": self._of_words(outputs[:, 0].astype(np.int64), split)} | of_rows(split)
+
+    def gold(self, split: Split) -> list[str] | None:
+        # labels below 0 are unknown: NO_LABEL
+        labels = np.maximum(np.asarray(split.columns["labels"].values, np.int64) + 1, 0)
+        return self._of_words(labels, split) if self.has_labels(split) else None
+
+    def _of_words(self, numbers: np.ndarray, split: Split) -> list[str]:
+        """The class names of each row's words, joined by spaces, from 1 + the class number of each
+        token (S,), or 0 for NO_LABEL."""
         names = np.array([NO_LABEL, *self.head.labels], object)
-        column, labels = split.columns["labels"], []
+        column, rows = split.columns["labels"], []
         for row in range(split.rows):
             places = column.offsets[row] + np.flatnonzero(column[row] != IGNORED)
-            labels.append(" ".join(names[outputs[places, 0].astype(np.int64)]))
-        return {"labels": labels} | of_rows(split)
+            rows.append(" ".join(names[numbers[places]]))
+        return rows
 
 
 def dropout_of_tokens(model: Model) -> float:
@@ -141,8 +151,8 @@ def dropout_of_tokens(model: Model) -> float:
 
 
 def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, and f1 as the mean over all `classes`, from the class numbers of words, (W,) each.
-    A label outside the classes counts as wrong."""
+    """accuracy, and f1 as the mean over all classes, from the class numbers of words, (W,) each. A
+    label outside the classes counts as wrong."""
     from sklearn.metrics import f1_score
 
     f1 = f1_score(labels, predictions, labels=range(classes), average="macro", zero_division=0)
@@ -153,24 +163,24 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
     """(first word, last word, type) of every entity in a row of labels O, B-X and I-X. An I-X that
     follows neither B-X nor I-X begins an entity, as in the script of Tjong Kim Sang & De Meulder
     2003."""
-    spans, start, kind = set(), 0, ""
+    spans, start, current = set(), 0, ""
     for i, label in enumerate([*labels, "O"]):
-        mark, _, its = label.partition("-")
-        if kind and (mark != "I" or its != kind):
-            spans.add((start, i - 1, kind))
-            kind = ""
-        if mark != "O" and not kind:
-            start, kind = i, its
+        mark, _, entity = label.partition("-")
+        if current and (mark != "I" or entity != current):
+            spans.add((start, i - 1, current))
+            current = ""
+        if mark != "O" and not current:
+            start, current = i, entity
     return spans
 
 
 def entity_f1(
     predictions: np.ndarray, labels: np.ndarray, rows: np.ndarray, classes: Sequence[str]
 ) -> float:
-    """F1 over entities; an entity is right if all its words and its type are.
+    """F1 over entities. An entity is right if all its words and its type are.
 
-    predictions and labels are class numbers (W,), rows (W,) the row of each word. A word whose
-    label lies outside the classes belongs to no entity. Without any entity the result is 1.
+    `predictions` and `labels` are class numbers (W,); `rows` (W,) is the row of each word. A word
+    whose label lies outside the classes belongs to no entity. Without any entity the result is 1.
     """
     names = np.array([*classes, "O"], object)
     named = names[predictions], names[np.where(labels < 0, len(classes), labels)]

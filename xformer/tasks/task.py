@@ -1,4 +1,4 @@
-"""A task is one kind of output and all that belongs to it. A model is trained for one task.
+"""Tasks: kinds of output, with everything that depends on the kind. A model has one task.
 
 T tokens in the batch, N sequences, M masked or labelled tokens, C hidden size, V vocabulary, K
 outputs of a head.
@@ -6,6 +6,7 @@ outputs of a head.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xformer.data.batch import Assembler, Batch, Work
+from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Split
 from xformer.model.config import ModelConfig
@@ -23,18 +24,19 @@ from xformer.model.hilbert import FEATURES, HilbertCNN
 from xformer.ops.dropout import dropout
 
 HEADS = ("mlm_head", "pooler", "pair_head", "task_head")  # of a model, in the order of its weights
-HIGHER, LOWER = 1, -1  # which values of a metric are the better ones
-Table = dict[str, list[str]]  # columns of texts by name
+HIGHER, LOWER = 1, -1  # which values of a metric are better
+Table = dict[str, list[str]]  # column name -> one text per row
 
 
 @dataclass(frozen=True)
 class Head:
     """What a checkpoint was trained to predict, and how its input was read.
 
-    `labels` are the class names, `columns` the names of the raw columns. `mapping`, `max_tokens`
-    and `masking` (the share of tokens an MLM head is asked for) are those of the run. `pair`: the
-    input is two texts. `pair_scale`: as how many masked tokens a pair counts, where a pair head
-    trains too. `smoothing` and `class_weights` change the training loss of classes.
+    `kind` is the name of the task, `labels` are the class names, and `columns` the names of the raw
+    columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
+    settings. `pair` says that the input is two texts. `pair_scale` is the number of masked tokens
+    that a pair counts as, or 0 without a pair head. `smoothing` and `class_weights` change the
+    training loss of classes.
     """
 
     kind: str
@@ -52,7 +54,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss as its sum and what it is a sum over; `correct` counts right predictions."""
+    """A summed loss, the `count` that it is a sum over, and the number of right predictions."""
 
     total: Tensor  # ()
     count: int
@@ -61,17 +63,17 @@ class Loss:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions about a context, by the number in `group`: lists of Q."""
+    """The Q questions of a split, in the order of the numbers in its column `group`."""
 
     id: list[str]
     answer: list[str]  # the text of the best span over a question's windows
-    right: list[list[str] | None]  # all right answers; none of them: [], not known: None
+    right: list[list[str] | None]  # all right answers; []: there is none; None: not known
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a task said of a split. `arrays` are the task's, with `row`, the row number in the
-    store's split. `store` is the key of the store. `threshold` is that of `Span`."""
+    """A task's predictions for a split. `arrays` has the task's arrays and `row`, the row number in
+    the split. `store` is the key of the store. `threshold` is the one that `Span` was given."""
 
     task: Task
     split: str
@@ -98,57 +100,58 @@ class Predictions:
         return self.task.score(self)
 
 
-class Task:
-    """One kind of output. A subclass answers every question about its kind, so that no other code
-    of the model, the loop or the evaluation asks which kind it has. It takes and gives arrays and
-    tensors, never ranks or files.
+class Task(ABC):
+    """One kind of output. A subclass answers every question about its kind, so that the model, the
+    loop and the evaluation never ask which kind they have. It takes and returns arrays and tensors,
+    never ranks or files.
 
-    A subclass sets the first four attributes below, and those others that differ from their
-    defaults. It must define `outputs`, `logits`, `loss`, `tokens_read`, `as_arrays`, `score` and
-    `table`. It must be listed in xformer.tasks.known. Then recipes, training, scoring, prediction,
-    checkpoints and studies know it. If it needs rows of a new kind, preprocess/ needs a reader, and
-    xformer.data.store a name for that kind.
+    A subclass sets the first four attributes below, and others that differ from their defaults. It
+    defines the abstract methods, `outputs` if it has a task head, and `table` if its predictions
+    can be written as a table. Once it is listed in xformer.tasks.known, recipes, training, scoring,
+    prediction, checkpoints and studies know it. If it needs a new kind of rows, preprocess/ needs a
+    reader, and xformer.data.store a name for that kind.
 
-    Evaluation keeps numbers of each row of a split, (N, `width`); a subclass may choose other
-    things than rows (`size`).
+    Evaluation keeps `width` numbers for each row of a split, or for each of whatever `size` counts.
     """
 
     name: ClassVar[str]
-    """What recipes (`head=`) and checkpoints call it."""
+    """Its name in recipes (`head=`) and checkpoints."""
     stores: ClassVar[tuple[str, ...]]
-    """The kinds of stores that it learns from. The first one is made for it."""
+    """The kinds of stores that it can learn from. The first one is made for it."""
     metrics: ClassVar[dict[str, int]]
-    """What it is scored by: the loss, then the usual choice for "best", then others. HIGHER or
-    LOWER says which values are better."""
+    """Its metrics: the loss, then the usual choice for "best", then others. HIGHER or LOWER says
+    which values are better."""
     arrays: ClassVar[set[str]]
-    """What its predictions hold beside `row`."""
+    """The arrays of its predictions, besides `row`."""
     optional_arrays: ClassVar[set[str]] = set()
-    """What they hold for some stores alone."""
+    """Further arrays, which its predictions have for some stores only."""
     named_classes: ClassVar[bool] = False
     """Its outputs are classes with names, which are the labels of the store."""
     predicts_masked: ClassVar[bool] = False
-    """It predicts masked tokens, so that any text will do."""
+    """It predicts masked tokens, so that it can learn from any text."""
     head_reads: ClassVar[Literal["tokens", "places", "examples"]] = "examples"
-    """The rows of what its own head reads: all tokens of the batch, its `places`, or the first
-    token of each row."""
+    """What its own head reads: all tokens of the batch, its `places`, or the first token of each
+    row."""
     reads_pooled: ClassVar[bool] = False
-    """Its head reads the pooled first token, so that a HilbertCNN can stand in for the encoder."""
+    """Its head reads the pooled first token, so that a HilbertCNN can replace the encoder."""
     loss_in_nats: ClassVar[bool] = True
     """Its loss is a cross-entropy, not a squared error."""
     counts_correct: ClassVar[bool] = True
-    """An output is right or wrong, and the log tells the accuracy in training."""
+    """An output is right or wrong, and the training log has the accuracy."""
     takes_class_weights: ClassVar[bool] = False
     """Its training loss takes class weights and label smoothing."""
     has_questions: ClassVar[bool] = False
-    """Several rows are about one question; its predictions hold Questions."""
+    """Several rows may belong to one question, and its predictions hold Questions."""
+    has_table: ClassVar[bool] = True
+    """Its predictions can be written as a table, which `table` makes."""
     takes_threshold: ClassVar[bool] = False
-    """A threshold decides whether it answers at all."""
+    """A threshold decides whether it gives an answer at all."""
     hf_class: ClassVar[str] = ""
-    """How transformers' class is called: the part after "BertFor"."""
+    """The name of its class in transformers, after "BertFor"."""
     hf_table: ClassVar[str] = ""
-    """Which table of xformer.convert.names.Family names the weights of its head there."""
+    """The table of xformer.convert.names.Family that names the weights of its head."""
     hf_config: ClassVar[dict[str, Any]] = {}
-    """What its config.json holds there besides."""
+    """Entries that its config.json has in transformers besides the usual ones."""
 
     def __init__(self, head: Head):
         self.head = head
@@ -157,38 +160,38 @@ class Task:
 
     @property
     def outputs(self) -> int:
-        """K, the outputs of the task head; 0 without one."""
+        """K, the number of outputs of the task head; 0 without one."""
         return 0
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
-        """The heads that the task adds to an encoder, by their names among HEADS."""
+        """The heads that the task adds to an encoder, by their names in HEADS."""
         return {"task_head": nn.Linear(features(config), self.outputs)}
 
+    @abstractmethod
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
-        """What the head says of a batch."""
-        raise NotImplementedError
+        """The outputs of the head for a batch."""
 
+    @abstractmethod
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         """The summed loss of a batch."""
-        raise NotImplementedError
 
-    def tokens_read(self, work: Work) -> int:
-        """How many tokens' last hidden states the task reads."""
-        raise NotImplementedError
+    @abstractmethod
+    def tokens_read(self, work: Workload) -> int:
+        """The number of tokens whose last hidden state the task reads."""
 
-    def head_flops(self, config: ModelConfig, work: Work) -> int:
-        """Operations of the matrix products of the task's heads in a forward pass."""
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
+        """Floating-point operations of the task's heads in a forward pass; matrix products only."""
         return 2 * config.hidden * self.outputs * self.tokens_read(work)
 
     # ---------------------------------------------------------------------------------- outputs
 
     @property
     def width(self) -> int:
-        """How many numbers evaluation keeps of each row."""
+        """How many numbers evaluation keeps for each row."""
         return self.outputs
 
     def size(self, split: Split) -> int:
-        """Of how many things evaluation keeps numbers: the rows of a split."""
+        """For how many items evaluation keeps numbers: the rows of a split."""
         return split.rows
 
     def evaluation_batch(
@@ -204,8 +207,8 @@ class Task:
         host: Batch[np.ndarray],
         assembler: Assembler,
     ) -> tuple[np.ndarray, Tensor]:
-        """The places of a batch's outputs among those of the split, (n,), and the outputs, (n,
-        `width`). `host` is the same batch on the host. Labels may be missing."""
+        """The outputs of a batch, (n, `width`), after their places among the outputs of the split,
+        (n,). `host` is the same batch in host memory. Labels may be missing."""
         return host.rows, self.logits(model, batch).float()
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
@@ -215,7 +218,7 @@ class Task:
     # -------------------------------------------------------------------------------- the labels
 
     def has_unlabelled(self, split: Split) -> bool:
-        """Whether a split has rows without a label, from which nothing can be learnt."""
+        """Whether some rows of a split have no label, so that training cannot use them."""
         return False
 
     def has_labels(self, split: Split) -> bool:
@@ -223,62 +226,65 @@ class Task:
         return True
 
     def note(self, split: Split) -> str:
-        """What the user should know of a split's labels; "" if there is nothing to say."""
+        """A warning about a split's labels; "" if there is none."""
         return ""
+
+    def gold(self, split: Split) -> list[str] | None:
+        """The label of each line of `table`, as text, "" if it has none; None if the split has no
+        labels or the table cannot show them."""
+        return None
 
     # --------------------------------------------------------------------------------- the scores
 
     def default_metric(self, of_store: str | None) -> str:
-        """What decides which checkpoint is the best. `of_store` is the store's wish."""
+        """The metric that decides which checkpoint is the best; `of_store` is the store's own."""
         return of_store or list(self.metrics)[1]
 
     def metrics_on(self, split: Split) -> list[str]:
-        """The metrics that scoring a split will give."""
+        """The metrics that scoring a split gives."""
         return list(self.metrics)
 
+    @abstractmethod
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         """The arrays of predictions from the outputs of a split; see `arrays`."""
-        raise NotImplementedError
 
     def predictions(
         self, outputs: np.ndarray, split: Split, threshold: float | None = None
     ) -> Predictions:
-        """The outputs of a split as they are kept in files."""
+        """The outputs of a split in the form in which they are written to files."""
         arrays = {"row": np.arange(split.rows), **self.as_arrays(outputs, split)}
         arrays = {name: small(values) for name, values in arrays.items()}
         return Predictions(self, split.name, arrays, self.questions(outputs, split), threshold)
 
     def questions(self, outputs: np.ndarray, split: Split) -> Questions | None:
-        """The questions of a split, if its rows are about questions."""
+        """The questions of a split, if its rows belong to questions."""
         return None
 
-    def score(self, kept: Predictions) -> dict[str, float]:
-        """Every metric of some predictions. Raises BadInput if there is no label."""
-        raise NotImplementedError
+    @abstractmethod
+    def score(self, predictions: Predictions) -> dict[str, float]:
+        """Every metric of the predictions for a split. Raises BadInput without any label."""
 
     # ------------------------------------------------------------------------- predictions as text
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """The outputs for a reader, one line a row: what is predicted, then what of the row is
-        known: its texts as they were read, or its number, and its id."""
-        raise NotImplementedError
+        """The outputs as columns, one line per row: the prediction, then the row's texts as they
+        were read, or its number, and its id."""
+        raise NotImplementedError  # MLM has no table; see `has_table`
 
     def lines(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> str:
-        """The outputs as a file that other programs read: a tab-separated table."""
-        return as_table(self.table(outputs, split, threshold))
-
-    def check_lines(self, wanted: str) -> None:
-        """Raise BadInput if the task has no such file as the user asked for with `wanted`."""
+        """The outputs as a text file that other programs read: a tab-separated table."""
+        table, gold = self.table(outputs, split, threshold), self.gold(split)
+        return as_table(table if gold is None else table | {"gold": gold})
 
 
 class Model(nn.Module):
-    """An encoder with the heads of a task; or a HilbertCNN, `cnn`, in place of the encoder.
+    """An encoder, or a HilbertCNN (`cnn`) in its place, with the heads of a task.
 
-    `parts` are further heads that a checkpoint keeps: "pooler", and "pair_head", which predicts
+    `parts` names further heads that a checkpoint keeps: "pooler", and "pair_head", which predicts
     whether the second of two texts follows the first.
     """
 
-    # None or a module; the task knows which ones are there
+    # each is a module or None; the task knows which ones it has
     mlm_head: Any
     pooler: Any
     pair_head: Any
@@ -299,9 +305,8 @@ class Model(nn.Module):
             setattr(self, name, heads.get(name))
 
     def forward(self, batch: Batch[Tensor] | None) -> Loss:
-        """The loss of a batch; of None a loss of 0 over nothing, with a gradient of zero for every
-        weight. That is what a rank without rows adds to a step (DistributedDataParallel waits for
-        the gradient of every weight on every rank)."""
+        """The loss of a batch. None gives a loss of 0 with a zero gradient for every weight, for
+        ranks without rows: DistributedDataParallel waits for every gradient on every rank."""
         if batch is not None:
             return self.loss(batch)
         total = torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
@@ -312,7 +317,7 @@ class Model(nn.Module):
         return self._task().loss(self, batch)
 
     def logits(self, batch: Batch[Tensor]) -> Tensor:
-        """What the task's head says of a batch. Raises ValueError without a task."""
+        """The outputs of the task's head for a batch. Raises ValueError without a task."""
         return self._task().logits(self, batch)
 
     def _task(self) -> Task:
@@ -321,12 +326,12 @@ class Model(nn.Module):
         return self.task
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """Dropout, in training alone."""
+        """Dropout, in training only."""
         return dropout(x, rate if self.training else 0.0)
 
     def pooled(self, x: Tensor, rate: float = 0.0) -> Tensor:
-        """The hidden states of each sequence's first token, (N, C), -> the pooled ones, (N, C).
-        `rate` is that of a dropout before the pooler.
+        """Hidden states of each sequence's first token (N, C) -> pooled states (N, C). `rate` is
+        the dropout before the pooler.
 
         Raises ValueError if the model has no pooler and its config asks for one.
         """
@@ -339,7 +344,7 @@ class Model(nn.Module):
 
 
 def features(config: ModelConfig) -> int:
-    """C, the width of what a head reads."""
+    """C, the width of a head's input."""
     return FEATURES if config.architecture == "hilbert_cnn" else config.hidden
 
 
@@ -357,11 +362,12 @@ def small(values: np.ndarray) -> np.ndarray:
 
 def no_labels(split: str) -> BadInput:
     """The error for a split that cannot be scored."""
-    return BadInput(f"the split {split!r} has no labels to score against; give another split")
+    return BadInput(f"the split {split!r} has no labels to score against; give another split=")
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise Failure that names the rows of values (N,) or (N, K) which are not finite numbers."""
+    """Raise Failure naming the rows of `values`, (N,) or (N, K), that are not finite. `what` says
+    what the values are."""
     bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
     if len(bad):
         count = f"{len(bad):,} of {len(values):,} rows"
@@ -369,18 +375,18 @@ def check_finite(values: np.ndarray, what: str) -> None:
 
 
 def some_rows(rows: Sequence[int] | np.ndarray) -> str:
-    """The first row numbers of a list, and how many more there are."""
+    """The first eight row numbers, and how many more there are."""
     shown = ", ".join(str(row) for row in rows[:8])
     return f"{shown} and {len(rows) - 8:,} more" if len(rows) > 8 else shown
 
 
 def texts(column: Ragged) -> list[str]:
-    """All rows of a column of texts."""
+    """All texts of a column."""
     return [column.text(row) for row in range(len(column))]
 
 
 def of_rows(split: Split) -> Table:
-    """What is known of each row: its texts as they were read, or else its number, and its id."""
+    """Columns that identify each row: its texts as they were read, or its number, and its id."""
     known = [name for name in ("input", "input_b", "id") if name in split.columns]
     number = {} if "input" in known else {"row": [str(row) for row in range(split.rows)]}
     return number | {name: texts(split.columns[name]) for name in known}
@@ -393,7 +399,7 @@ def as_table(columns: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text as one cell: in quotes if it is empty, or holds a tab, a line end or a quote."""
+    """A text as one cell, in quotes if it is empty or holds a tab, a line end or a quote."""
     if text and not any(mark in text for mark in '\t\n\r"'):
         return text
     return '"' + text.replace('"', '""') + '"'

@@ -165,7 +165,7 @@ def _mappings(out: Path) -> dict[str, Any]:
     for name, specs in MAPPINGS.items():
         store = open_store(out / name)
         for spec in specs:
-            array = mapping.build(spec, store, _model(out, name, spec))
+            array = mapping.build_mapping(spec, store, _model(out, name, spec))
             made[f"{name}, {spec}"] = None if array is None else array.tolist()
     return made
 
@@ -173,8 +173,8 @@ def _mappings(out: Path) -> dict[str, Any]:
 def _model(out: Path, name: str, spec: str) -> Tokenizer:
     """The tokenizer of a model that learns from a store: the store's own, or that of a text."""
     if not spec.startswith(("symbols", "unused")):
-        return tokenizers.load(out / name)
-    return tokenizers.load(out / ("from-roberta" if name == "music" else "from-bert"))
+        return tokenizers.load_tokenizer(out / name)
+    return tokenizers.load_tokenizer(out / ("from-roberta" if name == "music" else "from-bert"))
 
 
 def _batches(out: Path) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _batches(out: Path) -> dict[str, Any]:
         store = open_store(out / name)
         model = _model(out, name, spec)
         split = store.split("train")
-        assembler = Assembler(split, model, most, mapping.build(spec, store, model))
+        assembler = Assembler(split, model, most, mapping.build_mapping(spec, store, model))
         rows, epochs = Samples(split.rows, 2).at(np.arange(30))
         masks = Masks(6, probability, epochs) if probability else None
         batches = assembler.batches(rows, [9, 1, 20], masks)

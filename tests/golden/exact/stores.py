@@ -175,7 +175,7 @@ def found(out: Path) -> dict[str, Any]:
 def result(path: Path) -> Any:
     """What one command made, as a JSON value."""
     if path.name in LOOSE:
-        made = tokenizers.load(path)
+        made = tokenizers.load_tokenizer(path)
         return {"kind": made.kind, "pieces": len(made), "special": made.special}
     if path.name in TOKENIZERS:
         return tokenizer(path)
@@ -190,7 +190,7 @@ def result(path: Path) -> Any:
 
 def tokenizer(path: Path) -> dict[str, Any]:
     """What tells a tokenizer from others, and the ids of two texts."""
-    made = tokenizers.load(path)
+    made = tokenizers.load_tokenizer(path)
     return {
         "kind": made.kind,
         "fingerprint": made.fingerprint,

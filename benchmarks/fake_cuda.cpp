@@ -1,0 +1,45 @@
+// A CUDA device without memory or kernels, for a PyTorch that was built without CUDA.
+//
+// Tensors under FakeTensorMode have shapes, types and a device, but no content. PyTorch's autograd
+// still asks the device for streams and events. This library answers: there is one device, its
+// streams are always idle, and its events have always happened. It must be loaded before torch.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+const c10::Device DEVICE{c10::DeviceType::CUDA, 0};
+const c10::Stream STREAM{c10::Stream::DEFAULT, DEVICE};
+
+// The registry finds the class by this name.
+struct CUDAHooks : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex current_device() const override { return 0; }
+};
+
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
+  c10::Device getDevice() const override { return DEVICE; }
+  c10::Stream getStream(c10::Device) const noexcept override { return STREAM; }
+  c10::Stream getDefaultStream(c10::Device) const override { return STREAM; }
+  c10::Stream getNewStream(c10::Device, int) const override { return STREAM; }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return STREAM; }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+}  // namespace

@@ -1,0 +1,80 @@
+"""How many kernels a training step launches, how many of them are casts, and what they move.
+
+    python -m benchmarks.launches
+
+It needs no GPU: the step runs on tensors without content (benchmarks/fake_cuda.py). An operation of
+PyTorch counts as one launch, unless it is a view or an allocation. Bytes are those of each
+operation's inputs and outputs, products and attention aside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks import fake_cuda
+
+# layers, hidden size, heads, inner size of the MLP
+MODELS = {
+    "BERT-base MLM": (12, 768, 12, 3072),
+    "BERT-large MLM": (24, 1024, 16, 4096),
+    "MiniLM MLM": (6, 384, 12, 1536),
+}
+SHAPES = ((64, 128), (16, 512))
+VOCABULARY, MASKED = 30_522, 0.15
+
+
+def main() -> None:
+    """Print the table."""
+    if fake_cuda.LOADED not in os.environ:
+        with TemporaryDirectory() as folder:
+            process = fake_cuda.start("benchmarks.launches", Path(folder))
+            print(process.communicate()[0], end="")
+            sys.exit(process.returncode)
+    print("| step in bf16 | kernels | casts | others' GB | host waits |")
+    print("|---|---|---|---|---|")
+    for name, shape in MODELS.items():
+        for rows, length in SHAPES:
+            seen = step(*shape, rows, length)
+            kernels, casts = len(seen.operations), sum(one.is_cast for one in seen.operations)
+            moved = sum(one.bytes for one in seen.operations if not one.is_product) / 1e9
+            waits = json.dumps(seen.waits) if seen.waits else "none"
+            print(f"| {name}, {rows} x {length} | {kernels} | {casts} | {moved:.1f} | {waits} |")
+            if "-v" in sys.argv:
+                print(Counter(one.name for one in seen.operations))
+
+
+def step(
+    layers: int, hidden: int, heads: int, intermediate: int, rows: int, length: int
+) -> fake_cuda.Recorder:
+    """What a pre-training step of a shape gives a GPU to do."""
+    import torch
+
+    from benchmarks import bare
+    from xformer.model.config import ModelConfig
+    from xformer.tasks.mlm import MLM
+    from xformer.tasks.task import Head, Model
+
+    with fake_cuda.device():
+        config = ModelConfig(
+            vocab_size=VOCABULARY,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            intermediate=intermediate,
+        )
+        with torch.device("cuda"):
+            model = Model(config, MLM(Head("mlm"))).train()
+        batch = bare.full_rows(rows, length, MASKED, VOCABULARY)
+        trainer = bare.Trainer(model, "system.precision=bf16")
+        with fake_cuda.Recorder() as seen:
+            trainer.train([[batch]])
+    return seen
+
+
+if __name__ == "__main__":
+    main()

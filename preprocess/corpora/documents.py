@@ -1,0 +1,181 @@
+"""Raw text files -> documents, in memory that does not grow with the input.
+
+In plain text, documents are separated by blank lines, or each line is one with `--lines`. In other
+formats, the format says what a document is.
+
+A long document comes in segments. They are cut where the tokenizers cut anyway: before a single
+space, at a line end, or between a punctuation mark and a Chinese or Japanese letter. So the ids of
+the segments are the ids of the whole document. Two cases differ: SEGMENT characters without such a
+place are cut anywhere, and unigram, which marks the start of a text, gets one more mark at a cut
+without a space.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xformer.data.errors import BadInput
+
+from ..bad import BadRows
+from ..binarize import not_utf8, open_binary
+from ..words import EAST_ASIAN, MARKS
+from . import inputs
+from .fasta import read_fasta
+from .java import read_java
+from .jsonl import read_json_texts
+
+READ = 2**20  # bytes read at once
+SEGMENT = 2**15  # characters of a document encoded as one text
+
+# the last place before the end where a single space stands between words
+_LAST_SPACE = re.compile(r".*\S(?= \S)", re.DOTALL)
+_LAST_MARK = re.compile(rf".*[{MARKS}](?=[{EAST_ASIAN}])", re.DOTALL)
+
+Segments = Iterator[tuple[str, bool]]  # texts, each with: does it end its document?
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How files are divided into documents.
+
+    With `by_line` each line of plain text is a document. Lines of text that match the expression
+    `skip` are left out. `format` is the format of all files (default: by their endings). The text
+    of JSON objects is in `json_field`. `bad` receives the rows that cannot be read.
+    """
+
+    by_line: bool = False
+    skip: re.Pattern[str] | None = None
+    format: str | None = None
+    json_field: str = "text"
+    bad: BadRows = field(default_factory=lambda: BadRows(skip=False))
+
+
+def read_documents(
+    paths: Iterable[Path], options: TextOptions, advance: Callable[[int], None]
+) -> Segments:
+    """Yield (segment, does it end its document?) of several files. A document ends with its file.
+
+    `advance` is called with the size of each block read from the disk. Raises BadInput naming file
+    and line for what cannot be read.
+    """
+    for path in paths:
+        form = options.format or inputs.format_of(path)
+        if form == "text":
+            yield from plain_documents(read_pieces(path, advance, options.bad), options)
+            continue
+        if form == "jsonl":
+            texts = read_json_texts(path, options.json_field, options.bad, advance)
+        elif form == "java":
+            texts = read_java(path, options.bad, advance)
+        else:
+            texts = (sequence for _, _, sequence in read_fasta(path, options.bad, advance))
+        for text in texts:
+            yield from whole_document(text, options)
+
+
+def read_pieces(
+    path: Path, advance: Callable[[int], None], bad: BadRows | None = None
+) -> Iterator[tuple[str, bool]]:
+    """Yield (piece, does it end its line?) of a text file. Lines over SEGMENT come in pieces.
+
+    `advance` is called with the size of each block read from the disk. A line that is not UTF-8
+    goes to `bad` (default: raises BadInput naming file and line). Of a long line, only the piece
+    that is not UTF-8 is left out.
+    """
+    if bad is None or not bad.skip:
+        yield from _pieces(path, advance, "strict")
+        return
+    number, inside = 1, False
+    # Bytes that are not UTF-8 become lone surrogates, which valid UTF-8 never gives.
+    for piece, ends_line in _pieces(path, advance, "surrogateescape"):
+        try:
+            piece.encode(errors="surrogateescape").decode()
+        except UnicodeDecodeError as error:
+            bad(path, number, not_utf8(error))
+            if inside and ends_line:
+                yield "", True
+        else:
+            yield piece, ends_line
+        inside = not ends_line
+        number += ends_line
+
+
+def _pieces(path: Path, advance: Callable[[int], None], errors: str) -> Iterator[tuple[str, bool]]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
+    rest, number = "", 1
+    with open_binary(path, advance) as file:
+        while True:
+            data = file.read(READ)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                line = number + error.object[: error.start].count(b"\n")
+                raise BadInput(f"{path}:{line}: {not_utf8(error)}") from None
+            number += text.count("\n")
+            *lines, rest = (rest + text).split("\n")
+            for whole in lines:
+                *heads, last = _cut(whole)
+                yield from ((head, False) for head in heads)
+                yield last.removesuffix("\r"), True
+            *heads, rest = _cut(rest)
+            yield from ((head, False) for head in heads)
+            if not data:
+                break
+    if rest:
+        yield rest.removesuffix("\r"), True
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Yield one or more parts of at most SEGMENT characters. All but the last part end before a
+    space or after a punctuation mark, if there is such a place."""
+    start = 0
+    while len(text) - start > SEGMENT:
+        stop = start + SEGMENT
+        place = _LAST_SPACE.match(text, start, stop) or _LAST_MARK.match(text, start, stop)
+        end = place.end() if place else stop
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
+
+
+def plain_documents(pieces: Iterable[tuple[str, bool]], options: TextOptions) -> Segments:
+    """Yield (segment, does it end its document?) from the pieces of one plain text file."""
+    held: list[str] = []
+    size, started, new_line, skipping = 0, False, True, False
+    for piece, ends_line in pieces:
+        if new_line:
+            skipping = options.skip is not None and options.skip.search(piece) is not None
+        if skipping:
+            pass
+        elif options.by_line:
+            yield piece, ends_line
+        elif new_line and ends_line and not piece.strip():
+            if started:
+                yield "".join(held), True
+            held, size, started = [], 0, False
+        else:
+            held.append("\n" + piece if new_line and started else piece)
+            size, started = size + len(held[-1]), True
+            # White space belongs to the word after it, so a segment should not end in white space.
+            if size > SEGMENT and (not piece[-1:].isspace() or size > 4 * SEGMENT):
+                yield "".join(held), False
+                held, size = [], 0
+        new_line = ends_line
+    if started:
+        yield "".join(held), True
+
+
+def whole_document(text: str, options: TextOptions) -> Segments:
+    """Yield (segment, does it end the document?) of a document that is in memory as a whole."""
+    if options.skip is not None:
+        text = "\n".join(line for line in text.split("\n") if not options.skip.search(line))
+    previous = None
+    for part in _cut(text):
+        if previous is not None:
+            yield previous, False
+        previous = part
+    yield previous or "", True

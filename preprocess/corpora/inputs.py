@@ -1,0 +1,154 @@
+"""The input files of a corpus: found in files, directories and globs, each with its format."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from xformer.data.display import say
+from xformer.data.errors import BadInput
+
+from ..binarize import PACKED, check_files, unpacked_name
+
+FORMATS = ("text", "jsonl", "java", "fasta")
+# Files ending in .json often hold no text, so they are not taken from a directory.
+CORPUS_ENDINGS = {
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".java": "java",
+    ".fasta": "fasta",
+    ".fa": "fasta",
+    ".faa": "fasta",
+}
+FORMAT_OF_ENDING = {**CORPUS_ENDINGS, ".json": "jsonl"}
+
+
+def format_of(path: Path) -> str:
+    """The format given by the ending of a file's name: plain text if the ending is unknown."""
+    return FORMAT_OF_ENDING.get(unpacked_name(path).suffix.lower(), "text")
+
+
+def find_files(arguments: Sequence[str], form: str | None = None) -> list[Path]:
+    """The files named by command-line arguments, in the order of the arguments, sorted within each.
+
+    An argument is a file, a directory or a glob, in which `**` matches any folders. A directory
+    gives all its files with known endings, or all its files if their format `form` is given. It is
+    searched recursively, without hidden files. Empty files from directories and globs are left out.
+    The number of files left out is printed on standard error. Raises BadInput for an argument that
+    gives no file.
+    """
+    files: list[Path] = []
+    for argument in arguments:
+        if os.path.isdir(argument):
+            files += _in_directory(Path(argument), form)
+        elif not os.path.exists(argument) and glob.has_magic(argument):
+            matches = [Path(name) for name in sorted(glob.glob(argument, recursive=True))]
+            matches = _with_content(argument, [path for path in matches if path.is_file()])
+            if not matches:
+                raise BadInput(f"{argument} matches no file with content; check the pattern")
+            files += matches
+        else:
+            check_files([Path(argument)])
+            files.append(Path(argument))
+    return files
+
+
+def _in_directory(directory: Path, form: str | None) -> list[Path]:
+    files: list[Path] = []
+    skipped: Counter[str] = Counter()
+    for folder, folders, names in os.walk(directory, onerror=_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(folder, name) for name in names):
+            ending = unpacked_name(path).suffix.lower()
+            if path.name.startswith(".") or not path.is_file():
+                skipped["hidden" if path.name.startswith(".") else "not a file"] += 1
+            elif form or ending in CORPUS_ENDINGS:
+                files.append(path)
+            else:
+                skipped[ending or "no ending"] += 1
+    kinds = [f"{count} {ending}" for ending, count in skipped.most_common(5)]
+    if skipped:
+        more = ", ..." if len(skipped) > 5 else ""
+        note = f"{directory}: {skipped.total():,} files left out ({', '.join(kinds)}{more})"
+        say(note, error=True)
+    files = _with_content(str(directory), sorted(files))
+    if not files:
+        endings = " ".join(CORPUS_ENDINGS)
+        raise BadInput(
+            f"{directory} holds no file with content and a known ending ({endings}, each also with "
+            f"{' or '.join(PACKED)}); name other files by a glob, such as '{directory}/**/*.md'"
+        )
+    return files
+
+
+def _unreadable(error: OSError) -> None:
+    raise error
+
+
+def _with_content(argument: str, paths: list[Path]) -> list[Path]:
+    full = [path for path in paths if path.stat().st_size]
+    if len(full) < len(paths):
+        empty = len(paths) - len(full)
+        say(f"{argument}: {empty:,} empty files left out", error=True)
+    return full
+
+
+def check_distinct(splits: dict[str, list[Path]]) -> None:
+    """Raise BadInput naming a file that is given twice, in one split or in two."""
+    seen: dict[tuple[int, int], tuple[str, Path]] = {}
+    plain: dict[Path, Path] = {}
+    for split, paths in splits.items():
+        for path in paths:
+            status = path.stat()
+            known = seen.setdefault((status.st_dev, status.st_ino), (split, path))
+            if known[0] != split:
+                raise BadInput(
+                    f"{path} is in both {known[0]} and {split}: a held-out file must not be "
+                    "trained on; give different files"
+                )
+            if known[1] is not path:
+                raise BadInput(f"{path} is given twice for {split}; give it once")
+            twin = plain.setdefault(unpacked_name(path), path)
+            if twin is not path:
+                raise BadInput(
+                    f"{twin} and {path} are the same file, compressed and not: give one of them"
+                )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say how files are read."""
+    add = parser.add_argument
+    add(
+        "--format",
+        choices=FORMATS,
+        help="The format of all files. text: plain text. jsonl: a document is the text in one "
+        "field of an object; there is one object a line, or one array of objects in a .json file. "
+        "java: a document is a file without its comments. fasta: a document is the sequence of a "
+        "record. (Default: by each file's ending; plain text unless it is .jsonl, .ndjson, .json, "
+        ".java, .fasta, .fa or .faa. Any file may be compressed: .gz, .zst.)",
+    )
+    add(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="The field of a JSON object that holds the text (default: %(default)s).",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="Leave out and count JSON lines, FASTA records, Java files and lines of text that "
+        "cannot be read (default: stop at the first one).",
+    )
+
+
+def first_names(paths: Iterable[Path]) -> str:
+    """The first three paths for a message, and how many more there are."""
+    paths = list(paths)
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(map(str, paths[:3])) + more

@@ -1,0 +1,220 @@
+"""`text`: encode raw text into the rows of a store, in memory that does not grow with the input."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from xformer.data import tokenizers
+from xformer.data.display import Progress
+from xformer.data.errors import BadInput
+from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
+
+from ..arguments import (
+    add_output,
+    check_output_directory,
+    expression,
+    origin,
+    say_written,
+    whole_number,
+)
+from ..bad import BadRows
+from ..binarize import BATCH, RowCutter, sources
+from ..workers import EncodingPool, TextBatch
+from . import inputs
+from .documents import Segments, TextOptions, read_documents
+
+
+def segment_batches(segments: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
+    """Group segments into batches of about BATCH characters, as (ends of documents, texts)."""
+    ends: list[bool] = []
+    texts: list[str] = []
+    size = 0
+    for text, end in segments:
+        texts.append(text)
+        ends.append(end)
+        size += len(text) + 16  # a short text takes time too
+        if size >= BATCH:
+            yield ends, texts
+            ends, texts, size = [], [], 0
+    if texts:
+        yield ends, texts
+
+
+class CutWords:
+    """Counts the words that are cut in two between the segments of a document."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def watch(self, segments: Iterable[tuple[str, bool]]) -> Segments:
+        """Yield the segments unchanged, and count."""
+        inside = False  # the previous segment ended in a word that may go on
+        for text, end in segments:
+            if text:
+                self.count += inside and not text[0].isspace()
+                inside = not text[-1].isspace()
+            inside &= not end
+            yield text, end
+
+
+def write_text_split(
+    split: SplitWriter,
+    paths: list[Path],
+    pool: EncodingPool,
+    options: TextOptions,
+    max_tokens: int,
+) -> None:
+    """Encode the files' documents into rows of at most `max_tokens` ids, and count their words."""
+    cutter, cut_words, words = RowCutter(split, max_tokens), CutWords(), 0
+    total = sum(path.stat().st_size for path in paths)
+    with Progress(f"encoding {split.directory.name}", total, "B") as bar:
+        segments = cut_words.watch(read_documents(paths, options, bar.advance))
+        for ids, lengths, ends, batch_words in pool.encode(segment_batches(segments)):
+            cutter.add(ids, lengths, ends)
+            words += batch_words
+    split.words = words - cut_words.count
+    if split.writers["tokens"].length == 0:
+        raise BadInput(
+            f"{inputs.first_names(paths)}: there is no text in it, so {split.directory.name} would "
+            "be empty; give files with text"
+        )
+
+
+def write_text_store(
+    output: Path,
+    splits: dict[str, list[Path]],
+    tokenizer: Tokenizer,
+    options: TextOptions,
+    max_tokens: int,
+    origin: dict[str, Any],
+    overwrite: bool = False,
+    workers: int = 1,
+    documents: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Write a store with one split for each entry of `splits` (name -> files).
+
+    `workers` processes encode. `documents` adds a column `group` with the number of each row's
+    document. Returns the number of rows and tokens of each split. Raises BadInput for input that
+    cannot be read, for a split without text, and for an output that exists without `overwrite`.
+    Raises Failure if a process dies.
+    """
+    columns = {"tokens": ""} | ({"group": "int32"} if documents else {})
+    with create_store(output, tokenizer, columns, overwrite=overwrite) as store:
+        tokenizer.save(store.directory)  # the workers load it from here
+        with EncodingPool(tokenizer, store.directory, workers) as pool:
+            for name, paths in splits.items():
+                with store.split(name) as split:
+                    write_text_split(split, paths, pool, options, max_tokens)
+        files = [path for paths in splits.values() for path in paths]
+        origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
+        store.finish("text", [], None, {**origin, **options.bad.as_origin()})
+        return store.splits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `text`."""
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE|DIR|GLOB",
+        help="Raw text in UTF-8 for the split train: files, directories (all their files with "
+        "known endings, sorted by name), or quoted globs such as 'text/**/*.txt'.",
+    )
+    for split in ("valid", "test"):
+        add(
+            f"--{split}",
+            nargs="+",
+            default=[],
+            metavar="FILE|DIR|GLOB",
+            help=f"Raw text for the split {split} (default: the store has no such split).",
+        )
+    add(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint.",
+    )
+    add(
+        "--max-tokens",
+        type=whole_number(1),
+        default=510,
+        metavar="N",
+        help="The maximum number of tokens in a row. A longer document is cut into several rows "
+        "(default: %(default)s).",
+    )
+    inputs.add_arguments(parser)
+    add(
+        "--lines",
+        action="store_true",
+        help="Make every line of plain text a document (default: documents are separated by blank "
+        "lines).",
+    )
+    add(
+        "--skip-lines",
+        type=expression,
+        metavar="REGEX",
+        help="Leave out lines that match this regular expression anywhere, such as "
+        r"'^\[\d+\]' for footnotes (default: keep all lines).",
+    )
+    add(
+        "--documents",
+        action="store_true",
+        help="Also store the number of each row's document, which `pairs` needs for next sentences "
+        "and sentence order (default: do not).",
+    )
+    add(
+        "--workers",
+        type=whole_number(1, 4096),
+        metavar="N",
+        help="The number of processes that encode, in addition to the one that reads and writes. "
+        "With 1, that one process encodes too, as it always does for a few megabytes. The ids do "
+        "not depend on it (default: all cores).",
+    )
+    add_output(parser, "STORE")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Encode text files into a store."""
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    named = {"train": arguments.input, "valid": arguments.valid, "test": arguments.test}
+    splits = {
+        name: inputs.find_files(paths, arguments.format) for name, paths in named.items() if paths
+    }
+    inputs.check_distinct(splits)
+    files = [path for paths in splits.values() for path in paths]
+    formats = {arguments.format or inputs.format_of(path) for path in files}
+    if arguments.lines and "text" not in formats:
+        raise BadInput(
+            "--lines is for plain text; leave it out, because other formats mark their documents"
+        )
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    os.environ["RAYON_NUM_THREADS"] = str(workers)  # tokenizers reads it when it starts threads
+    tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
+    bad = BadRows(arguments.skip_bad)
+    options = TextOptions(
+        arguments.lines, arguments.skip_lines, arguments.format, arguments.field, bad
+    )
+    started = time.monotonic()
+    written = write_text_store(
+        arguments.output,
+        splits,
+        tokenizer,
+        options,
+        arguments.max_tokens,
+        origin(),
+        arguments.overwrite,
+        workers,
+        arguments.documents,
+    )
+    bad.report()
+    size = sum(path.stat().st_size for path in files)
+    say_written(arguments.output, written, started, size)

@@ -1,0 +1,96 @@
+"""DNA tasks (Kao & Lee 2021, section 2.2 and appendix G.3).
+
+`dna/splice` reads the UCI splice-junction file: is the middle of 60 letters a donor site (EI), an
+acceptor site (IE), or neither (N)? `dna/h3`, `dna/h4` and `dna/h3k9ac` ask whether a stretch of
+yeast DNA is wrapped around a histone with this mark (Pokholok et al. 2005). Their files are csv, or
+text with three lines per record (Hilbert-CNN).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from xformer.data import vocabularies
+from xformer.data.errors import BadInput
+
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
+from . import splits
+from .labelled import Row, TaskSource
+from .sequences import Sequences
+
+LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
+IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
+DNA_TASKS = {
+    name: Sequences(IUPAC, kind)
+    for name, kind in (
+        ("dna", None),
+        ("dna/h3", "class"),
+        ("dna/h4", "class"),
+        ("dna/h3k9ac", "class"),
+    )
+}
+ABOUTS = {
+    "dna": "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.",
+    "dna/h3": "Does yeast DNA wrap around histone H3? Hilbert-CNN's text, or csv.",
+    "dna/h4": "Does yeast DNA wrap around histone H4? Hilbert-CNN's text, or csv.",
+    "dna/h3k9ac": "Does yeast DNA wrap around acetylated H3? Hilbert-CNN's text, or csv.",
+}
+SPLICE_FILES = ("splice.data", "splice.txt")
+SPLICE_CLASSES = ["EI", "IE", "N"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`dna/splice` has only the options of every task."""
+
+
+def read(arguments: argparse.Namespace) -> TaskSource:
+    """The splice task, from its file or the directory that holds it. It has no splits.
+
+    Raises BadInput if there is no such file. Its rows raise BadInput naming file and line of one
+    that is not `class, name, sequence`, unless bad rows are skipped.
+    """
+    path: Path | None = arguments.input
+    if path is None or arguments.train or arguments.valid or arguments.test:
+        raise BadInput(
+            "the splice file has no splits of its own; give --input FILE|DIR and none of --train, "
+            "--valid and --test"
+        )
+    if path.is_dir():
+        files = [path / name for name in SPLICE_FILES if (path / name).is_file()]
+        if not files:
+            raise BadInput(f"{path} holds neither {' nor '.join(SPLICE_FILES)}")
+        path = files[0]
+    check_files([path])
+    splits.refuse_columns(arguments.split_column, path)
+    bad = BadRows(arguments.skip_bad)
+    return TaskSource(
+        rows=lambda: splice_rows(path, bad),
+        files=[path],
+        kind="class",
+        metric="accuracy",
+        columns={"text": "sequence", "text_b": None, "label": "class", "uppercase": True},
+        bad=bad,
+        labels=SPLICE_CLASSES,
+        tokenizer=vocabularies.symbols(LETTERS),
+    )
+
+
+def splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+    """The rows of UCI's file, `class, name, sequence` on each line."""
+    for number, line in read_lines(path, bad):
+        if not line.strip():
+            continue
+        columns = [column.strip() for column in line.split(",")]
+        if len(columns) != 3:
+            bad(path, number, "not `class, name, sequence` with two commas")
+            continue
+        label, _, sequence = columns
+        sequence = sequence.upper()
+        wrong = sorted(set(sequence) - set(LETTERS))
+        if wrong or not sequence:
+            bad(path, number, f"letters other than {LETTERS}: {''.join(wrong)!r}")
+        else:
+            yield Row("", (sequence,), label, path, number)

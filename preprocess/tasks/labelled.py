@@ -1,0 +1,687 @@
+"""Labelled examples -> a store for fine-tuning.
+
+The reader of each data set returns a `TaskSource`. This module holds what all tasks share: it
+checks the rows, draws the splits and writes the store, with a column `label` (one per row) or
+`labels` (one per token).
+
+To add a task, write a module with `add_arguments(parser)` and `read(arguments) -> TaskSource`, and
+add it to the table `TASK_READERS` in `preprocess/cli.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer.data import tokenizers
+from xformer.data.display import Progress, say
+from xformer.data.errors import BadInput
+from xformer.data.store import UNLABELLED, UNSEEN
+from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
+from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
+
+from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
+from ..bad import BadRows
+from ..binarize import BATCH, check_files, sources
+from ..words import CachedEncoder
+from .tables import ending, stem
+
+CLASS_METRICS = ("accuracy", "f1", "mcc")
+SCORE_METRICS = ("spearman", "pearson")
+TAG_METRICS = ("accuracy", "f1", "entity_f1")
+ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")  # of splits in a store
+SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
+SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is train
+VALID_SHARE = 0.1  # of a source that marks only its test rows; Min et al. 2019 divide DeepLoc so
+MAX_CLASSES = 20_000
+LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
+
+
+class Row(NamedTuple):
+    """One example, as the raw file writes it.
+
+    `texts` holds one text or two. The texts of a choice task are a context and all its endings, and
+    the label is the number of the right ending, counted from 0. The label of a tagging task holds
+    the labels of all words, separated by spaces.
+    """
+
+    split: str  # "" if the source does not say; the split is then drawn
+    texts: tuple[str, ...]
+    label: str | None  # None: the row has no label
+    file: Path
+    line: int
+    id: str | None = None  # the source's own name for the row
+    group: str | None = None  # rows of one group are scored together: segments of one piece
+    key: str | None = None  # rows with the same key are drawn into the same split (None: the texts)
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """A data set as its reader describes it: where the rows are and what the labels mean."""
+
+    rows: Callable[[], Iterator[Row]]  # each call reads the files again
+    files: list[Path]
+    kind: str  # "class", "score", "tag" or "choice"
+    metric: str | None  # None (tagging only): chosen by the names of the classes
+    columns: dict[str, Any]  # which column of the raw file is which, for `evaluate.py input=`
+    bad: BadRows
+    splits: Sequence[tuple[str, Path]] = ()  # splits that must hold a row, each with a file of it
+    left_out: BadRows = field(default_factory=lambda: BadRows(skip=True))  # not part of the task
+    labels: list[str] | None = None  # classes in order (None: those in training, sorted by name)
+    tokenizer: Tokenizer | None = None  # used if the user gives none
+    pairs: bool = False  # whether a row has two texts
+    split_columns: set[str] = field(default_factory=set)  # the columns that named splits so far
+
+    @property
+    def noun(self) -> str:
+        """What has a label, in the plural."""
+        return "words" if self.kind == "tag" else "rows"
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether labels are the names of classes."""
+        return self.kind in ("class", "tag")
+
+
+@dataclass
+class RowSurvey:
+    """What one pass over the rows counts. It takes 8 bytes of memory per row, 16 if splits are
+    drawn."""
+
+    rows: dict[str, int] = field(default_factory=dict)  # split -> how many
+    labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
+    classes: set[str] = field(default_factory=set)
+    keys: dict[str, array[int]] = field(default_factory=dict)  # split -> hash of each row's text
+    to_draw: array[int] = field(default_factory=lambda: array("L"))  # classes of rows without split
+    ids: bool = False  # whether rows have ids
+    groups: bool = False  # whether rows have groups
+    choices: int = 1  # endings of a question
+
+
+def check_metric(kind: str, metric: str | None) -> str:
+    """The metric to report, by default accuracy or spearman. Raises BadInput if `metric` does not
+    fit the kind of task."""
+    allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS, "tag": TAG_METRICS}[kind]
+    if metric is None:
+        return allowed[0]
+    if metric not in allowed:
+        raise BadInput(
+            f"--metric {metric} does not fit --kind {kind}; choose one of {', '.join(allowed)}"
+        )
+    return metric
+
+
+def write_task(
+    task: TaskSource,
+    output: Path,
+    tokenizer: Tokenizer,
+    seed: int,
+    origin: dict[str, Any],
+    overwrite: bool = False,
+    stratify: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Check every row, then encode and write them all. Returns rows and tokens of every split.
+
+    Splits that the source names are kept; texts that are in two of them are counted in the origin
+    and on standard error. A source without splits is divided 90/5/5 by `seed`, and one that marks
+    only its test rows 90/10. With `stratify` each class is divided in the same way. Equal texts and
+    rows of one group stay in one split.
+
+    The label column is int64 for classes: UNLABELLED if a row has no label, UNSEEN if no row of
+    training has its class. It is float32 for scores, NaN if a row has none. The labels of a tagging
+    task are int16, one per token, IGNORED if no word begins there.
+
+    Raises BadInput naming file and line of a row that cannot be used, unless bad rows are skipped.
+    """
+    survey = _survey(task, seed)
+    if stratify and (task.kind != "class" or "" not in survey.rows):
+        why = "the task has no classes" if task.kind != "class" else "the source names its splits"
+        raise BadInput(f"--stratify divides the rows of each class, but {why}; leave it out")
+    drawn = _draw_splits(task, survey, stratify) if "" in survey.rows else None
+    if drawn is not None:
+        origin = {**origin, "seed": seed} | ({"stratified": True} if stratify else {})
+        survey = _survey(task, seed, drawn)
+    _say_splits(task, survey)
+    if "train" not in survey.rows:
+        raise BadInput(f"{task.files[0]} holds no row for training")
+    in_two_splits = _in_two_splits(survey)
+    labels = _class_names(task, survey) if task.has_classes else []
+    unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
+    _say_lacking(survey, labels, task.noun)
+    _say_unlabelled(task, survey)
+    names: list[str] = [name for name in ORDER if name in survey.rows]
+    columns, ragged = _store_columns(task, survey)
+    with create_store(output, tokenizer, columns, ragged, overwrite) as store:
+        with ExitStack() as stack:
+            splits = {name: stack.enter_context(store.split(name)) for name in names}
+            rows, classes = _rows(task, drawn), labels
+            if task.kind == "choice":
+                rows, classes = each_ending(rows), ending_numbers(survey.choices)
+            writer = RowWriter(splits, CachedEncoder(tokenizer), classes)
+            total = sum(survey.rows.values()) * survey.choices
+            with Progress("encoding", total, "rows") as progress:
+                for batch in row_batches(rows):
+                    writer.append(batch)
+                    progress.advance(len(batch))
+        origin = {**origin, **_task_origin(task, unseen, in_two_splits)}
+        # the stack closes the splits last to first; list them in their usual order
+        store.splits = {name: store.splits[name] for name in names}
+        metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
+        store.finish(task.kind, labels, metric, origin, survey.choices)
+        return store.splits
+
+
+def _task_origin(
+    task: TaskSource, unseen: dict[str, dict[str, int]], in_two_splits: dict[str, dict[str, int]]
+) -> dict[str, Any]:
+    """What the store's origin records of the task: its files and columns, and what is odd in it."""
+    oddities = {
+        "unseen": unseen,
+        "left_out_rows": task.left_out.count,
+        "in_two_splits": in_two_splits,
+        "split_columns": sorted(task.split_columns),
+    }
+    record = {"sources": sources(task.files), "columns": task.columns, **task.bad.as_origin()}
+    return record | {key: value for key, value in oddities.items() if value}
+
+
+def _store_columns(task: TaskSource, survey: RowSurvey) -> tuple[dict[str, str], list[str]]:
+    """The type of every column of the store ("": that of token ids), and the names of the ragged
+    columns."""
+    texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
+    label = {"score": {"label": "float32"}, "tag": {"labels": "int16"}}
+    columns = {**dict.fromkeys(texts, ""), **label.get(task.kind, {"label": "int64"})}
+    columns |= {"id": "uint8"} if survey.ids else {}
+    columns |= {"group": "int64"} if survey.groups else {}
+    return columns, [name for name in columns if name in (*texts, "id", "labels")]
+
+
+def _rows(task: TaskSource, drawn: Sequence[str] | None) -> Iterator[Row]:
+    """The rows that can be used, each with its split: its own, or the next one of `drawn`."""
+    splits = iter(drawn) if drawn is not None else None
+    ids: set[bytes] = set()  # hashes, which take less memory than names
+    for row in task.rows():
+        reason = _fault(task, row)
+        if reason is None and row.id is not None:
+            name = blake2b(f"{row.split}\0{row.id}".encode(), digest_size=16).digest()
+            reason = f"an earlier row has the id {row.id!r} too" if name in ids else None
+            ids.add(name)
+        if reason is not None:
+            task.bad(row.file, row.line, reason)
+        else:
+            yield row if splits is None or row.split else row._replace(split=next(splits))
+
+
+def _fault(task: TaskSource, row: Row) -> str | None:
+    """Why a row cannot be used; None if it can."""
+    size = sum(map(len, row.texts))
+    if size > LONGEST_TEXT:
+        return f"the text has {size:,} characters; a row may hold at most {LONGEST_TEXT:,}"
+    if row.label is None:
+        may_lack = row.split.startswith("test") or (task.kind == "choice" and row.split == "valid")
+        return None if may_lack else "the label is empty"
+    if task.kind == "score":
+        finite = math.isfinite(_number(row.label))
+        return None if finite else f"the score {row.label!r} is not a number"
+    for label in _classes(task, row.label):
+        if task.labels and label not in task.labels:
+            return f"label {label!r} is none of {', '.join(task.labels)}"
+    return None
+
+
+def _classes(task: TaskSource, label: str) -> list[str]:
+    """The classes in a row's label: one, or one per labelled word."""
+    if task.kind != "tag":
+        return [label]
+    return [name for name in label.split(" ") if name != NO_LABEL]
+
+
+def _number(label: str) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        return math.nan
+
+
+def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> RowSurvey:
+    """Read and check all rows. Raises BadInput if there are none, or a split has none."""
+    survey = RowSurvey()
+    salt = seed.to_bytes(8, "little", signed=True)
+    numbers: dict[str, int] = {}  # of the classes, in the order in which they appear
+    for row in _rows(task, drawn):
+        if not row.split and task.kind == "class":
+            survey.to_draw.append(numbers.setdefault(row.label or "", len(numbers)))
+        survey.rows[row.split] = survey.rows.get(row.split, 0) + 1
+        if task.kind != "score" and row.label is not None:
+            classes = _classes(task, row.label)
+            survey.labels.setdefault(row.split, Counter()).update(classes)
+            survey.classes.update(classes)
+            if len(survey.classes) > MAX_CLASSES:
+                raise BadInput(
+                    f"{row.file}: the label column holds more than {MAX_CLASSES} classes; "
+                    "if these are numbers, give --kind score"
+                )
+        survey.ids |= row.id is not None
+        survey.groups |= row.group is not None
+        if task.kind == "choice":  # its reader has checked that all questions have equally many
+            survey.choices = len(row.texts) - 1
+        text = row.key or "\0".join(text.strip() for text in row.texts)
+        key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
+        survey.keys.setdefault(row.split, array("Q")).append(int.from_bytes(key, "little"))
+    for split, path in task.splits:
+        if split and split not in survey.rows:
+            raise BadInput(f"{path} holds no example, so the split {split} would be empty")
+    if not survey.rows:
+        task.bad.report()
+        raise BadInput(f"{task.files[0]} holds no example that can be used")
+    return survey
+
+
+def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
+    """split -> earlier split -> how many rows of the first have a text that the second has too.
+    Says so on standard error."""
+    shared: dict[str, dict[str, int]] = {}
+    names = [name for name in ORDER if name in survey.keys]
+    for i, name in enumerate(names):
+        keys = np.asarray(survey.keys[name])
+        for earlier in names[:i]:
+            if count := int(np.isin(keys, np.asarray(survey.keys[earlier])).sum()):
+                shared.setdefault(name, {})[earlier] = count
+    parts = [
+        f"{count:,} of the {survey.rows[name]:,} rows of {name} are in {earlier}"
+        for name, counts in shared.items()
+        for earlier, count in counts.items()
+    ]
+    if parts:
+        say(f"note: equal texts are kept in two splits: {'; '.join(parts)}", error=True)
+    return shared
+
+
+def _say_splits(task: TaskSource, survey: RowSurvey) -> None:
+    """Say which columns named the splits, and how many rows each split has."""
+    if not task.split_columns:
+        return
+    columns = " and ".join(repr(name) for name in sorted(task.split_columns))
+    rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
+    verb = "name" if len(task.split_columns) > 1 else "names"
+    say(f"note: {columns} of {task.files[0]} {verb} the splits: {rows} rows", error=True)
+    if "valid" not in survey.rows:
+        say("warning: there is no validation split; train with train.select=last", error=True)
+
+
+def _say_lacking(survey: RowSurvey, labels: list[str], noun: str) -> None:
+    """Warn if a split has no rows, or words (`noun`), of some classes."""
+    for split, counts in survey.labels.items():
+        if lacking := [label for label in labels if label not in counts]:
+            named = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
+            say(
+                f"warning: {split} has no {noun} of {len(lacking):,} of the {len(labels):,} "
+                f"classes: {named}",
+                error=True,
+            )
+
+
+def _say_unlabelled(task: TaskSource, survey: RowSurvey) -> None:
+    """Warn of validation questions without a label, which are kept but not scored."""
+    rows, labelled = survey.rows.get("valid", 0), survey.labels.get("valid", Counter()).total()
+    if task.kind == "choice" and rows > labelled:
+        count = f"{rows - labelled:,} of the {rows:,} questions"
+        say(f"warning: {count} of valid have no label and are not scored", error=True)
+
+
+def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[str]:
+    """The split of every row that has none yet. Rows with equal texts have equal keys and come into
+    the same split.
+
+    A key is a hash of (seed, text), so sorting the keys is a random permutation fixed by the seed.
+    """
+    keys, first, key_of_row, sizes = np.unique(
+        survey.keys[""], return_index=True, return_inverse=True, return_counts=True
+    )
+    shares = {"valid": VALID_SHARE} if "test" in survey.rows else SHARES
+    names = [*shares, "train"]
+    if stratify:
+        split_of_key = _stratified(np.asarray(survey.to_draw)[first], sizes, list(shares.values()))
+    else:
+        rows_before = np.cumsum(sizes) - sizes
+        bounds = np.cumsum(list(shares.values()))
+        split_of_key = np.searchsorted(bounds, rows_before / len(key_of_row), side="right")
+    if len(set(split_of_key)) < len(names):
+        raise BadInput(
+            f"{task.files[0]} holds {len(keys)} different examples, too few to be split "
+            f"{'90/10' if 'test' in survey.rows else '90/5/5'}; "
+            "give a directory with train, valid and test files"
+        )
+    return [names[i] for i in split_of_key[key_of_row]]
+
+
+def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """The part that each key goes to, (keys,). Part i gets shares[i] of the rows of every class,
+    and one more part gets the rest. `classes` (keys,) is the class of each key, `sizes` (keys,) its
+    number of rows.
+
+    Fractions of a row are carried over to the next class, so that small classes together fill a
+    part. Every class keeps at least one key in the last part, which is for training.
+    """
+    parts = np.full(len(classes), len(shares))
+    owed = np.zeros(len(shares))  # rows that each part has yet to get, fractions included
+    by_class = np.argsort(classes, kind="stable")
+    class_starts = np.flatnonzero(np.diff(classes[by_class])) + 1
+    for keys in np.split(by_class, class_starts):
+        place = 0
+        for i, share in enumerate(shares):
+            owed[i] += share * sizes[keys].sum()
+            while place < len(keys) - 1 and owed[i] >= sizes[keys[place]] / 2:
+                parts[keys[place]] = i
+                owed[i] -= sizes[keys[place]]
+                place += 1
+    return parts
+
+
+def _class_names(task: TaskSource, survey: RowSurvey) -> list[str]:
+    """The classes, in the order of their ids. Raises BadInput if there are fewer than two."""
+    labels = task.labels or sorted(survey.labels.get("train", ()))
+    if len(labels) < 2:
+        names = f"one class only, {labels[0]}" if labels else "no class"
+        raise BadInput(f"{task.files[0]}: the training rows have {names}; give two or more")
+    return labels
+
+
+def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[str, int]]:
+    """split -> class -> how many rows, or words (`noun`), for classes that are not in training.
+    Says so on standard error."""
+    unseen: dict[str, dict[str, int]] = {}
+    for split, counts in survey.labels.items():
+        if others := {label: n for label, n in sorted(counts.items()) if label not in labels}:
+            unseen[split] = others
+            named = ", ".join(f"{label!r} {n}" for label, n in list(others.items())[:5])
+            more = ", ..." if len(others) > 5 else ""
+            say(
+                f"warning: {split}: {noun} whose class is not in training count as wrong: "
+                f"{named}{more}",
+                error=True,
+            )
+    return unseen
+
+
+def each_ending(questions: Iterable[Row]) -> Iterator[Row]:
+    """A row for each ending of each question: the context, the ending, the question's label."""
+    for row in questions:
+        context, *endings = row.texts
+        yield from (row._replace(texts=(context, ending)) for ending in endings)
+
+
+def ending_numbers(choices: int) -> list[str]:
+    """The labels that a question with `choices` endings may have."""
+    return [str(i) for i in range(choices)]
+
+
+def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows in batches of about BATCH characters."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += sum(map(len, row.texts)) + 64  # so that batches of empty texts are bounded too
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class RowWriter:
+    """Encodes rows and appends them to their splits. The columns `input` and `input_b`, if a split
+    has them, get the texts themselves."""
+
+    def __init__(self, splits: dict[str, SplitWriter], encoder: CachedEncoder, labels: list[str]):
+        self.splits, self.encoder = splits, encoder
+        self.class_ids = {label: i for i, label in enumerate(labels)}
+        self.groups: dict[str, dict[str, int]] = {name: {} for name in splits}
+
+    def append(self, batch: list[Row]) -> None:
+        """Encode a batch of rows and append each to its split."""
+        for name, split in self.splits.items():
+            rows = [row for row in batch if row.split == name]
+            if not rows:
+                continue
+            if "labels" in split.offsets:
+                self._append_tags(split, rows)
+            else:
+                for i, tokens in enumerate(("tokens", "tokens_b")):
+                    if tokens in split.offsets:
+                        texts = [row.texts[i] for row in rows]
+                        split.append_ragged(tokens, *self.encoder.encode(texts))
+                split.append("label", np.array([self._label(row.label) for row in rows]))
+            for i, text in enumerate(("input", "input_b")):
+                if text in split.offsets:
+                    split.append_texts(text, [row.texts[i] for row in rows])
+            if "id" in split.offsets:
+                split.append_texts("id", [row.id or "" for row in rows])
+            if "group" in split.writers:
+                groups = self.groups[name]
+                numbers = [groups.setdefault(row.group or "", len(groups)) for row in rows]
+                split.append("group", np.array(numbers))
+
+    def _append_tags(self, split: SplitWriter, rows: list[Row]) -> None:
+        """Append tokens and their labels. The label of a word stands at its first token."""
+        encoded = encode_words(self.encoder.tokenizer, [row.texts[0] for row in rows])
+        labels = [np.full(len(ids), IGNORED) for ids, _ in encoded]
+        for row, of_tokens, (_, first) in zip(rows, labels, encoded, strict=True):
+            names = row.label.split(" ") if row.label else [NO_LABEL] * len(first)
+            of_tokens[first] = [
+                UNLABELLED if name == NO_LABEL else self._label(name) for name in names
+            ]
+        lengths = np.array([len(ids) for ids, _ in encoded])
+        split.append_ragged("tokens", np.concatenate([ids for ids, _ in encoded]), lengths)
+        split.append_ragged("labels", np.concatenate(labels), lengths)
+
+    def _label(self, label: str | None) -> float:
+        """A label as a number: the id of its class, or the score itself."""
+        if self.class_ids:
+            return UNLABELLED if label is None else self.class_ids.get(label, UNSEEN)
+        return math.nan if label is None else _number(label)
+
+
+# -------------------------------------------------------------------------------- input files
+
+
+def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[str, list[Path]]:
+    """split -> files. --train, --valid and --test replace what the directory --input holds. If
+    --input is a file, its split is "", and it can be combined only with --test: it is then divided
+    into train and valid.
+
+    Raises BadInput if a file is missing or empty, or there is none for training.
+    """
+    source: Path | None = arguments.input
+    by_option = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
+    by_option = {name: paths for name, paths in by_option.items() if paths}
+    if source is None and "train" not in by_option:
+        raise BadInput("give --input FILE|DIR, or --train FILE")
+    if source is None:
+        files = by_option
+    elif source.is_dir():
+        files = find_splits(source, endings) | by_option
+        if "train" not in files:
+            raise BadInput(f"{source} holds no training file (train{', train'.join(endings)})")
+    elif other := next((name for name in by_option if name != "test"), ""):
+        raise BadInput(
+            f"--{other} cannot be combined with --input {source}, which is a file; "
+            f"give it as --train {source}"
+        )
+    else:
+        files = {"": [source]} | by_option
+    for paths in files.values():
+        check_files(paths)
+    return {name: files[name] for name in ("", "train", "valid", "test") if name in files}
+
+
+def find_splits(
+    directory: Path, endings: Sequence[str], names: dict[str, str] = SPLITS
+) -> dict[str, list[Path]]:
+    """split -> its files in a directory. `names` says which split a word stands for.
+
+    The files are those named by a split (`train.tsv`, `dev.tsv`). If there is no such training
+    file, they are those whose names end in a split (`sts-train.csv`), or in the number of a part
+    (`validation-00000-of-00001.parquet`). Hidden files are ignored.
+
+    Raises BadInput if two files could be the same split, a part is missing, or the files have
+    several endings.
+    """
+    if not directory.is_dir():
+        raise BadInput(f"{directory} is not a directory")
+    files = [
+        p
+        for p in sorted(directory.iterdir())
+        if p.is_file() and ending(p) in endings and not p.name.startswith(".")
+    ]
+    words = "|".join(names)
+    by_name = rf"({words})"
+    by_last_word = rf"(?:.*[-_.])?({words})(?:-\d+-of-(\d+)(?:-[0-9a-f]+)?)?"
+    splits = _match_splits(directory, files, by_name, names)
+    splits = splits or _match_splits(directory, files, by_last_word, names)
+    every = [path for paths in splits.values() for path in paths]
+    if len({ending(path) for path in every}) > 1:
+        shown = ", ".join(path.name for path in every)
+        raise BadInput(f"{directory} holds files of several endings, {shown}; keep those of one")
+    return splits
+
+
+def _match_splits(
+    directory: Path, files: Sequence[Path], pattern: str, names: dict[str, str]
+) -> dict[str, list[Path]]:
+    """split -> the files whose names match `pattern`, a regular expression with the split as its
+    first group and, if it has a second, the number of parts. Empty if none of them is for training.
+
+    Raises BadInput if two files could be the same split, or a part is missing.
+    """
+    splits: dict[str, list[Path]] = {}
+    parts: dict[str, int] = {}  # split -> files that it should have; 0 if its name does not say
+    for path in files:
+        match = re.fullmatch(pattern, stem(path), re.IGNORECASE)
+        if match is None:
+            continue
+        split = names[match[1].lower()]
+        total = int(match[2]) if match.lastindex == 2 else 0
+        earlier = splits.setdefault(split, [])
+        if earlier and not (total and total == parts[split]):
+            raise BadInput(
+                f"{directory} holds both {earlier[0].name} and {path.name}: which is {split}? "
+                "Keep one of them"
+            )
+        parts[split] = total
+        earlier.append(path)
+    if "train" not in splits:
+        return {}
+    for split, paths in splits.items():
+        if parts[split] not in (0, len(paths)):
+            raise BadInput(f"{directory} holds {len(paths)} of the {parts[split]} files of {split}")
+    return splits
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None]) -> None:
+    """Add the options of every task, and with `add_own` those of one task."""
+    add = parser.add_argument
+    add(
+        "--input",
+        type=Path,
+        metavar="FILE|DIR",
+        help="The raw file, or a directory that holds the train, valid (or dev) and test files. A "
+        "source without splits is divided 90/5/5 into train, valid and test. A file given together "
+        "with --test is divided 90/10 into train and valid.",
+    )
+    add(
+        "--split-column",
+        metavar="NAME",
+        help="The column that names each row's split: train, valid or test. With --split-column "
+        "none such columns are ignored and the splits are drawn (default: the column split or set, "
+        "and the column validation, where true marks a validation row).",
+    )
+    for split in ("train", "valid", "test"):
+        add(
+            f"--{split}",
+            type=Path,
+            nargs="+",
+            metavar="FILE",
+            help=f"The files of the split {split} (default: those in the directory --input; "
+            "without --input there is no such split).",
+        )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint (default: the alphabet of a "
+        "DNA, protein or music task; text has none and needs a tokenizer).",
+    )
+    add(
+        "--seed",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="The seed that decides which rows become train, valid and test, if the source does "
+        "not say (default: %(default)s).",
+    )
+    add(
+        "--stratify",
+        action="store_true",
+        help="Divide the rows of each class in the same proportions, if splits are drawn (default: "
+        "draw them regardless of class).",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="Leave out rows that cannot be read, and list and count them (default: stop at the "
+        "first).",
+    )
+    shared = {action.dest for action in parser._actions}
+    add_own(parser)
+    own = [action.dest for action in parser._actions if action.dest not in shared]
+    parser.set_defaults(own=own)
+    add_output(parser, "STORE")
+
+
+def run(
+    name: str, read: Callable[[argparse.Namespace], TaskSource], arguments: argparse.Namespace
+) -> None:
+    """Encode the task `name`, read by `read`, into a store."""
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    if arguments.input is not None and not arguments.input.exists():
+        raise BadInput(f"{arguments.input} does not exist")
+    tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    started = time.monotonic()
+    task = read(arguments)
+    # `evaluate.py input=` reads rows to predict with the same task and options
+    options = {key: getattr(arguments, key) for key in arguments.own}
+    task = replace(task, columns={**task.columns, "task": name, "options": options})
+    tokenizer = tokenizer or task.tokenizer
+    if tokenizer is None:
+        raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")
+    written = write_task(
+        task,
+        arguments.output,
+        tokenizer,
+        arguments.seed,
+        origin(),
+        arguments.overwrite,
+        arguments.stratify,
+    )
+    task.bad.report()
+    task.left_out.report()
+    size = sum(path.stat().st_size for path in task.files)
+    say_written(arguments.output, written, started, size)

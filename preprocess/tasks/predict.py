@@ -1,0 +1,416 @@
+"""Raw rows to predict -> a store of one split, by the readers that made the training data.
+
+A checkpoint's head records the task of preprocess.py, its options and its columns; they decide how
+the rows are read. Checkpoints from before tasks were recorded have only the columns.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer.data.display import say
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import create_store
+
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
+from ..words import CachedEncoder
+from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
+from .labelled import Row
+from .sequences import FASTA, SEQUENCE, Sequences
+from .tables import Form, RowTable, ending
+
+INPUT = "input"  # the split, and the column of the texts as they were read
+KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
+SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
+JSON, PARQUET = (".jsonl", ".json"), ".parquet"
+BAD = BadRows(skip=False)  # the first row that cannot be read is an error
+Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
+
+
+class HeadRecord(NamedTuple):
+    """What a checkpoint's head records about the rows it was trained on."""
+
+    kind: str
+    labels: list[str]
+    pair: bool  # whether a row has two texts
+    max_tokens: int
+    columns: dict[str, Any]
+
+    @property
+    def task(self) -> str:
+        """The task of preprocess.py, "" if the checkpoint does not say."""
+        return str(self.columns.get("task", ""))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The task's own options."""
+        return dict(self.columns.get("options") or {})
+
+
+def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: Path) -> None:
+    """Encode the rows of a file as the split `input` of a new store at `output`.
+
+    `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. The columns
+    `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
+    a row that cannot be read.
+    """
+    pair = head["pair"] or head["kind"] == "choice"
+    record = HeadRecord(
+        head["kind"], list(head["labels"]), pair, head["max_tokens"], head["columns"] or {}
+    )
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
+    if not path.is_dir() or not _is_music(record):
+        check_files([path])
+    if record.kind == "span":
+        _write_questions(path, record, tokenizer, output)
+        return
+    rows = list(_rows(path, record, tokenizer))
+    if not rows:
+        raise BadInput(f"{path} has a header and no row")
+    classes, choices = record.labels, 1
+    if record.kind == "choice":
+        choices = len(rows[0].texts) - 1
+        rows, classes = list(labelled.each_ending(rows)), labelled.ending_numbers(choices)
+    texts = ["tokens", "tokens_b"] if record.pair else ["tokens"]
+    inputs = [INPUT, "input_b"] if record.pair else [INPUT]
+    label = {"regress": "float32", "tag": "int16"}.get(record.kind, "int64")
+    columns = {**dict.fromkeys(texts, ""), "labels" if record.kind == "tag" else "label": label}
+    columns |= dict.fromkeys(inputs, "uint8")
+    columns |= {"id": "uint8"} if any(row.id is not None for row in rows) else {}
+    columns |= {"group": "int64"} if any(row.group is not None for row in rows) else {}
+    ragged = [*texts, *inputs, *(name for name in ("id", "labels") if name in columns)]
+    with create_store(output, tokenizer, columns, ragged) as store:
+        with store.split(INPUT) as split:
+            writer = labelled.RowWriter({INPUT: split}, CachedEncoder(tokenizer), classes)
+            for batch in labelled.row_batches(rows):
+                writer.append(batch)
+        store.finish(KINDS[record.kind], record.labels, None, {}, choices)
+
+
+def _rows(path: Path, head: HeadRecord, tokenizer: Tokenizer) -> Iterator[Row]:
+    """The rows of a file, read as the checkpoint's task reads them."""
+    letters = _alphabet(head, tokenizer)
+    if _is_music(head):
+        return _music(path, head)
+    if letters:
+        return _sequences(path, head, letters)
+    if ending(path) in (*FASTA, *music.MIDI):
+        raise BadInput(f"{path}: this checkpoint was trained on text, not on {ending(path)} files")
+    if head.kind == "tag":
+        return _sentences(path, head)
+    if head.kind == "choice":
+        return _choice_questions(path, head)
+    return _texts(path, head)
+
+
+def _is_music(head: HeadRecord) -> bool:
+    return head.task.startswith("music") or head.columns.get("text") == "pitches"
+
+
+def _alphabet(head: HeadRecord, tokenizer: Tokenizer) -> str:
+    """The letters of the task's sequences; "" if its rows are text."""
+    if head.task in SEQUENCES:
+        return SEQUENCES[head.task].alphabet
+    if head.task == "dna/splice":
+        return dna.LETTERS
+    if not head.columns.get("uppercase"):
+        return ""
+    single = "".join(piece for piece in tokenizer.pieces if len(piece) == 1)
+    return single if tokenizer.kind == "symbols" else protein.LETTERS
+
+
+# ------------------------------------------------------------------------------ tables
+
+
+def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """Rows with one text or two, in the columns of training."""
+    names: list[Sequence[str]] = []
+    if head.task in glue.GLUE_TASKS:
+        task = glue.GLUE_TASKS[head.task]
+        names = [columns for columns in (task.text, task.text_b) if columns]
+    else:
+        recorded = ("text", "text_b") if head.pair else ("text",)
+        names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
+    form = tsv.form_of(path, Namespace(**head.options)) if head.task == "tsv" else None
+    for line, texts, id_ in _table(path, names, form, report_no_header=True):
+        yield Row(INPUT, tuple(texts), None, path, line, id_)
+
+
+def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """Rows with a context and its endings, in the columns of training. If the checkpoint does not
+    say them, they are `context`, and `endings` with a list."""
+    options = head.options
+    columns = choice.QuestionColumns(
+        options.get("context") or ["context"], options.get("endings") or ["endings"]
+    )
+    form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
+    names = [[name] for name in columns.names]
+    for line, values, id_ in _table(path, names, form, report_no_header=True, lists=columns.lists):
+        try:
+            yield Row(INPUT, columns.texts(values), None, path, line, id_)
+        except ValueError as error:
+            BAD(path, line, str(error))
+
+
+def _table(
+    path: Path,
+    names: Names,
+    form: Form | None = None,
+    report_no_header: bool = False,
+    lists: Sequence[str] = (),
+) -> Iterator[tuple[int, list[str], str | None]]:
+    """(line, texts, id) of the rows of a table. It has a column for each of `names`, or it is a
+    delimited file without a header that has just these columns.
+
+    `form` is that of the training file, `lists` that of `RowTable`. If `report_no_header`, a note
+    says that the first line is read as a row. Raises BadInput if the columns are not there.
+    """
+    table, columns = _open(path, names, form)
+    table.lists = lists
+    if columns is None:
+        for line, row in table.delimited(BAD):
+            if len(row) != len(names):
+                raise BadInput(f"{path}:{line}: {_count_columns(row)} instead of {len(names)}")
+            yield line, row, None
+        if report_no_header:
+            header = " and ".join(repr(options[0]) for options in names if options) or "line"
+            say(f"note: {path} has no header {header}; line 1 is read as a row", error=True)
+        return
+    id_column = ["id"] if "id" in table.columns and "id" not in columns else []
+    for line, values in table.rows([*columns, *id_column], BAD, ["id"]):
+        texts = [value or "" for value in values[: len(columns)]]
+        yield line, texts, (values[-1] or "") if id_column else None
+
+
+def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[str] | None]:
+    """A table, and its column for each of `names`. The columns are None if the file has no header
+    and holds just these columns, which a csv file may not do."""
+    if ending(path) in (*JSON, PARQUET):
+        table = RowTable(path)
+        columns = [table.find(options) for options in names]
+        if None in columns:
+            raise table.missing((names[columns.index(None)] or ["text"])[0])
+        return table, [column for column in columns if column]
+    usual = Form.of(path)
+    for candidate in (form or usual, usual):
+        header = [name.strip() for name in _first_row(path, candidate)]
+        if not candidate.header:  # columns have numbers for names
+            header = [str(i) for i in range(1, len(header) + 1)]
+        columns = [next((name for name in options if name in header), None) for options in names]
+        if None not in columns:
+            return RowTable(path, candidate), [column for column in columns if column]
+    bare, first = replace(usual, header=False), _first_row(path, usual)
+    if numbers := _numbered(names, len(first)):
+        return RowTable(path, bare), numbers
+    if len(first) == len(names) and ending(path) != ".csv":
+        return RowTable(path, bare), None
+    raise _wrong_header(path, first, names)
+
+
+def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
+    """The error to raise if a header lacks some of the columns. It says which there are."""
+    lacking = [repr(options[0]) for options in names if options and not set(options) & set(header)]
+    lacks = ""
+    if lacking:
+        lacks = f"the header lacks the column{'s' * (len(lacking) > 1)} {' and '.join(lacking)}; "
+    has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in header[:20])
+    hint = f"; a file without a header must have {_count_columns(names)}"
+    hint = "" if ending(path) == ".csv" else hint
+    return BadInput(f"{path}:1: {lacks}it has {_count_columns(header)}, {has}{hint}")
+
+
+def _numbered(names: Names, width: int) -> list[str]:
+    """The columns, if all have a number up to `width` among their names, as CoLA's have; else
+    none."""
+    numbers = [
+        name for options in names for name in options if name.isdecimal() and int(name) <= width
+    ]
+    return numbers if len(numbers) == len(names) else []
+
+
+def _first_row(path: Path, form: Form) -> list[str]:
+    """The first row of a delimited file, which may be its header."""
+    table = RowTable(path, replace(form, header=False))
+    return next(table.delimited(BadRows(skip=True)), (0, [""]))[1]
+
+
+def _count_columns(columns: Sequence[Any]) -> str:
+    """How many columns there are, for a message."""
+    return f"{len(columns)} column{'s' * (len(columns) != 1)}"
+
+
+# ------------------------------------------------------------------------------ sequences
+
+
+def _sequences(path: Path, head: HeadRecord, letters: str) -> Iterator[Row]:
+    """DNA and proteins, in upper or lower case."""
+    longest = head.columns.get("longest")
+    for line, text, id_ in _records(path, head, letters):
+        sequence = text.strip().upper()
+        if head.kind == "tag":  # every letter is a word
+            sequence = "".join(sequence.split())
+        if wrong := sorted(set(sequence) - set(letters)):
+            raise BadInput(f"{path}:{line}: letters other than {letters}: {''.join(wrong)!r}")
+        if not sequence:
+            raise BadInput(f"{path}:{line}: the sequence is empty")
+        sequence = sequences.both_ends(sequence, longest)
+        spaced = " ".join(sequence) if head.kind == "tag" else sequence
+        yield Row(INPUT, (spaced,), None, path, line, id_)
+
+
+def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, str, str | None]]:
+    """(line, sequence, id) of FASTA, three lines per record, UCI's splice file, or a table."""
+    first = ""
+    if ending(path) not in (*JSON, PARQUET):
+        lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
+        first = next(filter(None, lines), "")
+    splice = head.task == "dna/splice" or head.columns.get("label") == "class"
+    if splice and ending(path) != ".csv" and first.count(",") == 2:
+        for row in dna.splice_rows(path, BAD):
+            yield row.line, row.texts[0], row.id
+    elif ending(path) in FASTA or first.startswith(">"):
+        for record in sequences.sequence_records(path, None, None, Sequences(letters), BAD, None):
+            yield record.line, record.sequence, record.id
+    else:
+        options = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
+        for line, texts, id_ in _table(path, [list(options)]):
+            yield line, texts[0], id_
+
+
+# ------------------------------------------------------------------------------ music
+
+
+def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """The segments of pieces, or the rows of a table of pitches."""
+    pieces = _pieces(path)
+    if pieces is None:
+        yield from _pitches(path)
+        return
+    segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
+    for row in music.segment_rows(pieces, segment, BAD):
+        yield row._replace(label=None, id=row.group)
+
+
+def _pieces(path: Path) -> list[music.Piece] | None:
+    """The pieces that a path names: a MIDI file, a directory of them, or MAESTRO's table (or its
+    directory). None if it is a file of another kind."""
+    if ending(path) in music.MIDI and not path.is_dir():
+        return [music.Piece(path, path.name, "", INPUT, path, 1)]
+    table = music.table_of(path) if path.is_dir() else path
+    if table is None:
+        visible = [file for file in sorted(path.rglob("*")) if not file.name.startswith(".")]
+        files = [file for file in visible if file.suffix.lower() in music.MIDI]
+        if not files:
+            raise BadInput(f"{path} holds no MIDI file")
+        return [
+            music.Piece(file, str(file.relative_to(path)), "", INPUT, file, 1) for file in files
+        ]
+    if ending(table) not in music.TABLES:
+        return None
+    opened = RowTable(table)
+    if not opened.find(["midi_filename"]):
+        return None
+    return [
+        music.Piece(table.parent / str(name), str(name), "", INPUT, table, line)
+        for line, (name,) in opened.rows(["midi_filename"], BAD)
+    ]
+
+
+def _pitches(path: Path) -> Iterator[Row]:
+    """The rows of a table whose texts are pitches, separated by spaces."""
+    valid = {str(pitch) for pitch in range(128)}
+    for line, texts, id_ in _table(path, [["pitches"]]):
+        if wrong := sorted(set(texts[0].split()) - valid):
+            raise BadInput(
+                f"{path}:{line}: {wrong[0]!r} is not a pitch; give numbers from 0 to 127"
+            )
+        yield Row(INPUT, (texts[0],), None, path, line, id_)
+
+
+# ------------------------------------------------------------------------------ words
+
+
+def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
+    """Sentences in CoNLL's columns, whose labels are ignored, or one sentence per line."""
+    if ending(path) in (*JSON, PARQUET, ".csv"):
+        raise BadInput(
+            f"{path}: this checkpoint labels words; give one sentence per line (.txt), or CoNLL's "
+            "columns (.conll)"
+        )
+    word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
+    if ending(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
+        columns = tags.columns_of(path, "test", word, label)
+        for line, words, _ in tags.sentences(path, columns, BAD):
+            yield Row(INPUT, (" ".join(words),), None, path, line)
+        return
+    lines = list(read_lines(path, BAD))
+    if not any(text for _, text in lines):
+        raise BadInput(f"{path} is empty")
+    for line, text in lines:
+        yield Row(INPUT, (text,), None, path, line)
+
+
+def _column_number(column: Any) -> int:
+    """The number of a column as a checkpoint records it; the first if it records none."""
+    return int(column) if str(column).isdecimal() else 1
+
+
+def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
+    """Whether a file has CoNLL's columns rather than one sentence per line.
+
+    It has if its first line has tabs, or each line of its first block has a known label in the
+    label column of training, or the block has one word per line and an empty line after it.
+    """
+    block: list[str] = []
+    ended = False
+    for _, line in islice(read_lines(path, BadRows(skip=True)), 1000):
+        ended = bool(block) and not line.strip()
+        if ended:
+            break
+        if line.strip():
+            block.append(line)
+    if not block or "\t" in block[0]:
+        return bool(block)
+    lines, known = [line.split() for line in block], {*labels, tags.NO_LABEL}
+    if all(len(words) == 1 for words in lines):
+        return ended and len(block) > 1
+    return all(len(words) >= max(label, 2) and words[label - 1] in known for words in lines)
+
+
+# ------------------------------------------------------------------------------ questions
+
+
+def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output: Path) -> None:
+    """Write questions and windows of their contexts. They come from SQuAD's JSON, or from a table
+    with the columns `question` and `context`. The column `question.input` gets the questions."""
+    if ending(path) == ".json" and squad.is_squad(read_json(path)):
+        paragraphs = list(squad.read_articles(path, BAD, training=False))
+    else:
+        paragraphs = [
+            ("", context, [squad.Question(str(i) if id_ is None else id_, question, None)])
+            for i, (_, (question, context), id_) in enumerate(
+                _table(path, [["question"], ["context"]])
+            )
+        ]
+    if not any(questions for *_, questions in paragraphs):
+        raise BadInput(f"{path} holds no question")
+    # the options of training, as far as they fit into the checkpoint's rows
+    max_tokens = min(head.max_tokens, int(head.options.get("max_tokens") or head.max_tokens))
+    max_question = min(int(head.options.get("max_question") or 64), max_tokens // 2)
+    stride = min(int(head.options.get("stride") or 128), max_tokens - max_question - 4)
+    options = Namespace(max_tokens=max_tokens, max_question=max_question, stride=max(stride, 1))
+    columns = squad.COLUMNS | {"question.input": "uint8"}
+    ragged = [*squad.RAGGED, "question.input"]
+    with create_store(output, tokenizer, columns, ragged) as store:
+        with store.split(INPUT) as split:
+            squad.WindowWriter(split, tokenizer, options).write(paragraphs)
+        store.finish("span", [], None, {})

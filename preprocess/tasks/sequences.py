@@ -1,0 +1,311 @@
+"""Labelled sequences of letters, DNA and proteins alike, from the formats of their data sets:
+
+- FASTA. The second field of a header is the label (PLUS), and a third field `test` marks a test row
+  (DeepLoc). Or the fields are such as `TARGET=1.5 SET=train VALIDATION=False` (FLIP).
+- A directory with one FASTA file per class, named after it.
+- Text with three lines per record: identifier, sequence, label (Hilbert-CNN).
+- Delimited files, JSON lines (TAPE) and parquet with named columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from xformer.data import vocabularies
+from xformer.data.display import say
+from xformer.data.errors import BadInput
+
+from ..arguments import whole_number
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
+from ..corpora.fasta import read_fasta
+from . import splits
+from .labelled import Row, TaskSource, check_metric, find_splits, input_files
+from .tables import ENDINGS, RowTable, ending, stem
+
+FASTA = (".fasta", ".fa", ".faa", ".fna")
+# what the columns of the sequence and of the label may be called, the first choice first
+SEQUENCE = ("sequence", "seq", "seqs", "primary")
+LABEL = ("label", "labels", "class", "score", "target")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What distinguishes one task on sequences from another."""
+
+    alphabet: str
+    kind: str | None = None  # "class" or "score"; None: the user says which
+    label: tuple[str, ...] = LABEL  # what the column of the label may be called
+    longest: int | None = None  # longer sequences lose their middle
+    clean: Callable[[str], str] = str  # from a label as the file writes it to a class
+    without: str | None = None  # a class that the task leaves out
+    field: int = 1  # of a FASTA header that holds the label; the name is field 0
+
+
+class Record(NamedTuple):
+    """A sequence as a file writes it."""
+
+    line: int
+    sequence: str
+    label: str | None
+    id: str | None = None
+    split: str = ""  # "" if the record is not marked
+
+
+def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
+    """The options of a task on sequences."""
+    add = parser.add_argument
+    add(
+        "--sequence",
+        metavar="COLUMN",
+        help="The column of the sequence, in files with columns (default: the first of "
+        f"{', '.join(SEQUENCE)} that there is).",
+    )
+    add(
+        "--label",
+        metavar="COLUMN",
+        help="The column of the label or score, in files with columns (default: the first of "
+        f"{', '.join(form.label)} that there is).",
+    )
+    default = form.longest or "keep whole sequences"
+    add(
+        "--longest",
+        type=whole_number(2),
+        default=form.longest,
+        metavar="N",
+        help="The most letters in a sequence. A longer one loses its middle and keeps N/2 letters "
+        f"at each end (default: {default}).",
+    )
+    if form.kind is None:
+        add(
+            "--kind",
+            choices=("class", "score"),
+            default="class",
+            help="Whether the label names a class or is a number (default: %(default)s).",
+        )
+
+
+def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
+    """The sequences of --input, --train, --valid and --test. Raises BadInput naming the file, and
+    the line if there is one."""
+    classes = _classes(arguments)
+    files = {"": list(classes)} if classes else input_files(arguments, (*ENDINGS, *FASTA))
+    split_files = [(split, path) for split, paths in files.items() for path in paths]
+    columns = {path: _columns(path, split, arguments, form) for split, path in split_files}
+    used = set[str]()
+    marks = {
+        path: _marks(path, split, arguments.split_column, columns[path], used)
+        for split, path in split_files
+    }
+    bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
+    letters = frozenset(form.alphabet)
+
+    def rows() -> Iterator[Row]:
+        for split, path in split_files:
+            for record in sequence_records(
+                path, classes.get(path), columns[path], form, bad, marks[path]
+            ):
+                sequence = record.sequence.upper()
+                label = form.clean((record.label or "").strip())
+                if wrong := sorted(set(sequence) - letters):
+                    reason = f"letters other than {form.alphabet}: {''.join(wrong)!r}"
+                    bad(path, record.line, reason)
+                elif not sequence:
+                    bad(path, record.line, "the sequence is empty")
+                elif label and label == form.without:
+                    left_out(path, record.line, f"{label} is not a class of this task")
+                else:
+                    sequence = both_ends(sequence, arguments.longest)
+                    row_split = split or record.split
+                    yield Row(row_split, (sequence,), label or None, path, record.line, record.id)
+
+    kind = form.kind or arguments.kind
+    first = next(iter(columns.values()))
+    return TaskSource(
+        rows=rows,
+        files=list(columns),
+        kind=kind,
+        metric=check_metric(kind, None),
+        columns={
+            "text": first[0] if first else "sequence",
+            "text_b": None,
+            "label": first[-1] if first else "label",
+            "uppercase": True,
+            "longest": arguments.longest,
+        },
+        bad=bad,
+        splits=[(split, paths[0]) for split, paths in files.items()],
+        left_out=left_out,
+        tokenizer=vocabularies.symbols(form.alphabet),
+        split_columns=used,
+    )
+
+
+def both_ends(sequence: str, longest: int | None) -> str:
+    """The sequence, without its middle if it has more than `longest` letters."""
+    if not longest or len(sequence) <= longest:
+        return sequence
+    head = -(-longest // 2)
+    return sequence[:head] + sequence[head - longest :]
+
+
+def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
+    """file -> class, if --input is a directory with one FASTA file per class; else empty."""
+    source: Path | None = arguments.input
+    if source is None or not source.is_dir() or arguments.train:
+        return {}
+    fasta = [
+        path
+        for path in sorted(source.iterdir())
+        if ending(path) in FASTA and not path.name.startswith(".")
+    ]
+    files = find_splits(source, (*ENDINGS, *FASTA))
+    if "train" in files:
+        used = [path for paths in files.values() for path in paths]
+        if others := [path.name for path in fasta if path not in used]:
+            names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            say(
+                f"note: {source} holds {files['train'][0].name}, so its files are splits, not "
+                f"classes; not read: {names}",
+                error=True,
+            )
+        return {}
+    if fasta and (arguments.valid or arguments.test):
+        raise BadInput(
+            f"{source} holds one FASTA file per class; it cannot be combined with --valid or --test"
+        )
+    check_files(fasta)
+    return {path: stem(path) for path in fasta}
+
+
+def _columns(
+    path: Path, split: str, arguments: argparse.Namespace, form: Sequences
+) -> list[str] | None:
+    """The columns of the sequence and of the label, which a test file may lack. None if the file is
+    not a table."""
+    if ending(path) in (*FASTA, ".txt"):
+        return None
+    table = RowTable(path)
+    columns = []
+    for option, chosen, names in (
+        ("--sequence", arguments.sequence, SEQUENCE),
+        ("--label", arguments.label, form.label),
+    ):
+        column = table.find([chosen] if chosen else names)
+        if column is not None:
+            columns.append(column)
+        elif option == "--sequence" or split != "test":
+            if chosen:
+                raise table.missing(chosen)
+            raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
+    return columns
+
+
+# what names the splits of a file's rows: the columns of a table; the fields of FASTA headers, as a
+# set that gathers those that are read; or nothing
+Marks = splits.SplitColumns | set[str] | None
+
+
+def _marks(
+    path: Path, split: str, split_column: str | None, columns: list[str] | None, used: set[str]
+) -> Marks:
+    """What names the splits of a file's rows. `split` is the split that the whole file was given
+    as, "" if none. `used` gathers the columns or fields that are read."""
+    if columns is not None:
+        return splits.find(RowTable(path), split_column, columns, split, used)
+    splits.refuse_columns(split_column, path)
+    if split and (header := splits.of_header(_first_line(path).split()[1:])):
+        splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
+    return None if split or split_column == splits.NONE else used
+
+
+def _first_line(path: Path) -> str:
+    """The first line of a file that is not blank."""
+    lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
+    return next(filter(None, lines), "")
+
+
+def sequence_records(
+    path: Path,
+    label: str | None,
+    columns: list[str] | None,
+    form: Sequences,
+    bad: BadRows,
+    marks: Marks,
+) -> Iterator[Record]:
+    """The records of a file of any format. `label` is the label of all records, if the file's name
+    says it."""
+    if isinstance(marks, splits.SplitColumns):
+        for split, line, (sequence, *labels) in marks.rows(RowTable(path), columns or [], bad):
+            yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
+    elif ending(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
+        yield from _fasta(path, label, form, bad, marks)
+    else:
+        yield from _three_lines(path, bad)
+
+
+def _fasta(
+    path: Path, label: str | None, form: Sequences, bad: BadRows, used: set[str] | None
+) -> Iterator[Record]:
+    """The records of a FASTA file. Either all headers name their split, or none does. Without
+    `used` the splits in the headers are not read."""
+    headers_name_splits: bool | None = None  # not known before the first header
+    for line, header, sequence in read_fasta(path, bad):
+        name, *fields = header.split() or [""]
+        keyed = splits.of_header(fields)
+        plain = [field for field in fields if field.partition("=")[0].lower() not in keyed]
+        own_label = keyed.pop("target", None) or next(iter(plain[form.field - 1 :]), None)
+        split = "test" if plain[1:2] == ["test"] and used is not None else ""
+        if used is not None and headers_name_splits not in (None, bool(keyed)):
+            bad(path, line, "some headers have a field SET= or VALIDATION=, and some have none")
+            continue
+        headers_name_splits = bool(keyed)
+        if used is not None and keyed:
+            try:
+                split = splits.of_record(keyed)
+            except ValueError as error:
+                bad(path, line, str(error))
+                continue
+            used |= {key.upper() for key in keyed}
+        yield Record(line, sequence, label or own_label, name or None, split)
+
+
+def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
+    """Whether a file is FASTA, rather than three lines per record: its third line is then a header
+    or part of a sequence, not a label."""
+    lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
+    first, _, third = (*islice(lines, 3), "", "", "")[:3]
+    if not first.startswith(">"):
+        return False
+    return (
+        not third
+        or third.startswith(">")
+        or (len(first.split()) > 1 and set(third.upper()) <= letters)
+    )
+
+
+def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:
+    """Records of three lines. Blank lines are ignored, and a line `>...` begins a new record."""
+    block: list[tuple[int, str]] = []
+    for at, line in read_lines(path, bad):
+        if block and (len(block) == 3 or line.startswith(">")):
+            yield from _record(path, block, bad)
+            block = []
+        if line.strip():
+            block.append((at, line.strip()))
+    if block:
+        yield from _record(path, block, bad)
+
+
+def _record(path: Path, lines: list[tuple[int, str]], bad: BadRows) -> Iterator[Record]:
+    """The record in some lines (number, text); none if they are not three, which goes to `bad`."""
+    if len(lines) == 3:
+        yield Record(lines[2][0], lines[1][1], lines[2][1])
+    else:
+        reason = "the record does not have three lines: identifier, sequence, label"
+        bad(path, lines[0][0], reason)

@@ -1,0 +1,342 @@
+"""SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016, 2018): rows of a question and a window of its context.
+
+A context that is too long for one row is cut into overlapping windows, each of which is a row. The
+rows of a question are one `group`. The label is the first and the last token of the answer within
+the window, counted from 0, or -1, -1 if the window does not hold the whole answer (Devlin et al.
+2019, sections 4.2 and 4.3).
+
+The store has two more tables. `question` holds its id, the number of its context, and its answers
+as a JSON list (`null` if they are not known). `context` holds its text, and the characters at which
+every token starts and ends; `xformer.data.spans.answer` turns them into the exact text of an
+answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer.data import tokenizers
+from xformer.data.display import Progress, say
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
+
+from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
+from ..bad import BadRows
+from ..binarize import check_files, sources
+
+ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
+BLOCK = 64  # contexts encoded at once
+COLUMNS = {
+    "tokens": "",
+    "tokens_b": "",
+    "label": "(2,)i4",
+    "group": "int64",
+    "window": "int32",  # where the row's window begins, in tokens of the context
+    "question.id": "uint8",
+    "question.context": "int64",
+    "question.answers": "uint8",
+    "context.text": "uint8",
+    "context.starts": "int32",
+    "context.ends": "int32",
+}
+RAGGED = [
+    "tokens",
+    "tokens_b",
+    "question.id",
+    "question.answers",
+    "context.text",
+    "context.starts",
+    "context.ends",
+]
+
+
+class Question(NamedTuple):
+    """One question. An answer is (text, its first character in the context)."""
+
+    id: str
+    text: str
+    answers: list[tuple[str, int]] | None  # [] if it has no answer, None if that is not known
+
+
+@dataclass
+class Counts:
+    """What the command reports for a split at the end."""
+
+    questions: int = 0
+    answerable: int = 0
+    exact: int = 0  # answerable questions whose tokens give back exactly the answer's text
+    articles: set[str] = field(default_factory=set)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `task squad`."""
+    add = parser.add_argument
+    add(
+        "--input",
+        type=Path,
+        metavar="DIR",
+        help="A directory that holds one file train*.json and one file dev*.json, which is the "
+        "split valid.",
+    )
+    for split in ("train", "valid", "test"):
+        add(
+            f"--{split}",
+            type=Path,
+            metavar="FILE",
+            help=f"The file of the split {split} (default: "
+            f"{'no such split' if split == 'test' else 'the one in the directory --input'}).",
+        )
+    add(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint.",
+    )
+    add(
+        "--max-tokens",
+        type=whole_number(8),
+        default=384,
+        metavar="N",
+        help="The most tokens in a row, special tokens included. Train with batch.max_tokens=N "
+        "(default: %(default)s).",
+    )
+    add(
+        "--stride",
+        type=whole_number(1),
+        default=128,
+        metavar="N",
+        help="Tokens from the start of one window to the start of the next (default: %(default)s).",
+    )
+    add(
+        "--max-question",
+        type=whole_number(1),
+        default=64,
+        metavar="N",
+        help="The most tokens in a question; longer questions are cut (default: %(default)s).",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="Leave out questions that cannot be read, and list and count them (default: stop at "
+        "the first).",
+    )
+    add_output(parser, "STORE")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Encode SQuAD into a store."""
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    files = _files(arguments)
+    tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
+    extra = 2 + tokenizer.pair_separators
+    room = arguments.max_tokens - arguments.max_question - extra
+    if room < 1:
+        raise BadInput(
+            f"--max-tokens {arguments.max_tokens} leaves no room beside a question of "
+            f"{arguments.max_question} tokens; raise it, or lower --max-question"
+        )
+    if arguments.stride > room:
+        raise BadInput(
+            f"--stride {arguments.stride} would leave gaps: beside a question of "
+            f"{arguments.max_question} tokens a window may hold only {room}; lower it"
+        )
+    started = time.monotonic()
+    bad = BadRows(arguments.skip_bad)
+    with create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store:
+        counts = {}
+        for name, path in files.items():
+            paragraphs = list(read_articles(path, bad, name == "train"))
+            if not any(questions for *_, questions in paragraphs):
+                bad.report()
+                raise BadInput(f"{path} holds no question that can be used")
+            with store.split(name) as split:
+                counts[name] = WindowWriter(split, tokenizer, arguments).write(paragraphs)
+        options = {key: getattr(arguments, key) for key in ("max_tokens", "stride", "max_question")}
+        columns = {
+            "text": "question",
+            "text_b": "context",
+            "label": "answers",
+            "task": "squad",
+            "options": options,
+        }
+        record = origin() | {
+            "sources": sources([*files.values()]),
+            "columns": columns,
+            "squad": options,
+        }
+        store.finish("span", [], "f1", record | bad.as_origin())
+        written = store.splits
+    bad.report()
+    for name, count in counts.items():
+        say(
+            f"{name}: {len(count.articles):,} articles, {count.questions:,} questions, "
+            f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
+            f"one; the tokens of {count.exact:,} answers give back the exact text"
+        )
+    say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
+
+
+def _files(arguments: argparse.Namespace) -> dict[str, Path]:
+    """split -> file, by the options or by the names in the directory --input."""
+    options = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
+    directory: Path | None = arguments.input
+    if directory is not None and not directory.is_dir():
+        raise BadInput(f"{directory} is not a directory; give one, or --train FILE")
+    for name, pattern in (("train", "train*.json"), ("valid", "dev*.json")):
+        if directory is not None and options[name] is None:
+            matches = sorted(directory.glob(pattern))
+            if len(matches) != 1:
+                names = ", ".join(path.name for path in matches) or "no file"
+                raise BadInput(f"{directory} holds {names} called {pattern}; give --{name} FILE")
+            options[name] = matches[0]
+    files = {name: path for name, path in options.items() if path is not None}
+    if not files:
+        raise BadInput("give --input DIR, or --train, --valid or --test FILE")
+    check_files(files.values())
+    return files
+
+
+def read_articles(
+    path: Path, bad: BadRows, training: bool
+) -> Iterator[tuple[str, str, list[Question]]]:
+    """(title of the article, context, questions) of every paragraph.
+
+    Questions that cannot be used go to `bad`, with their number, counted from 1, for a line. With
+    `training` these include questions whose answers are not known. Raises BadInput if the file is
+    not in SQuAD's form.
+    """
+    data = read_json(path)
+    try:
+        paragraphs = [
+            (str(article["title"]), paragraph)
+            for article in data["data"]
+            for paragraph in article["paragraphs"]
+        ]
+        ids: set[str] = set()
+        count = 0
+        for title, paragraph in paragraphs:
+            context, questions = paragraph["context"], []
+            for qa in paragraph["qas"]:
+                count += 1
+                question, reason = _question(qa, context, ids)
+                if training and question.answers is None:
+                    reason = f"{question.id}: it has no 'answers' to train on"
+                if reason:
+                    bad(path, count, reason)
+                else:
+                    questions.append(question)
+            yield title, context, questions
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            f"{path} is not of SQuAD's form (data, paragraphs, qas): {error!r}"
+        ) from None
+
+
+def is_squad(data: Any) -> bool:
+    """Whether a JSON value is in SQuAD's form: an object with a list `data` of articles."""
+    return isinstance(data, dict) and isinstance(data.get("data"), list)
+
+
+def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question, str]:
+    """A question, and what is wrong with it ("": nothing). Its id is added to the earlier `ids`."""
+    answers = [] if qa.get("is_impossible") else qa.get("answers")
+    if answers is not None:
+        answers = [(answer["text"], int(answer["answer_start"])) for answer in answers]
+    question = Question(str(qa["id"]), qa["question"], answers)
+    if question.id in ids:
+        return question, f"an earlier question has the id {question.id!r} too"
+    ids.add(question.id)
+    for text, start in answers or []:
+        actual = context[start : start + len(text)] if start >= 0 else ""
+        if not text or actual != text:
+            return question, f"{question.id}: the context has {actual!r} at {start}, not {text!r}"
+    return question, ""
+
+
+def token_span(starts: np.ndarray, ends: np.ndarray, first: int, end: int) -> tuple[int, int]:
+    """The first and the last token that overlap the characters from `first` up to, not including,
+    `end`; -1, -1 if none does. `starts` and `ends` (n,) are those of each token's characters."""
+    inside = np.flatnonzero((ends > first) & (starts < end))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
+
+
+class WindowWriter:
+    """Writes one split. `options` has `max_tokens`, `stride` and `max_question`."""
+
+    def __init__(self, split: SplitWriter, tokenizer: Tokenizer, options: argparse.Namespace):
+        self.split, self.tokenizer, self.options = split, tokenizer, options
+        self.counts = Counts()
+        self.contexts = 0  # written so far
+
+    def write(self, paragraphs: list[tuple[str, str, list[Question]]]) -> Counts:
+        """Write all paragraphs, as `read_articles` gives them."""
+        label = f"encoding {self.split.directory.name}"
+        with Progress(label, len(paragraphs), "contexts") as progress:
+            for start in range(0, len(paragraphs), BLOCK):
+                block = paragraphs[start : start + BLOCK]
+                self._block(block)
+                progress.advance(len(block))
+        return self.counts
+
+    def _block(self, block: list[tuple[str, str, list[Question]]]) -> None:
+        """Encode and write some paragraphs, all with one call of the tokenizer."""
+        contexts = self.tokenizer.encode_with_offsets([context for _, context, _ in block])
+        texts = [question.text for *_, questions in block for question in questions]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        for (title, text, questions), (ids, starts, ends) in zip(block, contexts, strict=True):
+            self.counts.articles.add(title)
+            for question in questions:
+                span = (-1, -1)
+                if question.answers:
+                    answer, first = question.answers[0]  # SQuAD 1.1 has several when evaluating
+                    span = token_span(starts, ends, first, first + len(answer))
+                    self.counts.answerable += 1
+                    covered = text[starts[span[0]] : ends[span[1]]] if span[0] >= 0 else ""
+                    self.counts.exact += covered == answer
+                self._windows(next(encoded)[: self.options.max_question], ids, span)
+                self.counts.questions += 1
+            self.split.append_texts("question.id", [q.id for q in questions])
+            if "question.input" in self.split.offsets:
+                self.split.append_texts("question.input", [q.text for q in questions])
+            self.split.append("question.context", np.full(len(questions), self.contexts))
+            self.split.append_texts("question.answers", [_answers(q) for q in questions])
+            self.split.append_texts("context.text", [text])
+            for name, values in (("starts", starts), ("ends", ends)):
+                self.split.append_ragged(f"context.{name}", values, np.array([len(values)]))
+            self.contexts += 1
+
+    def _windows(self, question: np.ndarray, context: np.ndarray, span: tuple[int, int]) -> None:
+        """Write the rows of a question. `span` is the answer's first and last token in the
+        context."""
+        special = 2 + self.tokenizer.pair_separators
+        room = self.options.max_tokens - len(question) - special
+        last = max(len(context) - room, 0)  # a window that starts here reaches the end
+        starts = np.arange(0, last + self.options.stride, self.options.stride)
+        windows = [context[start : start + room] for start in starts]
+        inside = (span[0] >= starts) & (span[1] < starts + room) & (span[0] >= 0)
+        label = np.where(inside[:, None], np.array(span) - starts[:, None], -1)
+        n = len(starts)
+        self.split.append_ragged("tokens", np.tile(question, n), np.full(n, len(question)))
+        lengths = np.array([len(window) for window in windows])
+        self.split.append_ragged("tokens_b", np.concatenate(windows), lengths)
+        self.split.append("label", label)
+        self.split.append("group", np.full(n, self.counts.questions))
+        self.split.append("window", starts)
+
+
+def _answers(question: Question) -> str:
+    """A question's answers as JSON."""
+    if question.answers is None:
+        return "null"
+    return json.dumps([text for text, _ in question.answers], ensure_ascii=False)

@@ -1,0 +1,309 @@
+"""Rows with named columns from delimited files, JSON lines and parquet, read as a stream."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from xformer.data.errors import BadInput, lacks
+
+from ..bad import BadRows
+from ..binarize import PACKED, read_lines
+
+ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
+BLOCK = 8192  # rows of a parquet file held at once
+CELL = 2**24  # most characters in a quoted cell: a quote left open must not swallow the whole file
+BROKEN = object()  # stands for a text that is not valid JSON
+HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the lines of a delimited file are split into columns. Without a `header` the columns are
+    called "1", "2" and so on. `hint` ends the message about a line that does not fit."""
+
+    delimiter: str
+    quote: str | None
+    header: bool = True
+    hint: str = ""
+
+    @classmethod
+    def of(cls, path: Path) -> Form:
+        """The usual form for a file's name: commas and quotes for .csv, else tabs and no quotes (as
+        in GLUE)."""
+        return cls(",", '"') if ending(path) == ".csv" else cls("\t", None)
+
+
+def ending(path: Path) -> str:
+    """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`."""
+    return (Path(path.stem) if path.suffix in PACKED else path).suffix.lower()
+
+
+def stem(path: Path) -> str:
+    """The file's name without its ending and that of its compression: "A" for `A.csv.gz`."""
+    return Path(path.stem).stem if path.suffix in PACKED else path.stem
+
+
+class RowTable:
+    """A file of rows. `columns` are the names in its header, its first JSON object or its schema.
+
+    `lists` names columns of JSON or parquet that may hold lists; their values are given as JSON
+    text. Raises BadInput if the file has no row, or is not in the format that its ending says.
+    """
+
+    def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
+        self.path, self.form, self.lists = path, form or Form.of(path), lists
+        self.kind = ending(path)
+        # a bad header is an error here; a bad first row is reported later, by `rows`
+        bad = BadRows(skip=self.kind in (".jsonl", ".json") or not self.form.header)
+        if self.kind == ".parquet":
+            self.columns = [str(name) for name in self._parquet().schema_arrow.names]
+        elif self.kind in (".jsonl", ".json"):
+            self.columns = list(next(self._objects(bad), (0, {}))[1])
+        else:
+            row = next(self.delimited(bad), (0, []))[1]
+            numbers = [str(i) for i in range(1, len(row) + 1)]
+            self.columns = [name.strip() for name in row] if self.form.header else numbers
+        if not self.columns:
+            raise BadInput(bad.first[0] if bad.first else f"{path} holds no row")
+        times = Counter(name for name in self.columns if name)
+        if repeated := sorted(name for name, count in times.items() if count > 1):
+            raise BadInput(f"{path}: two columns are called {repeated[0]!r}")
+
+    def find(self, names: Sequence[str]) -> str | None:
+        """The first of `names` that is a column; None if none is."""
+        return next((name for name in names if name in self.columns), None)
+
+    def missing(self, name: str) -> BadInput:
+        """The error to raise if there is no column `name`. It says which columns there are."""
+        if not self.form.header and self.kind not in (".jsonl", ".json", ".parquet"):
+            if not name.isdecimal():
+                return BadInput(f"with --no-header a column is a number from 1, not {name!r}")
+            return BadInput(f"{self.path} has {len(self.columns)} columns; there is no {name}")
+        near = get_close_matches(name, self.columns, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")
+
+    def shown(self) -> str:
+        """The columns for a message, shortened: without a header they may be whole texts."""
+        names = [repr(n if len(n) <= 40 else f"{n[:37]}...") for n in self.columns[:20]]
+        return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
+
+    def rows(
+        self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        """(line, values of the columns `names` as strings) of every row. A value is None for a JSON
+        null, and for an `optional` column that a JSON object lacks.
+
+        A row that lacks another column goes to `bad`, and so does one that has more or fewer
+        columns than the header.
+        """
+        if self.kind == ".parquet":
+            yield from self._parquet_rows(names, bad)
+        elif self.kind in (".jsonl", ".json"):
+            yield from self._json_rows(names, bad, optional)
+        else:
+            yield from self._delimited_rows([self.columns.index(name) for name in names], bad)
+
+    # ------------------------------------------------------------------------ delimited
+
+    def _delimited_rows(
+        self, places: list[int], bad: BadRows
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        width = len(self.columns) if self.form.header else max(places) + 1
+        rows = self.delimited(bad)
+        if self.form.header:
+            next(rows, None)
+        for line, row in rows:
+            if len(row) < width or (self.form.header and len(row) > width):
+                count = f"{len(row)} column{'s' if len(row) != 1 else ''}"
+                bad(self.path, line, f"{count} instead of {width}{self.form.hint}")
+            else:
+                yield line, [row[place] for place in places]
+
+    def delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+        """(number of the row's last line, its columns) of every row, a header included. Empty lines
+        are skipped."""
+        if self.form.quote is not None:
+            yield from self._quoted(self.form.quote, bad)
+            return
+        for number, line in read_lines(self.path, bad):
+            if line:
+                yield number, line.split(self.form.delimiter)
+
+    def _quoted(self, quote: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+        """`delimited` for files with quotes, in which a row may span several lines."""
+        csv.field_size_limit(CELL)
+        number = 0  # of the line read last; csv's own count is wrong once a bad line is skipped
+
+        def lines() -> Iterator[str]:
+            nonlocal number
+            for number, line in read_lines(self.path, bad):  # noqa: B007 - read outside
+                yield line + "\n"
+
+        reader = csv.reader(lines(), delimiter=self.form.delimiter, quotechar=quote, strict=True)
+        while True:
+            start = number + 1
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                where = f" (the row begins in line {start})" if start < number else ""
+                bad(self.path, number, f"{error}{where}{self.form.hint}")
+                continue
+            if row is None:
+                return
+            if row:
+                yield number, row
+
+    # ------------------------------------------------------------------------ JSON
+
+    def _json_rows(
+        self, names: Sequence[str], bad: BadRows, optional: Sequence[str]
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        for line, item in self._objects(bad):
+            if lacking := [name for name in names if name not in item and name not in optional]:
+                bad(self.path, line, f"there is no {lacking[0]!r} in this row")
+                continue
+            values = self._values(line, [(name, item.get(name)) for name in names], bad)
+            if values is not None:
+                yield line, values
+
+    def _objects(self, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(line, object) of every object of JSON lines. A .json file may instead hold one JSON
+        value, which is read whole: then (number of the row, row)."""
+        lines = read_lines(self.path, bad)
+        if self.kind == ".json":
+            first = next(((number, text) for number, text in lines if text.strip()), (1, ""))
+            lines = chain([first], lines)
+            whole = _is_whole(first[1])
+        else:
+            whole = False
+        items: Iterator[tuple[int, Any]]
+        if whole:
+            value = self._parse(1, "\n".join(text for _, text in lines), bad)
+            items = enumerate(_rows_of(value), 1)
+        else:
+            items = ((line, self._parse(line, text, bad)) for line, text in lines if text.strip())
+        for line, item in items:
+            if isinstance(item, dict):
+                yield line, item
+            elif item is not BROKEN:
+                bad(self.path, line, "this is not a JSON object {...}")
+
+    def _parse(self, line: int, text: str, bad: BadRows) -> Any:
+        """The value of a JSON text. BROKEN if it is not valid; it then goes to `bad`."""
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            bad(self.path, line, f"not valid JSON: {error}")
+            return BROKEN
+
+    def _values(
+        self, line: int, cells: Sequence[tuple[str, Any]], bad: BadRows
+    ) -> list[str | None] | None:
+        """The values of `cells` (column, JSON value) as strings; None if one of them is bad. A list
+        of one item, as in TAPE's files, stands for the item."""
+        texts: list[str | None] = []
+        for name, value in cells:
+            if isinstance(value, list) and name in self.lists:
+                value = json.dumps(value, default=lambda _: None)
+            elif isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if isinstance(value, bool):
+                value = int(value)
+            if isinstance(value, list | dict | bytes):
+                bad(
+                    self.path,
+                    line,
+                    f"column {name!r} is {str(value)[:40]!r}, which is neither text nor a number",
+                )
+                return None
+            text = None if value is None else str(value)
+            if text is not None and not text.isascii() and HALF.search(text):
+                bad(self.path, line, f"column {name!r} holds half of a surrogate pair")
+                return None
+            texts.append(text)
+        return texts
+
+    # ------------------------------------------------------------------------ parquet
+
+    def _parquet(self) -> Any:
+        """The open file. Raises BadInput if it is not parquet, or pyarrow is not installed."""
+        try:
+            from pyarrow import lib
+            from pyarrow.parquet import ParquetFile
+        except ImportError:
+            raise lacks(f"{self.path}: parquet", "pyarrow", "formats") from None
+        try:
+            return ParquetFile(self.path)
+        except (lib.ArrowException, OSError, UnicodeError) as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(f"{self.path} is not a parquet file: {reason}") from None
+
+    def _parquet_rows(
+        self, names: Sequence[str], bad: BadRows
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        line = 0
+        for block in self._blocks(names):
+            for row in _python(block):
+                line += 1
+                if row is None:
+                    bad(self.path, line, "not valid UTF-8")
+                    continue
+                values = self._values(line, [(name, row[name]) for name in names], bad)
+                if values is not None:
+                    yield line, values
+
+    def _blocks(self, names: Sequence[str]) -> Iterator[Any]:
+        from pyarrow import lib
+
+        try:
+            yield from self._parquet().iter_batches(BLOCK, columns=list(names))
+        except (lib.ArrowException, OSError) as error:
+            raise BadInput(f"{self.path} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _python(block: Any) -> list[dict[str, Any] | None]:
+    """The rows of a block of a parquet file; None for a row whose text is not UTF-8."""
+    try:
+        return list(block.to_pylist())
+    except UnicodeDecodeError:
+        if len(block) == 1:
+            return [None]
+    return [row for i in range(len(block)) for row in _python(block.slice(i, 1))]
+
+
+def _is_whole(line: str) -> bool:
+    """Whether a file that begins with this line is one JSON value, rather than one per line."""
+    if line.lstrip().startswith("["):
+        return True
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.lstrip().startswith("{") and not line.rstrip().endswith("}")
+    return not isinstance(first, dict) or _is_columns(first)
+
+
+def _is_columns(value: Any) -> bool:
+    """Whether a value is {"column": {"row": value, ...}, ...}, as pandas writes a table."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(column, dict) for column in value.values())
+
+
+def _rows_of(value: Any) -> list[Any]:
+    """The rows in a JSON value: a list of objects, an object of columns, or a single object."""
+    if _is_columns(value):
+        keys = dict.fromkeys(key for column in value.values() for key in column)
+        return [{name: c[key] for name, c in value.items() if key in c} for key in keys]
+    if value is BROKEN:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,284 @@
+"""Labels of words and of amino acids, from the two formats in which they are published.
+
+`task conll` reads the format of CoNLL's shared tasks, and CoNLL-U: one word per line with its label
+in another column, and a blank line between sentences. Other columns are ignored.
+
+`task protein/secondary` and `protein/conservation` read FLIP's directories (Dallago et al. 2021).
+sequences.fasta holds the proteins. sampled.fasta holds a letter or digit for each amino acid, and
+the split in each header (`SET=train VALIDATION=False`). mask.fasta, which may be missing, has a 0
+for every amino acid that was not resolved, whose label is then ignored.
+
+A row is a sentence or a protein. The label of a word or letter stands at its first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from xformer.data import vocabularies
+from xformer.data.errors import BadInput
+from xformer.data.tags import NO_LABEL
+
+from ..arguments import whole_number
+from ..bad import BadRows
+from ..binarize import check_files, read_lines
+from . import splits
+from .labelled import TAG_METRICS, Row, TaskSource, check_metric, input_files
+from .protein import LETTERS
+
+ABOUTS = {
+    "conll": "CoNLL's format: a word and its label on each line, blank lines between sentences.",
+    "protein/secondary": "FLIP's secondary structure: helix, strand or neither, per amino acid.",
+    "protein/conservation": "FLIP's conservation: how conserved each amino acid is, in 9 classes.",
+}
+ENDINGS = (".conll", ".conllu", ".bio", ".iob", ".tsv", ".txt")
+DOCUMENT = "-DOCSTART-"  # CoNLL 2003 puts this word between documents
+# the first column of CoNLL-U's extra lines, which repeat several words as one (3-4) or add a word
+# that the text leaves out (3.1)
+EXTRA_LINE = re.compile(r"\d+[-.]\d+")
+
+
+# ------------------------------------------------------------------------------- CoNLL's format
+
+
+class ConllColumns(NamedTuple):
+    """How the lines of a file are split into columns."""
+
+    tabs: bool  # at tabs; else at any white space
+    width: int
+    word: int  # the column of the word, from 0
+    label: int | None  # the column of the label; None if there is none
+
+    def split(self, line: str) -> list[str]:
+        """The columns of a line."""
+        return line.split("\t") if self.tabs else line.split()
+
+    def is_comment(self, line: str) -> bool:
+        """Whether a line is one of CoNLL-U's comments."""
+        return self.tabs and line.startswith("#") and "\t" not in line
+
+
+def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `task conll`."""
+    add = parser.add_argument
+    add(
+        "--word",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="The column of the words, counted from 1; in CoNLL-U it is 2 (default: %(default)s).",
+    )
+    add(
+        "--label",
+        type=whole_number(1),
+        metavar="N",
+        help="The column of the labels, counted from 1; in CoNLL-U it is 4 or 5 (default: the last "
+        "column). A test file may lack it.",
+    )
+    add(
+        "--metric",
+        choices=TAG_METRICS,
+        help="The metric that evaluation reports and by which training selects the best "
+        "checkpoint (default: entity_f1 if the labels are O, B-X and I-X, else accuracy).",
+    )
+
+
+def read_conll(arguments: argparse.Namespace) -> TaskSource:
+    """Sentences with a label per word. Raises BadInput if a file lacks a column."""
+    files = input_files(arguments, ENDINGS)
+    splits.refuse_columns(arguments.split_column, next(iter(files.values()))[0])
+    split_files = [(split, path) for split, paths in files.items() for path in paths]
+    columns: dict[Path, ConllColumns] = {}
+    label: int | None = arguments.label
+    for split, path in split_files:  # training first: its last column is the label in all files
+        columns[path] = columns_of(path, split, arguments.word, label)
+        label = label or columns[path].width
+    bad = BadRows(arguments.skip_bad)
+
+    def rows() -> Iterator[Row]:
+        for split, path in split_files:
+            for line, words, labels in sentences(path, columns[path], bad):
+                yield Row(split, (" ".join(words),), _joined(labels), path, line)
+
+    return TaskSource(
+        rows=rows,
+        files=list(columns),
+        kind="tag",
+        metric=check_metric("tag", arguments.metric) if arguments.metric else None,
+        columns={"text": str(arguments.word), "text_b": None, "label": str(label)},
+        bad=bad,
+        splits=[(split, paths[0]) for split, paths in files.items()],
+    )
+
+
+def _joined(labels: list[str]) -> str | None:
+    """The labels of a row as one text; None if none of its words has a label."""
+    return None if set(labels) <= {NO_LABEL} else " ".join(labels)
+
+
+def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllColumns:
+    """The columns of a file, from its first line with a word. `word` and `label` are numbers from
+    1; without `label` it is the last column. Raises BadInput if one of them is not there."""
+    lines = (line for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
+    first = next((line for line in lines if "\t" in line or not line.startswith("#")), "")
+    columns = ConllColumns("\t" in first, 0, word - 1, None)
+    width = len(columns.split(first))
+    label = label or max(width, 2)
+    labelled = label <= width and label != word
+    if word > width or not (labelled or split == "test"):
+        for_words = f"{word} for the words; see --word"
+        for_labels = f"{label} for the labels beside that of the words; see --label"
+        raise BadInput(
+            f"{path} has {width} column{'s' * (width != 1)}, by its first line; there is no column "
+            f"{for_words if word > width else for_labels}"
+        )
+    return columns._replace(width=width, label=label - 1 if labelled else None)
+
+
+def sentences(
+    path: Path, columns: ConllColumns, bad: BadRows
+) -> Iterator[tuple[int, list[str], list[str]]]:
+    """(line of its first word, words, labels) of every sentence. If the file has no labels, they
+    are NO_LABEL. A sentence with a line that cannot be read goes to `bad`."""
+    for block in _blocks(path, columns, bad):
+        faults = ((at, _fault(fields, columns)) for at, fields in block)
+        fault = next(((at, reason) for at, reason in faults if reason), None)
+        words = [fields[columns.word] for _, fields in block if len(fields) > columns.word]
+        if fault:
+            bad(path, *fault)
+        elif words != [DOCUMENT]:
+            label = columns.label
+            yield block[0][0], words, [NO_LABEL if label is None else f[label] for _, f in block]
+
+
+def _blocks(
+    path: Path, columns: ConllColumns, bad: BadRows
+) -> Iterator[list[tuple[int, list[str]]]]:
+    """The words between blank lines: of each, the number of its line and its columns."""
+    block: list[tuple[int, list[str]]] = []
+    for at, line in read_lines(path, bad):
+        if line.strip():
+            fields = columns.split(line)
+            is_extra = columns.word > 0 and EXTRA_LINE.fullmatch(fields[0])
+            if not is_extra and not columns.is_comment(line):
+                block.append((at, fields))
+        elif block:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _fault(fields: list[str], columns: ConllColumns) -> str:
+    """Why a line cannot be used; "" if it can."""
+    if len(fields) != columns.width:
+        count = f"{len(fields)} column{'s' * (len(fields) != 1)}"
+        return f"{count} instead of the {columns.width} of the file's first line"
+    for what, column in (("word", columns.word), ("label", columns.label)):
+        if column is not None and len(fields[column].split()) != 1:
+            return f"the {what} {fields[column]!r} is empty or holds white space"
+    return ""
+
+
+# ------------------------------------------------------------------------------ FLIP's directories
+
+
+def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
+    """FLIP's tasks have only the options of every task."""
+
+
+def read_flip(arguments: argparse.Namespace) -> TaskSource:
+    """Proteins with a label per amino acid. Raises BadInput if a file is missing."""
+    sequences, sampled, mask = _flip_files(arguments)
+    files = [sequences, sampled, *([mask] if mask.exists() else [])]
+    check_files(files)
+    splits.refuse_columns(arguments.split_column, sampled)
+    draw, used = arguments.split_column == splits.NONE, set[str]()
+    bad = BadRows(arguments.skip_bad)
+
+    def rows() -> Iterator[Row]:
+        proteins = {name: text for _, name, _, text in _records(sequences, bad)}
+        resolved = {name: text for _, name, _, text in _records(mask, bad)} if mask in files else {}
+        for line, name, fields, labels in _records(sampled, bad):
+            protein = proteins.get(name, "")
+            marks = resolved.get(name, "") if mask in files else "1" * len(labels)
+            header = splits.of_header(fields)
+            try:
+                split = "" if draw else splits.of_record(header)
+            except ValueError as error:
+                bad(sampled, line, f"{name}: {error}")
+                continue
+            if not draw and "set" not in header:
+                bad(sampled, line, f"{name}: its header has neither SET=train nor SET=test")
+                continue
+            if reason := _protein_fault(name, protein, labels, marks):
+                bad(sampled, line, reason)
+                continue
+            used.update(() if draw else map(str.upper, header))
+            known = [
+                NO_LABEL if mark == "0" else label
+                for label, mark in zip(labels, marks, strict=True)
+            ]
+            yield Row(split, (" ".join(protein),), _joined(known), sampled, line, name)
+
+    return TaskSource(
+        rows=rows,
+        files=files,
+        kind="tag",
+        metric="accuracy",
+        columns={"text": "sequence", "text_b": None, "label": "label", "uppercase": True},
+        bad=bad,
+        tokenizer=vocabularies.symbols(LETTERS),
+        split_columns=used,
+    )
+
+
+def _flip_files(arguments: argparse.Namespace) -> list[Path]:
+    """Where FLIP's three files should be. Raises BadInput if --input does not name a directory."""
+    if given := [name for name in ("train", "valid", "test") if getattr(arguments, name)]:
+        raise BadInput(
+            f"--{given[0]} cannot be used here: the files say which protein is in which split; "
+            "give --input DIR"
+        )
+    source: Path | None = arguments.input
+    if source is None or not source.is_dir():
+        raise BadInput("give --input DIR with FLIP's sequences.fasta and sampled.fasta")
+    folder = source / "splits" if (source / "splits").is_dir() else source
+    return [folder / f"{name}.fasta" for name in ("sequences", "sampled", "mask")]
+
+
+def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, str, list[str], str]]:
+    """(line, name, the other fields of the header, text) of every FASTA record. Its text may hold
+    digits, which `read_fasta` does not allow."""
+    start, header, parts = 0, [""], list[str]()
+    for at, line in read_lines(path, bad):
+        if line.startswith(">"):
+            if start:
+                yield start, header[0], header[1:], "".join(parts)
+            start, header, parts = at, line[1:].split() or [""], []
+        elif start:
+            parts += line.upper().split()
+        elif line.strip():
+            raise BadInput(
+                f"{path}:{at}: text before the first header; a record begins with a line >name"
+            )
+    if start:
+        yield start, header[0], header[1:], "".join(parts)
+
+
+def _protein_fault(name: str, protein: str, labels: str, marks: str) -> str:
+    """Why a protein cannot be used; "" if it can."""
+    if not protein:
+        return f"{name} is not in sequences.fasta"
+    if wrong := sorted(set(protein) - set(LETTERS)):
+        return f"{name}: letters other than {LETTERS}: {''.join(wrong)!r}"
+    if not len(protein) == len(labels) == len(marks):
+        return (
+            f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
+            f"{len(marks)} marks in mask.fasta"
+        )
+    return ""

@@ -1,0 +1,158 @@
+"""Any table with a column of text, perhaps a second one, and a column of labels or scores."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from xformer.data.errors import BadInput
+
+from ..bad import BadRows
+from . import splits
+from .labelled import CLASS_METRICS, SCORE_METRICS, Row, TaskSource, check_metric, input_files
+from .tables import ENDINGS, Form, RowTable, ending
+
+DELIMITERS = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `task tsv`."""
+    add = parser.add_argument
+    add(
+        "--text",
+        required=True,
+        metavar="COLUMN",
+        help="The column that holds the text: its name in the header, or its number from 1 with "
+        "--no-header.",
+    )
+    add("--text-b", metavar="COLUMN", help="The column of a second text, for tasks on pairs.")
+    add(
+        "--label",
+        required=True,
+        metavar="COLUMN",
+        help="The column of the label or score. A test file may lack it.",
+    )
+    add(
+        "--kind",
+        choices=("class", "score"),
+        default="class",
+        help="Whether the label column names a class or holds a number (default: %(default)s).",
+    )
+    add(
+        "--labels",
+        metavar="A,B,C",
+        help="The classes in the order of their ids (default: those of the training file, sorted "
+        "by name).",
+    )
+    add(
+        "--metric",
+        choices=CLASS_METRICS + SCORE_METRICS,
+        help="The metric that evaluation reports and by which training selects the best "
+        "checkpoint (default: accuracy for classes, spearman for scores).",
+    )
+    add_form(parser)
+
+
+def add_form(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how lines are split into columns; `form_of` reads them."""
+    add = parser.add_argument
+    add(
+        "--delimiter",
+        metavar="CHAR",
+        help="What separates the columns: one character, or one of tab, comma, semicolon, space "
+        "(default: tab for .tsv and .txt, comma for .csv).",
+    )
+    add(
+        "--quoting",
+        metavar="CHAR",
+        help="The character that may enclose a column, or none, which makes quotes ordinary "
+        'characters (default: none with tabs, " otherwise).',
+    )
+    add(
+        "--no-header",
+        action="store_true",
+        help="The first line is an example; columns are called by their numbers, from 1.",
+    )
+
+
+def form_of(path: Path, arguments: argparse.Namespace) -> Form:
+    """How the lines of a file are split into columns, by the task's options and the file's name.
+    Raises BadInput if an option is not one character."""
+    delimiter = arguments.delimiter or ("," if ending(path) == ".csv" else "\t")
+    delimiter = DELIMITERS.get(delimiter, delimiter)
+    if len(delimiter) != 1:
+        raise BadInput(
+            f"--delimiter {arguments.delimiter!r} is not one character; give one, or tab, comma, "
+            "semicolon, space"
+        )
+    quote = arguments.quoting or ("none" if delimiter == "\t" else '"')
+    if quote != "none" and len(quote) != 1:
+        raise BadInput(f"--quoting {arguments.quoting!r} is neither one character nor none")
+    hint = "; see --quoting, --delimiter"
+    return Form(delimiter, None if quote == "none" else quote, not arguments.no_header, hint)
+
+
+def open_tables(
+    files: dict[str, list[Path]],
+    names: Sequence[str],
+    arguments: argparse.Namespace,
+    used: set[str],
+    unlabelled: Sequence[str] = ("test",),
+    lists: Sequence[str] = (),
+) -> list[tuple[RowTable, bool, splits.SplitColumns]]:
+    """(table, whether it has labels, the columns that name the splits of its rows) of every file.
+
+    All must have the columns `names`, and that of the label unless they are files of one of the
+    splits `unlabelled`. `used` gathers the columns that name splits; `lists` is that of `RowTable`.
+    Raises BadInput if a column is missing; it names those that there are.
+    """
+    tables, with_label = [], [*names, arguments.label]
+    for split, paths in files.items():
+        for path in paths:
+            table = RowTable(path, form_of(path, arguments), lists)
+            labelled = arguments.label in table.columns
+            for name in names if not labelled and split in unlabelled else with_label:
+                if name not in table.columns:
+                    raise table.missing(name)
+            marks = splits.find(table, arguments.split_column, with_label, split, used)
+            tables.append((table, labelled, marks))
+    return tables
+
+
+def read(arguments: argparse.Namespace) -> TaskSource:
+    """The rows of a file, or of a directory with one file per split.
+
+    Raises BadInput if a column is missing; it names those that there are.
+    """
+    files = input_files(arguments, ENDINGS)
+    names = [arguments.text] + ([arguments.text_b] if arguments.text_b else [])
+    if len({*names, arguments.label}) <= len(names):
+        raise BadInput("--text, --text-b and --label must be different columns")
+    used = set[str]()
+    tables = open_tables(files, names, arguments, used)
+    bad = BadRows(arguments.skip_bad)
+
+    def rows() -> Iterator[Row]:
+        for table, labelled, marks in tables:
+            wanted = [*names, arguments.label] if labelled else names
+            for split, line, values in marks.rows(table, wanted, bad):
+                texts = tuple(value or "" for value in values[: len(names)])
+                label = (values[-1] or "").strip() if labelled else ""
+                yield Row(split, texts, label or None, table.path, line)
+
+    labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
+    if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
+        raise BadInput(f"--labels {arguments.labels}: give each class once, with --kind class")
+    return TaskSource(
+        rows=rows,
+        files=[path for paths in files.values() for path in paths],
+        kind=arguments.kind,
+        metric=check_metric(arguments.kind, arguments.metric),
+        columns={"text": arguments.text, "text_b": arguments.text_b, "label": arguments.label},
+        bad=bad,
+        splits=[(split, paths[0]) for split, paths in files.items()],
+        labels=labels,
+        pairs=len(names) == 2,
+        split_columns=used,
+    )

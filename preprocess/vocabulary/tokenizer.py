@@ -1,0 +1,223 @@
+"""`tokenizer`: train a tokenizer on raw text, or import a published one."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from xformer.data import published, tokenizers, vocabularies
+from xformer.data.display import Progress, say
+from xformer.data.errors import BadInput
+from xformer.data.files import atomic_directory
+
+from ..arguments import add_output, check_output_directory, expression, whole_number
+from ..bad import BadRows
+from ..corpora import inputs
+from ..corpora.documents import TextOptions, read_documents
+
+
+def learn(
+    kind: str, paths: list[Path], vocab_size: int, lowercase: bool, options: TextOptions
+) -> tokenizers.Tokenizer:
+    """Train a tokenizer with `vocab_size` pieces on the files' documents, read as a stream.
+
+    Raises BadInput if a file cannot be read, if there is no text, or if the text does not allow
+    that many pieces.
+    """
+    total = sum(path.stat().st_size for path in paths)
+    characters: set[str] = set()
+    if kind == "wordpiece":  # without the characters, its trainer breaks ties at random
+        with Progress("looking for characters", total, "B") as bar:
+            for text, _ in read_documents(paths, options, bar.advance):
+                characters.update(text)
+    with Progress("reading", total, "B") as bar:
+        return _Training(kind, paths, vocab_size, lowercase, characters, options, bar).result()
+
+
+class _Training(threading.Thread):
+    """Trains in a thread, so that Ctrl-C works: the libraries do not react to it."""
+
+    def __init__(
+        self,
+        kind: str,
+        paths: list[Path],
+        vocab_size: int,
+        lowercase: bool,
+        characters: set[str],
+        options: TextOptions,
+        bar: Progress,
+    ):
+        super().__init__(daemon=True)
+        self.paths, self.options, self.bar = paths, options, bar
+        self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
+        self.problems: list[Exception] = []  # in order; the first one is the cause
+        self.learned: tokenizers.Tokenizer | None = None
+        self.stopped, self.parked = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.learned = vocabularies.learn(*self.arguments)
+        except Exception as error:
+            self.problems.append(error)
+
+    def _texts(self) -> Iterator[str]:
+        """Yield the files' texts. Errors are kept here, because the libraries reword them."""
+        has_text = False
+        try:
+            for text, _ in read_documents(self.paths, self.options, self.bar.advance):
+                if self.stopped.is_set():
+                    self.parked.set()
+                    threading.Event().wait()  # until the process ends
+                if text and not text.isspace():
+                    has_text = True
+                    yield text
+        except (BadInput, OSError) as error:
+            self.problems.append(error)
+        if not has_text:
+            names = inputs.first_names(self.paths)
+            self.problems.append(BadInput(f"{names}: there is no text in it; give files with text"))
+
+    def result(self) -> tokenizers.Tokenizer:
+        self.start()
+        try:
+            while self.is_alive():
+                self.join(0.1)
+        except BaseException:
+            self.stopped.set()
+            self.parked.wait(0.5)  # a native thread that runs while Python exits would abort it
+            raise
+        if self.problems or self.learned is None:
+            raise self.problems[0]
+        return self.learned
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None:
+    """Write the tokenizer's directory. It appears only once it is complete."""
+    with atomic_directory(output, overwrite) as directory:
+        tokenizer.save(directory)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tokenizer`."""
+    add = parser.add_argument
+    add(
+        "--kind",
+        choices=tokenizers.KINDS,
+        help="The kind of tokenizer to train. wordpiece: BERT's. bpe: byte-level pairs, as in "
+        "RoBERTa. unigram: SentencePiece. symbols: one id for each character.",
+    )
+    add(
+        "--input",
+        nargs="+",
+        metavar="FILE|DIR|GLOB",
+        default=[],
+        help="Raw text in UTF-8: files, directories (all their files with known endings), or "
+        "quoted globs such as 'text/**/*.txt'.",
+    )
+    inputs.add_arguments(parser)
+    add(
+        "--skip-lines",
+        type=expression,
+        metavar="REGEX",
+        help="Leave out lines that match this regular expression anywhere, such as "
+        r"'^\[\d+\]' for footnotes (default: keep all lines).",
+    )
+    add(
+        "--vocab-size",
+        type=whole_number(6),
+        metavar="N",
+        help="Pieces in the vocabulary, including the five special tokens. A small text may give "
+        "fewer.",
+    )
+    add(
+        "--from",
+        type=Path,
+        metavar="PATH",
+        dest="source",
+        help="Import a published tokenizer instead of training one: a Hugging Face directory, or "
+        "one of its files. These are BERT's vocab.txt, RoBERTa's or GPT-2's vocab.json beside "
+        "merges.txt, ALBERT's spiece.model, or a tokenizer.json. File names may have a prefix, as "
+        "in gpt2.vocab.json. RoBERTa's five special tokens are added at the end of GPT-2's "
+        "vocabulary.",
+    )
+    add(
+        "--cased",
+        action="store_true",
+        help="Keep upper case and accents with --kind wordpiece (default: lower-case the text; the "
+        "other kinds never do). With --from, this applies to BERT's and ALBERT's vocabularies if "
+        "neither a tokenizer_config.json nor a tokenizer.json beside the file gives "
+        "do_lower_case; ALBERT always strips accents.",
+    )
+    add(
+        "--alphabet",
+        metavar="LETTERS",
+        help="The letters of a symbols tokenizer, in the order of their ids. --input and "
+        "--vocab-size are then not needed.",
+    )
+    add_output(parser, "TOK")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train a tokenizer, make one from an alphabet, or import a published one."""
+    kind, output = arguments.kind, arguments.output
+    check_output_directory(
+        output, arguments.overwrite, tokenizers.META, ("store.json", "config.json")
+    )
+    started = time.monotonic()
+    note = ""
+    if arguments.source is not None:
+        for option in ("kind", "input", "vocab_size", "alphabet"):
+            if getattr(arguments, option):
+                raise BadInput(
+                    f"--{option.replace('_', '-')} is for training a tokenizer and --from imports "
+                    "one; give one of them"
+                )
+        tokenizer = published.import_tokenizer(arguments.source, arguments.cased)
+        note = _unreachable(tokenizer)
+    elif kind is None:
+        raise BadInput("--kind trains a tokenizer and --from imports one; give one of them")
+    elif arguments.alphabet is not None:
+        if kind != "symbols":
+            raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")
+        if arguments.input:
+            raise BadInput("give either --alphabet or --input, not both")
+        if len(set(arguments.alphabet)) < len(arguments.alphabet):
+            raise BadInput(
+                f"--alphabet {arguments.alphabet} holds a letter twice; give each letter once"
+            )
+        tokenizer = vocabularies.symbols(arguments.alphabet)
+    else:
+        for option in ("input", "vocab_size"):
+            if not getattr(arguments, option):
+                raise BadInput(f"--{option.replace('_', '-')} is required for --kind {kind}")
+        files = inputs.find_files(arguments.input, arguments.format)
+        inputs.check_distinct({"--input": files})
+        bad = BadRows(arguments.skip_bad)
+        options = TextOptions(
+            skip=arguments.skip_lines, format=arguments.format, json_field=arguments.field, bad=bad
+        )
+        tokenizer = learn(kind, files, arguments.vocab_size, not arguments.cased, options)
+        bad.report()
+        if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
+            note = " (the text gives no more)"
+    save_tokenizer(tokenizer, output, arguments.overwrite)
+    what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
+    say(f"{output}: {what}, {time.monotonic() - started:.1f} s")
+
+
+def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
+    """A remark if a vocabulary with upper case is imported to encode lower-cased text."""
+    special = set(tokenizer.special.values())
+    capitals = {
+        i: piece.strip("#▁")
+        for i, piece in enumerate(tokenizer.pieces)
+        if re.search("[A-Z]", piece) and i not in special
+    }
+    used = {i for ids in tokenizer.encode_batch([*capitals.values()]) for i in ids.tolist()}
+    if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
+        return ""
+    return f" (lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"

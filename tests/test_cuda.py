@@ -1,0 +1,66 @@
+"""The training step on CUDA, without a GPU: tensors have no content (benchmarks/fake_cuda.py).
+
+A mix of devices is an error there too, and so is an operation that does not take its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import command
+
+from benchmarks import fake_cuda, first_hour
+from benchmarks.steps import CASES, STEPS
+
+READ = "_local_scalar_dense"  # the host reads a number from the device
+# These optimizers ask the host whether to drop a step. Adam and AdamW ask the device.
+ASK_THE_HOST = ("adagrad", "adamax", "radam", "novograd")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    """In every case but those that are wrong on purpose, and show that the check can fail."""
+    process = fake_cuda.start("benchmarks.steps", tmp_path)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    waits: dict[str, Any] = dict(map(json.loads, out.splitlines()))
+
+    told = waits.pop("a step that waits")
+    assert told == {READ: STEPS, "a blocking copy": 2 * STEPS, "index by a mask": STEPS}
+    told = waits.pop("a step that mixes devices")
+    assert "Expected all tensors to be on the same device" in told
+    expected = {case: {READ: STEPS} if case in ASK_THE_HOST else {} for case in CASES}
+    for case in ("Hilbert-CNN", "class weights"):
+        expected[case] = {"a blocking copy": 1}  # the curve and the weights, in the first step
+    assert waits == expected
+
+
+def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
+    arguments = ["--rehearse", "--only", "waits", "ranks", "--fail", "ranks"]
+    ended = command("-m", "benchmarks.first_hour", *arguments, "--output", tmp_path)
+    assert ended.status == 1
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert told["waits"]["rows"][0]["value"] == f"{len(CASES)} cases"
+    assert "this part was told to fail" in told["ranks"]["error"]
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    assert "| ranks | **failed** | AssertionError: this part was told to fail |" in lines
+
+
+def test_the_first_hour_measures_beside_transformers() -> None:
+    pytest.importorskip("transformers")
+    ours, theirs = first_hour.speed_of("MiniLM")(True)
+    assert ours.value.endswith("tokens/s")
+    assert theirs.what == f"{ours.what}: transformers, SDPA, compiled"
+    assert theirs.note.startswith("ours is ")
+
+
+def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(first_hour.tasks(True)) == 2 * 7
+    right = first_hour.gradient
+    monkeypatch.setattr(first_hour, "gradient", lambda *given: right(*given) * (given[3].itemsize))
+    with pytest.raises(AssertionError, match=r"mlm, fp32, torch\.bfloat16: the gradient is off by"):
+        first_hour.tasks(True)

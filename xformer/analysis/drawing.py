@@ -1,0 +1,47 @@
+"""What the figures and messages of the analyses share: short names, counts, heat maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+NAME_LENGTH = 28  # characters of a name in a figure
+
+
+def many(count: int, noun: str) -> str:
+    """1 example, 2 examples."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def of_stores(name: str) -> str:
+    """The name of a store without its directory. Joined stores have their names joined by "and"."""
+    return " and ".join(Path(part).name for part in name.split(" and "))
+
+
+def plus_minus(mean: float, deviation: float, runs: int) -> str:
+    """6.474 ± 0.012, or 6.474 for a single run."""
+    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 1 else "")
+
+
+def short(name: str) -> str:
+    """The end of a name, short enough for a legend."""
+    return name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"
+
+
+def heat_map(axes: Any, values: Any, title: str) -> Any:
+    """Draw a matrix (rows, columns) of numbers from 0 to 1 as colours, row 0 at the bottom.
+
+    A matrix of at most 8 by 8 shows its numbers too. Returns the image, for a colour bar.
+    """
+    rows, columns = len(values), len(values[0])
+    image = axes.imshow(
+        values, vmin=0.0, vmax=1.0, origin="lower", aspect="auto" if rows != columns else "equal"
+    )
+    axes.grid(False)
+    axes.set_title(title)
+    if max(rows, columns) <= 8:
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                ink = "#000000" if value > 0.55 else "#ffffff"  # black on bright colours
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
+    return image

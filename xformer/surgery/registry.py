@@ -1,0 +1,188 @@
+"""What makes a plain function an operation that Python, recipes and the shell call alike.
+
+Its signature is the schema of its arguments, and its docstring is their help. A function becomes an
+operation by the decorator `operation`; nothing else lists it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
+
+from pydantic import ConfigDict, Field, create_model, model_validator
+
+from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Checkpoint
+from xformer.config import Settings, nearest, validate
+from xformer.data.errors import BadInput
+from xformer.data.store import open_store
+
+Function = TypeVar("Function", bound=Callable[..., Checkpoint])
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# one of "a=1, b=[2, 3]": up to a comma that is outside of brackets and quotes
+ARGUMENT = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|[^,])+""")
+FIRST = ("seed", "op")  # config.json has always listed these keys first
+
+
+class Operation(Settings):
+    """One operation with its arguments, checked as far as that is possible without a checkpoint.
+
+    `operation` makes a subclass for each function. Its fields are `op`, the name of the function,
+    and the arguments.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+    if TYPE_CHECKING:
+        op: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, as JSON values. A `seed` of None stands for the run's."""
+        return self.model_dump(mode="json", exclude={"op"})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        with naming(self.op):
+            CHECKS[self.op](**self.arguments)
+        return self
+
+
+SCHEMAS: dict[str, type[Operation]] = {}
+FUNCTIONS: dict[str, Callable[..., Checkpoint]] = {}
+CHECKS: dict[str, Callable[..., object]] = {}
+
+
+def operation(function: Function, check: Callable[..., object] = dict) -> Function:
+    """Register a function that takes a checkpoint and arguments, and returns another checkpoint.
+
+    Each argument needs a type annotation and an entry `name: Sentence.` in the section `Args:` of
+    the docstring. `check` gets the arguments by name and raises BadInput if they contradict each
+    other; the default, `dict`, accepts any arguments.
+
+    Calling the decorated function checks its arguments like a recipe's, and records the operation
+    in the history of the checkpoint that it returns.
+    """
+    name, signature = function.__name__, inspect.signature(function, eval_str=True)
+    SCHEMAS[name], FUNCTIONS[name], CHECKS[name] = _schema(function, signature), function, check
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Checkpoint:
+        given = signature.bind(*args, **kwargs).arguments
+        return apply(given.pop("checkpoint"), [make_operation(name, given)])
+
+    return cast(Function, recorded)
+
+
+def _schema(function: Callable[..., Checkpoint], signature: inspect.Signature) -> type[Operation]:
+    """The settings class of an operation, made from its signature and its docstring."""
+    name, (about, sentences) = function.__name__, split_docstring(function)
+    fields: dict[str, Any] = {"op": (Literal[name], name)}
+    for argument in list(signature.parameters.values())[1:]:
+        annotation, default = argument.annotation, argument.default
+        if argument.name == "seed":  # a recipe or a command that gives none uses its own
+            annotation, default = annotation | None, None
+        default = ... if default is argument.empty else default
+        fields[argument.name] = annotation, Field(default, description=sentences[argument.name])
+    return create_model(
+        name,
+        __base__=Operation,
+        __doc__=about.partition("\n\n")[0],
+        __module__=function.__module__,
+        **dict(sorted(fields.items(), key=lambda field: (*FIRST, field[0]).index(field[0]))),
+    )
+
+
+def split_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description in an operation's docstring, and the sentences under `Args:` by name."""
+    about, _, rest = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
+    return about, dict(entries)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put the operation's name in front of a BadInput that does not start with it."""
+    try:
+        yield
+    except BadInput as error:
+        text = str(error)
+        raise BadInput(text if text.startswith(name) else f"{name}: {text}") from None
+
+
+def make_operation(name: str, values: dict[str, Any]) -> Operation:
+    """An operation with these arguments. Raises BadInput if an argument is unknown, missing or not
+    allowed."""
+    with naming(name):
+        return validate(SCHEMAS[name], values)
+
+
+def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0) -> Checkpoint:
+    """Apply operations in order and record each in the history of the checkpoint returned.
+
+    `seed` is for operations that set none. The given checkpoint does not change; weights that no
+    operation changes are shared with it, not copied. Raises BadInput, naming the operation, if it
+    cannot be applied to this model.
+    """
+    for step in operations:
+        arguments = step.arguments
+        if "seed" in arguments and arguments["seed"] is None:
+            arguments["seed"] = seed
+        with naming(step.op):
+            checkpoint = FUNCTIONS[step.op](checkpoint, **arguments)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        record = {"op": step.op, **given, **content(step)}
+        checkpoint = replace(checkpoint, history=(*checkpoint.history, record))
+    return checkpoint
+
+
+def content(step: Operation) -> dict[str, str]:
+    """The content key of the checkpoint or store that an operation reads, as {"sha256": key}."""
+    if step.op == "transplant":
+        return {"sha256": checkpoints.content_key(checkpoints.resolve(step.arguments["source"]))}
+    if step.op == "substitute_unused":
+        return {"sha256": open_store(step.arguments["store"]).key}
+    return {}
+
+
+def parse_operation(text: str) -> Operation:
+    """Read an operation as the command line spells it: "shuffle_embeddings(seed=1)".
+
+    Values are TOML, or bare strings if they are not valid TOML. Raises BadInput naming the
+    operation, the argument, and the nearest valid name.
+    """
+    if not (match := re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\)\s*)?", text, re.DOTALL)):
+        raise BadInput(f"{text!r} is not of the form name or name(argument=value, ...)")
+    name, inside = match[1], match[2] or ""
+    if inside.count("[") != inside.count("]"):
+        raise BadInput(f"{text!r} has a bracket that is not closed, or not opened")
+    if name not in SCHEMAS:
+        hint = nearest(name, list(SCHEMAS)) or f"; there are {', '.join(SCHEMAS)}"
+        raise BadInput(f"unknown operation {name!r}{hint}")
+    types = {key: f.annotation for key, f in SCHEMAS[name].model_fields.items() if key != "op"}
+    values: dict[str, Any] = {}
+    for argument in filter(str.strip, ARGUMENT.findall(inside)):
+        key, equals, value = (part.strip() for part in argument.partition("="))
+        if not equals or not key:
+            takes = ", ".join(f"{key}=..." for key in types) or "no arguments"
+            raise BadInput(f"{name}: {argument.strip()!r} is not argument=value; it takes {takes}")
+        if key in values:
+            raise BadInput(f"{name}: {key} is given twice")
+        values[key] = _value(value, types.get(key))
+    return make_operation(name, values)
+
+
+def _value(text: str, wanted: Any) -> Any:
+    """A value as TOML, or the bare string. A string argument keeps 2026 as text, and only a boolean
+    argument reads `true` as a truth value: pydantic would take it for the number 1."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+    is_other = wanted is str and not isinstance(value, str)
+    return text if is_other or (isinstance(value, bool) and wanted is not bool) else value
