@@ -25,7 +25,7 @@ help:
 	touch .venv/ready
 
 demo: .venv/ready
-	$(BIN)/python -m xformer.study.demo
+	$(BIN)/python -m xformer.study recipes/studies/demo.toml scale=mini output=runs/demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal

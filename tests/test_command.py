@@ -106,7 +106,7 @@ def test_commands_are_written_as_the_user_types_them(monkeypatch: pytest.MonkeyP
         ),
         # the user's own files and modules without a sub-command stay as they are
         ("my/train.py retrain.py", "my/train.py retrain.py"),
-        ("python -m xformer.study.demo", "python -m xformer.study.demo"),
+        ("python -m xformer.study.verify", "python -m xformer.study.verify"),
     ):
         assert typed(checkout) == installed
         assert typed(installed) == installed

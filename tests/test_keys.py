@@ -17,11 +17,9 @@ from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.recipe import Recipe
 from xformer.run import read_config
-from xformer.study.__main__ import prepare
-from xformer.study.cost import Costs
-from xformer.study.fit import check_plan
+from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import LATER, Plan, content_key, identity
-from xformer.study.shapes import Shapes
+from xformer.study.pool import set_up
 from xformer.study.spec import read_study
 
 # computed by the code of before `fraction` and lists of stores (revision adafa31). A key that
@@ -85,7 +83,7 @@ def as_before(run: Path) -> None:
 
 
 def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
-    """As the code of before wrote it, here without what is of no account."""
+    """As earlier code wrote it, here without the parts that do not matter."""
     system = {"threads": 2, "shard": "none"}
     old = {"data": {"store": "stores/a", "fraction": 0.5}, "head": "mlm", "system": system}
     content: dict[str, Any] = {
@@ -119,7 +117,7 @@ Monitor.advance = advance
 
 
 def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Continued it equals one that never stopped; evaluated, verified, and refused as it was."""
+    """Continued, it equals a run that never stopped. It is evaluated and verified as before."""
     runs = [tmp_path / "whole", tmp_path / "parts"]
     settings = ["train.steps=6", "train.checkpoint_every=3", "train.log_every=1", "fraction=0.5"]
     lines = [training(SMOKE, data.text, run, *settings) for run in runs]
@@ -168,8 +166,8 @@ columns = "seed"
 
 
 def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Nothing runs again, the numbers are the same, and another precision is another run, which is
-    never taken for one that lies there."""
+    """Nothing runs again and the numbers are the same. Another precision is another run, which is
+    never mistaken for the existing one."""
     file, root = tmp_path / "one.toml", tmp_path / "studies"
     line: list[str | Path] = ["-m", "xformer.study", file, "scale=mini", f"output={root}", "jobs=1"]
 
@@ -181,7 +179,7 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     write("fp32")
     plan = Plan(read_study(file, "mini"), root, {})
     for work in plan.works.values():
-        prepare(work)
+        set_up(work)
         good(forks.run(*work.command))
     good(forks.run(*line))
     report = (root / "one-mini/report.md").read_text()
@@ -233,14 +231,16 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
     work = next(iter(both.works.values()))
     assert work.recipe is not None
     assert work.recipe["data"] == [str(data.classes), str(copy)]
-    check_plan(both, Shapes(both))
-    costs = [Costs(plan) for plan in (one, both)]
-    operations = [cost.operations[next(iter(cost.plan.works))] for cost in costs]
+    Forecast(both).check()
+    costs = [Costs(Forecast(plan)) for plan in (one, both)]
+    operations = [cost.operations[next(iter(cost.operations))] for cost in costs]
     assert operations[1] == pytest.approx(2 * operations[0])  # type: ignore[operator]
     unlike = plan(data.classes, data.text)
     with pytest.raises(BadInput, match=r"cannot be read as one: they differ in kind \(class; text"):
-        check_plan(unlike, Shapes(unlike))
+        Forecast(unlike).check()
     foreign = plan(data.classes, data.splice)
     with pytest.raises(BadInput, match="cannot be read as one: they differ in tokenizer"):
-        check_plan(foreign, Shapes(foreign))
-    assert not Costs(plan(data.classes, tmp_path / "none")).known(next(iter(both.works.values())))
+        Forecast(foreign).check()
+    assert not Costs(Forecast(plan(data.classes, tmp_path / "none"))).known(
+        next(iter(both.works.values()))
+    )

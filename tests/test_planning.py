@@ -12,7 +12,7 @@ import pytest
 import test_study
 import torch
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, task, training
-from test_study import changed, finish, plan_of
+from test_study import changed, finish, html_of, markdown_of, plan_of
 from toys import Toys
 
 from xformer.config import each, read_recipe, validate
@@ -23,16 +23,10 @@ from xformer.model.config import ModelConfig
 from xformer.preprocess import cli
 from xformer.preprocess.tasks import dna, glue, protein, tags
 from xformer.recipe import Recipe
-from xformer.study import page
-from xformer.study.cost import Costs
-from xformer.study.fit import check_plan
-from xformer.study.notes import PLACE, Notes, listed, shown
+from xformer.study.forecast import PLACEHOLDER, Forecast, Notes, in_words, listed, made_kind
 from xformer.study.plan import Plan
 from xformer.study.results import Results
-from xformer.study.shapes import Shapes
 from xformer.study.spec import read_study
-from xformer.study.stores import Stores, made_kind
-from xformer.study.write import markdown
 from xformer.tasks.task import Model
 
 file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"
@@ -44,7 +38,7 @@ SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scal
 
 
 def notes_of(plan: Plan) -> Notes:
-    return Notes(plan, Costs(plan).shapes)
+    return Notes(Forecast(plan))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,7 @@ def test_values_are_listed_as_sentences_have_them() -> None:
     assert listed([0.0, 5e-5]) == "0 or 5e-5"
     assert listed(["adamw", "adam"]) == "adamw or adam"
     assert listed([2, None]) == "?"
-    assert [shown(v) for v in (200_000, 2.5e-5, 0.01, True, "23500000", "90:120", 1e-12)] == [
+    assert [in_words(v) for v in (200_000, 2.5e-5, 0.01, True, "23500000", "90:120", 1e-12)] == [
         "200,000",
         "2.5e-5",
         "0.01",
@@ -123,8 +117,8 @@ def test_a_wrong_placeholder_is_refused_at_planning(
         "--dry-run",
         f"output={tmp_path / 's'}",
     ]
-    found = forks.run(*line)
-    refused(found, f"{file}: notes: ", words)
+    ended = forks.run(*line)
+    refused(ended, f"{file}: notes: ", words)
 
 
 DEVIATIONS = """
@@ -168,8 +162,8 @@ def test_deviations_stand_below_what_they_concern(
     for run in plan.runs("finetune"):
         lines = [f'{{"event": "train", "step": {i}, "loss": 1}}' for i in (1, 2)]
         (run.path / "log.jsonl").write_text("\n".join(lines))
-    results = Results(plan.study, plan)
-    text = markdown(results, {})
+    results = Results(plan)
+    text = markdown_of(results)
     table, _, curves = text.partition("## Accuracy")[2].partition("## Loss")
     assert "| where we differ | the paper | here | why |" in table
     assert "| seeds | 5 | 2 | time \\| <money> |" in table
@@ -180,7 +174,7 @@ def test_deviations_stand_below_what_they_concern(
     assert "| seeds |" in curves
     assert "1e-5 or 0.001" not in curves
     assert "of another scale" not in text
-    html = page.html(results, {}, tmp_path)
+    html = html_of(results, {}, tmp_path)
     assert "<td class=words>seeds<td class=words>5<td class=words>2" in html
     assert "time | &lt;money&gt;" in html
 
@@ -207,9 +201,9 @@ NUMBER = re.compile(rf"\d|\b({WORDS.replace(' ', '|')})\b", re.IGNORECASE)
 
 
 def typed(text: str) -> str:
-    """The first number that is typed by hand in a sentence; empty where there is none."""
-    found = NUMBER.search(NAMES.sub("", PLACE.sub("", text)))
-    return found[0] if found else ""
+    """The first number that is typed by hand in a sentence; empty if there is none."""
+    match = NUMBER.search(NAMES.sub("", PLACEHOLDER.sub("", text)))
+    return match[0] if match else ""
 
 
 def test_typed_numbers_are_seen() -> None:
@@ -346,11 +340,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
         f"output={tmp_path / 's'}",
     ]
     for needs in ([], [f"needs.data={letters}"]):
-        found = forks.run(*line, *needs)
+        ended = forks.run(*line, *needs)
         if words:
-            refused(found, f"{file}: ", *words)
+            refused(ended, f"{file}: ", *words)
         else:
-            assert "works" in good(found).out
+            assert "works" in good(ended).out
     assert not (tmp_path / "s").exists()
 
 
@@ -371,8 +365,8 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     shown = good(forks.run(*line)).out
     assert "missing: model" in shown
     assert "runs are not checked yet: the model that they start from is missing" in shown
-    found = forks.run(*line, f"needs.model={tmp_path / 'model'}")
-    refused(found, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
+    ended = forks.run(*line, f"needs.model={tmp_path / 'model'}")
+    refused(ended, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
     changed(file, finetune("batch.max_tokens = 20"))
     refused(forks.run(*line, f"needs.model={tmp_path / 'model'}"), "another tokenizer")
     changed(file, finetune("mapping = 'symbols:0'"))
@@ -382,7 +376,7 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
 def test_a_transplant_reads_what_its_tokenizer_wrote(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """An encoder of letters with the words of another one reads that one's words."""
+    """An encoder of letters that gets the words of another encoder can read that one's store."""
     start = training(SMOKE, data.splice, tmp_path / "letters", "train.steps=1")
     good(forks.run(*start))
     line = training(
@@ -445,7 +439,7 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
 
 # encoders of the micro family, by the names of their needs
 MICRO = ("english-encoder", "brackets-encoder", "nesting-encoder")
-Planned = dict[tuple[Path, str], tuple[Plan, Shapes]]
+Planned = dict[tuple[Path, str], Forecast]
 
 
 @pytest.fixture(scope="module")
@@ -454,23 +448,22 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     root = tmp_path_factory.mktemp("models")
     models = {name: imported(root / name, of, **sizes) for name, (of, sizes) in FAMILIES.items()}
     models |= {name: micro(root / name) for name in MICRO}
-    found = {}
+    forecasts = {}
     for path, scale in SCALES:
         study = read_study(path, scale)
         mini = {"bert": models["minilm"]} if scale == "mini" else {}  # so the need is called there
         known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
-        plan = Plan(study, root / "studies", known)
-        found[path, scale] = plan, Costs(plan).shapes
-    return found
+        forecasts[path, scale] = Forecast(Plan(study, root / "studies", known))
+    return forecasts
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> None:
-    plan, shapes = plans[path, scale]
-    for text in (*plan.study.notes, *(one.ours for one in plan.study.deviations)):
+    study = plans[path, scale].plan.study
+    for text in (*study.notes, *(one.ours for one in study.deviations)):
         assert not typed(text), f"{typed(text)} in {text!r}"
-    found = Notes(plan, shapes)
-    said = [*found.notes, *(text for one in found.deviations for text in one.cells())]
+    filled = Notes(plans[path, scale])
+    said = [*filled.notes, *(text for one in filled.deviations for text in one.cells())]
     assert "?" not in "".join(said)  # every value is known where the models are
 
 
@@ -504,21 +497,20 @@ def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Ba
 def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
     """Its longest rows, through the model that it trains, once for each shape."""
     kinds: set[tuple[ModelConfig, str, int]] = set()
-    for (path, of), (plan, shapes) in plans.items():
+    for (path, of), forecast in plans.items():
         if of != scale:
             continue
-        stores = Stores(plan)
-        check_plan(plan, shapes)
-        for work in plan.works.values():
+        forecast.check()
+        for work in forecast.plan.works.values():
             if work.recipe is None:
                 continue
             recipe = validate(Recipe, work.recipe)
-            config, store = shapes.of(work), stores.store(recipe.data)
+            config, store = forecast.shape(work), forecast.store(recipe.data)
             assert config is not None, f"{path}: {work.name}: its model is not known"
             assert store.kind is not None
             assert store.words is not None
             if config.vocab_size == 0:  # the tokenizer's
-                size = stores.words(str(work.path)).size
+                size = forecast.words(str(work.path)).size
                 assert size, f"{path}: {work.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
             config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike
@@ -534,7 +526,7 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> None:
     """A store's rows and their two special tokens fit the rows of a batch."""
-    plan, _ = plans[path, scale]
+    plan = plans[path, scale].plan
     commands = {str(work.path): work.command for work in plan.works.values()}
     for work in plan.works.values():
         if work.recipe is not None and work.recipe["head"] == "mlm":

@@ -46,21 +46,21 @@ def test_a_run_keeps_what_it_scored(name: str, data: Toys, learned: dict[str, Pa
     run, store = learned[name], open_store(getattr(data, name))
     kept_as_scored(run)
     for split in ("valid", "test"):
-        found, columns = read(run / f"predictions/{split}.npz"), store.split(split).columns
-        assert found.store == store.key
+        predictions, columns = read(run / f"predictions/{split}.npz"), store.split(split).columns
+        assert predictions.store == store.key
         rows = store.split(split).rows
-        assert found.arrays["row"].tolist() == list(range(rows))
+        assert predictions.arrays["row"].tolist() == list(range(rows))
         if name == "text":
-            assert found.arrays["masked"].sum() > 0
-            assert (found.arrays["correct"] <= found.arrays["masked"]).all()
+            assert predictions.arrays["masked"].sum() > 0
+            assert (predictions.arrays["correct"] <= predictions.arrays["masked"]).all()
             continue
-        assert found.classes == tuple(store.labels)
-        assert np.array_equal(found.arrays["label"], columns["label"])
-        outputs = found.arrays["outputs"]
+        assert predictions.classes == tuple(store.labels)
+        assert np.array_equal(predictions.arrays["label"], columns["label"])
+        outputs = predictions.arrays["outputs"]
         assert (outputs.dtype, outputs.shape) == (np.float32, (rows, len(store.labels) or 1))
         if store.labels:  # a statistic of one's own
-            right = outputs.argmax(1) == found.arrays["label"]
-            assert right.mean() == found.metrics()["accuracy"]
+            right = outputs.argmax(1) == predictions.arrays["label"]
+            assert right.mean() == predictions.metrics()["accuracy"]
 
 
 def test_evaluation_writes_the_same_file(
@@ -101,7 +101,7 @@ def test_reading_needs_neither_the_store_nor_the_checkpoint(
 
 
 def test_old_predictions_go_with_the_old_result(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Where a run is made longer, is made anew, or was killed between predictions and result."""
+    """Cases: a run is made longer, is made anew, or was killed between predictions and result."""
     run = tmp_path / "run"
     line = training(CLASSIFY, data.classes, run, *STEPS)
     assert forks.run(*line, before=KILLED).status == -signal.SIGKILL
@@ -124,7 +124,8 @@ def test_two_ranks_write_what_one_writes(forks: Forks, data: Toys, tmp_path: Pat
 
 
 def test_a_damaged_file_is_refused_by_name(learned: dict[str, Path], tmp_path: Path) -> None:
-    """Every byte of it, in a run and alone; and what is another file, or lacks arrays."""
+    """Each byte counts, in a run and alone. Other files and files without some arrays are refused
+    too."""
     content = (learned["classes"] / "predictions/valid.npz").read_bytes()
     scores = read(learned["classes"] / "predictions/valid.npz").metrics()
     run, alone = tmp_path / "predictions/valid.npz", tmp_path / "alone.npz"
@@ -183,14 +184,14 @@ def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
     )
     file = tmp_path / "test.npz"
     write(file, made, "key")
-    found = read(file)
-    assert found.metrics() == made.metrics()
-    assert [found.arrays[n].dtype for n in arrays] == [np.uint8, np.float32, np.int8, np.uint16]
+    again = read(file)
+    assert again.metrics() == made.metrics()
+    assert [again.arrays[n].dtype for n in arrays] == [np.uint8, np.float32, np.int8, np.uint16]
     known = label != -1
     chances = np.exp(outputs[known].astype(float))
     votes = classify.vote(np.log(chances / chances.sum(1, keepdims=True)), group[known])
     right = votes.argmax(1) == classify.first_by_group(label[known], group[known])
-    assert found.metrics()["accuracy"] == right.mean()
+    assert again.metrics()["accuracy"] == right.mean()
     with pytest.raises(BadInput, match="the split 'test' has no labels to score against"):
         Predictions(classes(), "test", {**arrays, "label": label * 0 - 1}).metrics()
 
@@ -204,7 +205,7 @@ def test_integers_take_the_smallest_type() -> None:
         ([0, 2**16], "u4"),
         ([], "u1"),
     ):
-        found = small(np.array(values, np.int64))
-        assert found.dtype == dtype
-        assert found.tolist() == values
+        packed = small(np.array(values, np.int64))
+        assert packed.dtype == dtype
+        assert packed.tolist() == values
     assert small(np.array([0.5])).dtype == np.float32

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_study import STUDY, data, finish, plan_of  # noqa: F401
+from test_study import STUDY, data, finish, html_of, markdown_of, plan_of  # noqa: F401
 
 from xformer.data.errors import BadInput
-from xformer.study import page, registered
-from xformer.study.results import Results, Verdict
+from xformer.study.claims import Verdict, detectable, origins, paired_test, verdicts
+from xformer.study.results import Results
 from xformer.study.spec import read_study
-from xformer.study.statistics import compare, detectable
-from xformer.study.write import markdown
 
 REGISTRATION = """
 [scales.mini.registration]
@@ -58,11 +56,11 @@ def commit(file: Path, when: int) -> str:
 
 
 def test_the_commit_that_held_a_claim_first(file: Path) -> None:
-    assert registered.origins(file, "mini")[0][0].words(None) == "exploration: not committed"
+    assert origins(file, "mini")[0][0].words(None) == "exploration: not committed"
     first = commit(file, 1_000_000_000)
     file.write_text("# a comment\n" + file.read_text())
     commit(file, 1_000_000_100)
-    origin = registered.origins(file, "mini")[0][0]
+    origin = origins(file, "mini")[0][0]
     assert (origin.commit, origin.time) == (first, datetime.fromtimestamp(1_000_000_000, UTC))
     before, after = (datetime.fromtimestamp(1_000_000_000 + s, UTC) for s in (-60, 60))
     assert origin.words(after) == f"{first[:9]} of 2001-09-09 01:46"
@@ -71,14 +69,14 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     for old, new in (("helps at", "hurts at"), ('columns = "rate"', 'columns = "seed"')):
         text = file.read_text()
         file.write_text(text.replace(old, new))
-        assert registered.origins(file, "mini")[0][0].time is None  # changed since the commit
+        assert origins(file, "mini")[0][0].time is None  # changed since the commit
         file.write_text(text)
     file.write_text(file.read_text().replace("seeds.seed = 2", "seeds.seed = 1"))
     second = commit(file, 1_000_000_200)
-    assert registered.origins(file, "mini")[0][0].commit == second
+    assert origins(file, "mini")[0][0].commit == second
 
     def words(first: int) -> str:
-        origin, runs = registered.origins(file, "mini")
+        origin, runs = origins(file, "mini")
         return origin[0].words(datetime.fromtimestamp(first, UTC), runs)
 
     assert words(1_000_000_300) == f"{second[:9]} of 2001-09-09 01:50"
@@ -90,11 +88,12 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     assert words(1_000_000_500) == f"{second[:9]} of 2001-09-09 01:50"
     outside = file.parent.parent / "outside.toml"
     outside.write_text(file.read_text())
-    assert registered.origins(outside, "mini")[0][0].time is None
+    assert origins(outside, "mini")[0][0].time is None
 
 
 def test_a_side_branch_changes_nothing(file: Path) -> None:
-    """A claim that a branch holds counts from there on, whatever another one did meanwhile."""
+    """A claim counts from the commit of the branch that holds it, whatever another branch did
+    meanwhile."""
     text = file.read_text()
     file.unlink()
     (file.parent / "other.toml").write_text("")
@@ -107,11 +106,11 @@ def test_a_side_branch_changes_nothing(file: Path) -> None:
     commit(file, 1_000_000_200)
     git(file, "checkout", "--quiet", "main")
     git(file, "merge", "--quiet", "--no-edit", "side", when=1_000_000_300)
-    origins, runs = registered.origins(file, "mini")
-    assert (origins[0].commit, runs.commit) == (first, first)
+    claims, runs = origins(file, "mini")
+    assert (claims[0].commit, runs.commit) == (first, first)
     shallow = file.parent.parent / "shallow"
     git(file, "clone", "--quiet", "--depth", "1", f"file://{file.parent}", str(shallow))
-    words = registered.origins(shallow / file.name, "mini")[0][0].words(None)
+    words = origins(shallow / file.name, "mini")[0][0].words(None)
     assert words.startswith("at the latest ")
 
 
@@ -123,10 +122,10 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     for run in plan.runs("finetune"):
         record = {"event": "end", "step": 1, "time": 1_000_000_500.0}
         (run.path / "log.jsonl").write_text(json.dumps(record))
-    results = Results(plan.study, plan)
-    verdict = results.verdicts()[0]
+    results = Results(plan)
+    verdict = verdicts(results)[0]
     assert verdict.registered == f"{first[:9]} of 2001-09-09 01:46"
-    text = markdown(results, {})
+    text = markdown_of(results)
     assert "| claim | here | ground | margin | detected with power 0.8 | registered |" in text
     # two pairs that differ by 0 and 1 point
     wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one for each rate
@@ -135,7 +134,7 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     assert "Registered: paired t over seed; a seed is a fine-tuning; planned ext" in text
     directory = plan.root / "letters-mini"
     directory.mkdir()
-    assert f"{first[:9]} of 2001-09-09 01:46" in page.html(results, {}, directory)
+    assert f"{first[:9]} of 2001-09-09 01:46" in html_of(results, {}, directory)
 
 
 def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:
@@ -153,19 +152,19 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 ) -> None:
     scores = {"pretrained": [0.5, 0.52, 0.51, 0.53], "scratch": [0.4, 0.41, 0.43, 0.42]}
     text = file.read_text().replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]")
-    found: list[Verdict] = []
+    three: list[Verdict] = []
     for old, new in (
         ("x", "x"),
         ('"none"\n[scales', '"seeds 4 and 5"\n[scales'),
         ('columns = "rate"\n', 'columns = "rate"\nchance = { low = 0.6, high = 0.6 }\n'),
     ):
         file.write_text(text.replace(old, new))
-        root = tmp_path / str(len(found))
+        root = tmp_path / str(len(three))
         root.mkdir()
         plan = plan_of(file, root, data=str(tmp_path / "data"))
         finish(plan, lambda seed, start, rate: scores[start][int(seed)])
-        found.append(Results(plan.study, plan).verdicts()[0])
-    once, twice, floor = found
+        three.append(verdicts(Results(plan))[0])
+    once, twice, floor = three
     assert [p for *_, p in twice.parts] == pytest.approx([2 * p for *_, p in once.parts if p])
     assert (once.state, floor.state) == ("holds", "undecided")
     assert not floor.learnt
@@ -174,13 +173,13 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 @pytest.mark.parametrize(("pairs", "effect"), [(3, 2.0), (5, 1.682), (10, 0.996), (34, 0.495)])
 def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
     """By simulation: the test of so many pairs finds the effect in four of five cases."""
-    found = detectable(pairs)
+    detected = detectable(pairs)
     rng = np.random.default_rng(pairs)
-    samples = rng.normal(found, 1.0, (4000, pairs))
-    hits = np.mean([compare(list(s), [0.0] * pairs).p < 0.05 for s in samples])  # type: ignore[operator]
+    samples = rng.normal(detected, 1.0, (4000, pairs))
+    hits = np.mean([paired_test(list(s), [0.0] * pairs).p < 0.05 for s in samples])  # type: ignore[operator]
     assert hits == pytest.approx(0.8, abs=0.02)
     if pairs > 3:
-        assert found == pytest.approx(effect, abs=2e-3)
+        assert detected == pytest.approx(effect, abs=2e-3)
     assert detectable(1) == float("inf")
 
 
@@ -191,10 +190,10 @@ def test_runs_at_chance_are_counted(file: Path, tmp_path: Path) -> None:
     plan = plan_of(file, tmp_path, data=str(tmp_path / "data"))
     scores = {"0": 0.6, "1": 0.9}
     finish(plan, lambda seed, start, rate: scores[seed] if start == "pretrained" else 0.1)
-    results = Results(plan.study, plan)
+    results = Results(plan)
     cells = results.cells(plan.study.tables[0])
     assert [[cell.at_chance for cell in row] for row in cells] == [[1, 0], [2, 0]]
-    assert "75.0 ± 21.2 (2), 1 of 2 at chance" in markdown(results, {})
+    assert "75.0 ± 21.2 (2), 1 of 2 at chance" in markdown_of(results)
     file.write_text(file.read_text().replace("chance.low", "chance.lower"))
     with pytest.raises(BadInput, match=r"chance: there is no 'lower'.*did you mean low"):
         read_study(file, "mini")

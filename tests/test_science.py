@@ -16,18 +16,18 @@ from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.analysis.subcommand import Output, publish
-from xformer.config import load, validate
+from xformer.config import load, read_recipe, validate
 from xformer.data import style
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.optim import MOMENTS, OptimConfig
 from xformer.recipe import Recipe
-from xformer.study.notes import Notes
+from xformer.study.claims import paired_test
+from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Plan, Work, content_key, identity
-from xformer.study.shapes import Shapes
+from xformer.study.results import sample_of
 from xformer.study.spec import read_study
-from xformer.study.statistics import compare, summarise
 from xformer.tasks.regress import regression
 
 TWO_STEPS = ["train.steps=2", "train.select=last"]
@@ -74,7 +74,8 @@ def test_help_shows_both_defaults(forks: Forks) -> None:
 
 
 def test_runs_from_before_continue(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """AdamW's runs always said 0.01. Adam's said so too: what they were made with must be typed."""
+    """AdamW's runs always said 0.01. Adam's runs said so too, so to continue one you must type
+    0.01."""
     for name, more in (("adamw", []), ("adam", ["optim.weight_decay=0.01"])):
         run = tmp_path / name
         line = training(SMOKE, data.text, run, "train.select=last", f"optim.name={name}")
@@ -100,7 +101,7 @@ def test_finished_results_of_studies_stay_valid() -> None:
 
 
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
-SCALES = [(path, scale) for path in STUDIES for scale in ("mini", "paper")]
+SCALES = [(p, s) for p in STUDIES for s in ("mini", "paper") if s in read_recipe(p)["scales"]]
 
 
 def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Work, Recipe]]:
@@ -130,7 +131,7 @@ def test_no_recipe_inherits_another_optimizers_settings() -> None:
 
 @pytest.mark.parametrize("scale", ["mini", "paper"])
 def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
-    """What once differed from the papers without a word."""
+    """Settings that once differed from the papers, which no report said."""
 
     def runs(name: str) -> list[tuple[Work, Recipe]]:
         return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
@@ -188,14 +189,14 @@ def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path
         "zhang2021-foreign": ["what is printed", "rate, rows, epochs and weight decay"],
     }
     plan = Plan(read_study(path, scale), tmp_path, {})
-    said = {one.what: one.ours for one in Notes(plan, Shapes(plan)).deviations}
+    said = {one.what: one.ours for one in Notes(Forecast(plan)).deviations}
     assert set(expected.get(path.stem, [])) <= set(said)
     if path.stem.startswith("chiang"):
         pieces = {"mini": "8,000", "paper": "30,000"}[scale]
         assert said["pieces of the vocabulary"] == f"{pieces} for all"
         assert said["weight decay of fine-tuning"] == "0"
     if path.stem == "kao2021-optimizers":
-        assert said["betas of NovoGrad"] == "0.95 and 0.98; of the others 0.9 and 0.999"
+        assert said["betas of NovoGrad"] == "0.95 and 0.98; 0.9 and 0.999 for the others"
 
 
 def test_an_unknown_optimizer_is_named_first(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -380,8 +381,8 @@ train.prepare = prepare
 def test_validation_that_is_not_finite_ends_a_run(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """It was never the best, without a word: here it is only the validation set that has the
-    unknown sign, so that training itself is finite."""
+    """Once such a validation was just never the best. Here only the validation set has the unknown
+    sign, so training itself is finite."""
     raw, store, run = tmp_path / "raw", tmp_path / "store", tmp_path / "run"
     raw.mkdir()
     lines = (data.raw / "classes/train.tsv").read_text().splitlines()
@@ -400,7 +401,7 @@ def test_validation_that_is_not_finite_ends_a_run(
 def test_an_infinite_label_is_named(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """preprocess.py refuses it; a store of another program's may hold it."""
+    """preprocess.py refuses it, but a store that another program wrote may hold it."""
     store = tmp_path / "store"
     good(
         forks.run(
@@ -446,9 +447,9 @@ def test_statistics_refuse_what_is_not_finite() -> None:
     for bad in (np.nan, np.inf):
         for pair in (([1.0, bad], [1.0, 2.0]), ([1.0, 2.0], [0.0, bad]), ([1.0, bad], [1.0, bad])):
             with pytest.raises(BadInput, match=r"score 2 of 2 is (nan|inf)"):
-                compare(*pair)
+                paired_test(*pair)
         with pytest.raises(BadInput, match=r"score 1 of 3 is (nan|inf)"):
-            summarise([bad, 1.0, 2.0])
+            sample_of([bad, 1.0, 2.0])
 
 
 def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
@@ -504,7 +505,7 @@ def test_studies_of_minilm_say_it_below_every_table(path: Path, tmp_path: Path) 
     if path.stem == "kao2021-optimizers":  # every run is from scratch
         return
     plan = Plan(study, tmp_path, {})
-    said = [one for one in Notes(plan, Shapes(plan)).deviations if LABEL in one.ours]
+    said = [one for one in Notes(Forecast(plan)).deviations if LABEL in one.ours]
     assert len(said) == 1
     assert said[0].tables + said[0].curves + said[0].pictures == ()  # it concerns everything
     assert all(LABEL in note for note in study.notes if "MiniLM (" in note)

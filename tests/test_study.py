@@ -14,8 +14,8 @@ import sys
 import time
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,22 @@ import looking
 import numpy as np
 import pytest
 from helpers import ROOT, Forks, command, good, refused
+from markupsafe import escape
 from scipy import stats
 
 from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, write_json
-from xformer.study import page, pool
-from xformer.study.__main__ import listing, newest_numbers, prepare
+from xformer.study import pool
+from xformer.study.__main__ import listing
 from xformer.study.__main__ import main as study_main
-from xformer.study.cost import Costs
-from xformer.study.curves import averaged
-from xformer.study.ledger import Ledger
+from xformer.study.claims import holm, paired_test, verdicts
+from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Plan, Work, to_do
-from xformer.study.results import Results, describe, write_csv
+from xformer.study.pool import newest_numbers, set_up
+from xformer.study.report import build_report, render
+from xformer.study.results import Ledger, Results, sample_of, statistics_of, write_csv
 from xformer.study.spec import read_study
-from xformer.study.statistics import compare, holm, summarise
-from xformer.study.write import markdown
 
 STUDY = f"""
 title = "Letters"
@@ -135,6 +135,14 @@ def changed(file: Path, *pairs: tuple[str, str]) -> Path:
 
 def plan_of(file: Path, tmp_path: Path, scale: str = "mini", **needs: str) -> Plan:
     return Plan(read_study(file, scale), tmp_path / "studies", needs)
+
+
+def markdown_of(results: Results) -> str:
+    return render(build_report(results, {}, results.plan.root / "x"), "md")
+
+
+def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path) -> str:
+    return render(build_report(results, outcomes, directory), "html")
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -351,6 +359,34 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
     assert all(run.missing == ("data",) for run in runs)
 
 
+def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> None:
+    """torchrun starts it, it has a key of its own, and it takes a slot for each process."""
+    alone = plan_of(file, tmp_path, data=str(data)).runs("pretrain")[0]
+    changed(
+        file,
+        ('settings.data = "{made.letters}"', 'processes = 2\nsettings.data = "{made.letters}"'),
+    )
+    both = plan_of(file, tmp_path, data=str(data)).runs("pretrain")[0]
+    assert (alone.processes, both.processes) == (1, 2)
+    assert alone.key != both.key
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    recipe = str(both.path.with_suffix(".toml"))
+    assert both.command == (*launcher, "-m", "xformer.train", recipe)
+
+    works = [work(tmp_path, name, "") for name in ("one", "two", "three")]
+    works[1] = replace(works[1], processes=2)
+    executor, script = Slow(), iter(["one", "two", "three"])
+    running = []
+
+    def ended(_: object) -> None:
+        running.append(sorted(executor.running))
+        if name := next(script, ""):
+            executor.end(name)
+
+    pool.run_works(works, executor, ended, lambda _: None, 0)
+    assert running[:3] == [["one"], ["two"], ["three"]]
+
+
 @pytest.mark.parametrize(
     ("start", "operations", "words"),
     [
@@ -454,7 +490,7 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     ]
     prepared: list[str] = []
     local = pool.Local(2, 1)
-    outcomes = pool.execute(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
+    outcomes = pool.run_works(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {
         "there": "there",
@@ -479,7 +515,7 @@ def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
     code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"
     works = [work(tmp_path, f"w{i}", code) for i in range(6)]
-    pool.execute(works, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
+    pool.run_works(works, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
     counts = [int(w.proof.read_text()) for w in works]
     assert max(counts) == 2
 
@@ -493,7 +529,7 @@ def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pool.execute([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
+        pool.run_works([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
     assert slow.proof.exists()  # it was asked, and could save
 
 
@@ -522,7 +558,7 @@ else:
 
 
 class Slow:
-    """An executor whose works run until they are let go, or asked to stop."""
+    """An executor whose works run until the test ends them, or until they are asked to stop."""
 
     slots = 2
 
@@ -534,16 +570,17 @@ class Slow:
         def __init__(self, work: Work):
             self.work, self.ended, self.asked = work, False, 0
 
-        def status(self) -> int | None:
+        @property
+        def exitcode(self) -> int | None:
             return (143 if self.asked else 0) if self.ended else None
 
-        def stop(self) -> None:
+        def terminate(self) -> None:
             self.asked += 1
 
-        def wait(self) -> None:
+        def join(self) -> None:
             assert self.asked
 
-    def start(self, work: Work, slot: int) -> Slow.Job:
+    def start(self, work: Work, slots: Sequence[int]) -> Slow.Job:
         self.started.append(work.name)
         self.running[work.name] = self.Job(work)
         return self.running[work.name]
@@ -574,13 +611,13 @@ def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
         if name := next(script, ""):
             executor.end(name)
 
-    pool.execute(works, executor, changed, lambda _: None, 0)
+    pool.run_works(works, executor, changed, lambda _: None, 0)
     assert executor.started == ["a", "b", "a1", "a2", "b1", "b2", "c", "c1"]
 
 
 def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
-    """It took the run's lock after the queue had looked: the second start fails, and is not the
-    end of it."""
+    """It took the run's lock after the queue had looked, so the second start fails. The queue goes
+    on waiting."""
     run = replace(work(tmp_path, "run", ""), recipe={})
     run = replace(run, proof=tmp_path / "run/result.json")
     run.path.mkdir()
@@ -598,7 +635,7 @@ def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
                 (run.path / "checkpoints/step_1/manifest.json").touch()
                 orphan.close()
 
-    outcomes = pool.execute([run], executor, changed, lambda _: None, 0)
+    outcomes = pool.run_works([run], executor, changed, lambda _: None, 0)
     assert outcomes["run"].state == "there"
     assert executor.started == ["run"]
 
@@ -616,7 +653,8 @@ def test_a_copied_run_is_refused(file: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
-    """Also if the plan has them last; a store goes before the pre-trainings behind it."""
+    """This also holds if the plan has them last. A store goes before the pre-trainings that follow
+    it."""
     store = work(tmp_path, "store", "")
     runs = [work(tmp_path, "a", ""), work(tmp_path, "b", "", "store"), work(tmp_path, "c", "")]
     runs += [work(tmp_path, f"{name}1", "", name) for name in "abc"]
@@ -629,7 +667,7 @@ def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
         if name := next(script, ""):
             executor.end(name)
 
-    pool.execute(works, executor, changed, lambda _: None, 0)
+    pool.run_works(works, executor, changed, lambda _: None, 0)
     assert executor.started == ["a", "store", "b", "a1", "c", "b1", "c1"]
 
 
@@ -667,7 +705,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
             case 9:
                 executor.end("next")
 
-    outcomes = pool.execute(
+    outcomes = pool.run_works(
         works, executor, changed, lambda _: None, 0, pause=pause, tell=told.append
     )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
@@ -681,7 +719,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_pause_reaches_processes(tmp_path: Path) -> None:
-    """They hear SIGTERM as commands do, and are started again."""
+    """Processes get SIGTERM, as commands do, and are started again."""
     pause = tmp_path / "PAUSE"
     long, plain = work(tmp_path, "long", INTERRUPTED), work(tmp_path, "plain", PLAIN)
     told: list[str] = []
@@ -692,7 +730,7 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
         elif told:
             pause.unlink(missing_ok=True)
 
-    outcomes = pool.execute(
+    outcomes = pool.run_works(
         [long, plain],
         pool.Local(2, 1),
         changed,
@@ -707,7 +745,8 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
 
 
 def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
-    """What nothing waits for is not made; what has a result alone is made again for what waits."""
+    """A work that nothing waits for is not made. One that has only its result is made again if
+    another work waits for it."""
 
     def run(name: str, *waits: str) -> Work:
         path = tmp_path / name
@@ -733,7 +772,7 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
     (weights / "manifest.json").touch()
     assert list(to_do(works, wanted)) == ["b2"]
     executor = Slow()
-    outcomes = pool.execute(
+    outcomes = pool.run_works(
         works,
         executor,
         lambda _: executor.end("b2", made=False) if executor.running else None,
@@ -752,7 +791,8 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
 
 
 def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> None:
-    """With one thread and no CUDA; what a command sees of its process is as ever."""
+    """The process has one thread and no CUDA. A command sees the usual arguments and
+    environment."""
     code = (
         "import json, os, signal, sys; early = 'xformer.train' in sys.modules; import torch;"
         "P.write_text(json.dumps([early, len(os.listdir('/proc/self/task')), "
@@ -770,12 +810,12 @@ def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> N
     module = replace(work(tmp_path, "module", ""), command=("-m", "xformer.surgery"))
     os.environ["OF_ONE"] = "1"
     try:
-        jobs = [pool.Local(1, 1).start(one, 0) for one in (shows, door, module)]
+        jobs = [pool.Local(1, 1).start(one, [0]) for one in (shows, door, module)]
     finally:
         del os.environ["OF_ONE"]
     for job in jobs:
-        job.wait()
-    assert [job.status() for job in jobs] == [0, 1, 2]
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 1, 2]
     told = [True, 1, False, 1, "1", "1", [], [str(seen)], ""]
     assert json.loads(shows.proof.read_text()) == told
     assert (tmp_path / "door.log").read_text().splitlines() == [
@@ -839,18 +879,18 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
 
     def report() -> tuple[str, str, str]:
         again = plan_of(file, tmp_path, data=str(data))
-        results = Results(again.study, again)
+        results = Results(again)
         (plan.root / "x").mkdir()
         write_csv(plan.root / "x/x.csv", results, {})
         table = (plan.root / "x/x.csv").read_text()
-        return table, markdown(results, {}), page.html(results, {}, plan.root / "x")
+        return table, markdown_of(results), html_of(results, {}, plan.root / "x")
 
     before = report()
     shutil.rmtree(plan.root)
     again = plan_of(file, tmp_path, data=str(data))
     ledger = Ledger(kept, again)
     assert set(ledger.results) == again.wanted
-    text = listing(again, Costs(again, ledger.results), ledger.results)
+    text = listing(again, Costs(Forecast(again), ledger.results), ledger.results)
     assert "11 works, 0 to do, all is there" in text
     assert not plan.root.exists()  # a dry run writes nothing
     run, empty, *_ = again.runs("finetune")
@@ -878,7 +918,7 @@ def test_a_run_without_weights_is_made_again(file: Path, data: Path, tmp_path: P
     ledger.unpack()
     run = plan.runs("finetune")[0]
     assert run.done
-    prepare(run)
+    set_up(run)
     assert not run.path.exists()  # as training wants it
     assert (
         sorted(p.name for p in run.path.parent.glob(f"*{run.key}*"))
@@ -973,7 +1013,8 @@ def test_a_kill_leaves_no_half_of_a_kept_run(
 
 
 def test_what_a_command_left_is_kept(file: Path, data: Path, tmp_path: Path) -> None:
-    """Its result and the pictures that the study shows; what waits for more has it made again."""
+    """Its result and the pictures that the study shows are kept. If another work needs more, the
+    command runs again."""
     file.write_text(
         STUDY.replace(
             "[[tables]]",
@@ -1016,19 +1057,19 @@ file = "x.svg"
     assert look.done
     assert not look.whole
     assert look.key in to_do(plan.works.values(), [more.key])
-    prepare(look)
+    set_up(look)
     assert not list(look.path.iterdir())
 
 
 def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path: Path) -> None:
-    """From what the finished runs of a stage took, here or in a ledger."""
+    """It is estimated from the finished runs of a stage, here or in a ledger."""
     plan, kept = a_ledger(file, data, tmp_path)
     shutil.rmtree(plan.root)
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"))
     more = plan_of(file, tmp_path, data=str(data))
     ledger = Ledger(kept, more)
-    assert not Costs(more).known(more.runs("finetune")[-1])
-    costs = Costs(more, ledger.results)
+    assert not Costs(Forecast(more)).known(more.runs("finetune")[-1])
+    costs = Costs(Forecast(more), ledger.results)
     new = [run for run in more.runs("finetune") if run.levels["seed"] == "2"]
     assert [costs.seconds(run) for run in new] == [3.0] * 4
     text = listing(more, costs, ledger.results, 2)
@@ -1040,7 +1081,8 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
 def test_a_study_that_is_killed_loses_nothing(
     forks: Forks, file: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Alone, so that its run goes on without it, and with all its processes."""
+    """First the study alone is killed, so its run goes on without it; then all its processes
+    are."""
     changed(
         file,
         ("vary.seed = [0, 1]", "vary.seed = [0]"),
@@ -1086,15 +1128,17 @@ def test_a_study_that_is_killed_loses_nothing(
 def test_paired_differences_are_scipys() -> None:
     rng = np.random.default_rng(3)
     a, b = rng.normal(1, 1, 7), rng.normal(0, 1, 7)
-    found = compare(list(a), list(b), 0.25)
+    difference = paired_test(list(a), list(b), 0.25)
     theirs = stats.ttest_1samp(a - b, 0.25)
-    assert found.mean == pytest.approx((a - b).mean())
-    assert found.p == pytest.approx(theirs.pvalue)
+    assert difference.mean == pytest.approx((a - b).mean())
+    assert difference.p == pytest.approx(theirs.pvalue)
     low, high = stats.ttest_1samp(a - b, 0).confidence_interval(0.95)
-    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))  # type: ignore[operator]
-    assert compare([2.0], [1.0]).p is None
-    assert compare([2.0, 3.0], [1.0, 2.0]).p is None  # no spread: nothing to test with
-    assert compare([80.1, 80.3], [80.0, 80.2], -3.0).p is None
+    assert difference.half is not None
+    ends = (difference.mean - difference.half, difference.mean + difference.half)
+    assert ends == pytest.approx((low, high))
+    assert paired_test([2.0], [1.0]).p is None
+    assert paired_test([2.0, 3.0], [1.0, 2.0]).p is None  # no spread: nothing to test with
+    assert paired_test([80.1, 80.3], [80.0, 80.2], -3.0).p is None
 
 
 def test_holm_steps_down() -> None:
@@ -1106,18 +1150,18 @@ def test_holm_steps_down() -> None:
 
 def test_a_summary_shows_all_there_is() -> None:
     few = [0.5, 0.7, 0.9, 0.6]
-    found = summarise(few)
-    assert (found.mean, found.median) == pytest.approx((0.675, 0.65))
-    assert found.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
-    assert found.interval == pytest.approx(stats.ttest_1samp(few, 0).confidence_interval(0.95))
+    sample = sample_of(few)
+    assert (sample.mean, sample.median) == pytest.approx((0.675, 0.65))
+    assert sample.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
+    assert sample.interval == pytest.approx(stats.ttest_1samp(few, 0).confidence_interval(0.95))
     many = [0.5, 0.7, 0.9, 0.6, 0.4, 0.8, 0.65, 0.55]
-    interval = summarise(many).interval
+    interval = sample_of(many).interval
     assert interval is not None
     resampled = np.random.default_rng(1).choice(many, (20_000, 8)).mean(1)
     assert interval == pytest.approx(np.quantile(resampled, [0.025, 0.975]), abs=0.02)
-    assert summarise(many).interval == interval
-    assert summarise([0.5]).deviation is None
-    assert summarise([0.5, 0.5, 0.5]).interval is None
+    assert sample_of(many).interval == interval
+    assert sample_of([0.5]).deviation is None
+    assert sample_of([0.5, 0.5, 0.5]).interval is None
 
 
 # ----------------------------------------------------------------------------------- the report
@@ -1142,19 +1186,19 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
 
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, accuracy)
-    results = Results(plan.study, plan)
+    results = Results(plan)
     cells = results.cells(plan.study.tables[0])
     assert [[cell.column for cell in row] for row in cells] == [["low", "high"]] * 2
     low = cells[0][0]
-    assert low.summary is not None
-    assert low.summary.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
+    assert low.sample is not None
+    assert low.sample.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
     assert (low.published, low.difference) == pytest.approx((50.0, 10.6))
     assert [cell.published for cell in cells[1]] == [50.0, None]  # scratch beside "none"
-    verdict = results.verdicts()[0]
+    verdict = verdicts(results)[0]
     assert verdict.state == "holds"
     assert [part[0] for part in verdict.parts] == ["low", "high"]
     ps = [
-        compare(*pair).p
+        paired_test(*pair).p
         for pair in (
             ([60.0, 60.4, 60.8, 61.2], [50.0, 50.2, 50.4, 50.6]),
             ([60.0, 60.2, 60.4, 60.6], [50.0, 50.1, 50.2, 50.3]),
@@ -1162,7 +1206,7 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
     ]
     assert [part[2] for part in verdict.parts] == pytest.approx(holm([p for p in ps if p]))
 
-    text = markdown(results, {})
+    text = markdown_of(results)
     assert "| pretrained | 60.6 ± 0.5 (4)<br>50 (+10.6) | 60.3 ± 0.3 (4)<br>99 (-38.7) |" in text
     assert "| pre-training helps at every rate | **holds** | low +10.3 ± 0.4" in text
     write_csv(tmp_path / "x.csv", results, {})
@@ -1250,7 +1294,7 @@ def test_differences_deviations_means_summaries_and_curves(
             {"event": "train", "step": 10, "loss": loss},
         ]
         (run.path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    results = Results(plan.study, plan)
+    results = Results(plan)
     tables = {table.name: results.cells(table) for table in plan.study.tables}
     gains = [[cell.value for cell in row] for row in tables["gain"]]  # less 0.625 at seed 1
     assert gains == [[0.375, 0.125, 0.25], [-0.125, -0.125, -0.125]]
@@ -1259,15 +1303,15 @@ def test_differences_deviations_means_summaries_and_curves(
         [1.25, 0.75],
         [2.25, 0.375],
     ]
-    last = results.verdicts()[-1]
+    last = verdicts(results)[-1]
     assert last.state == "undecided"  # both seeds differ by the same: no spread to judge by
-    assert "+1.000" in markdown(results, {})
-    (pretrained, scratch) = results.described(plan.study.summaries[0])
+    assert "+1.000" in markdown_of(results)
+    (pretrained, scratch) = results.statistics(plan.study.summaries[0])
     assert [one.value for one in pretrained] == pytest.approx(
         [2, 0.25, np.std([0.375, 0.125], ddof=1), 0.125, 0.1875, 0.25, 0.3125, 0.375]
     )
     assert [one.published for one in scratch][:3] == [2.0, -0.125, None]
-    panels = averaged(results, plan.study.curves[0])
+    panels = results.panels(plan.study.curves[0])
     assert [(panel.name, panel.value) for panel in panels] == [
         ("low", "loss"),
         ("high", "loss"),
@@ -1278,14 +1322,14 @@ def test_differences_deviations_means_summaries_and_curves(
     assert (line.name, line.runs, line.x, line.mean) == ("scratch", 2, [5.0, 10.0], [3.0, 2.25])
     directory = plan.root / "letters-mini"
     directory.mkdir()
-    text = page.html(results, {}, directory)
+    text = html_of(results, {}, directory)
     assert text.count("<svg") >= 3 + 1 + 8  # of the mean tables, the curves, and each run's
     assert "published -0.125" in text
 
 
 def test_huangs_summaries_are_of_huangs_differences() -> None:
-    """The statistics of the differences that figures 5 and 6 print are those of figures 7 to 10, to
-    their rounding; but for the count and a cell of figure 10 that is misprinted."""
+    """Figures 7 to 10 print the statistics of the differences in figures 5 and 6, up to rounding.
+    The count and one misprinted cell of figure 10 differ."""
     study = read_study(ROOT / "recipes/studies/huang2021-heads.toml", "paper")
     tables = {table.name: table.published for table in study.tables}
     for summary in study.summaries:
@@ -1294,7 +1338,7 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
         assert wanted is not None
         far = []
         for level in wanted.rows:
-            found = [
+            numbers = [
                 float(x)
                 for x in (
                     cells.rows[level]
@@ -1302,7 +1346,7 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
                     else [row[cells.columns.index(level)] for row in cells.rows.values()]
                 )
             ]
-            for name, value in describe(found).items():
+            for name, value in statistics_of(numbers).items():
                 number = wanted.number(level, name)
                 assert value is not None
                 assert number is not None
@@ -1340,7 +1384,7 @@ def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) 
     assert {run.key for run in again} == low
     assert [run.levels for run in again] == [{"seed": s, "what": "same"} for s in ("0", "1")]
     finish(plan, lambda seed, start, rate: 0.5 + 0.1 * int(seed))
-    results = Results(plan.study, plan)
+    results = Results(plan)
     assert [cell.value for cell in results.cells(plan.study.tables[0])[0]] == [50.0, 60.0]
 
 
@@ -1379,7 +1423,7 @@ def test_a_need_may_be_installed(
 
 
 def test_a_need_may_be_a_glob(file: Path, data: Path, tmp_path: Path) -> None:
-    """Its directory must be there; what lies in it belongs to the key."""
+    """Its directory must exist. The content of the directory belongs to the key."""
     changed(file, ("{need.data}/train.txt", "{need.data}/t*.txt"))
     assert "made.letters" in {w.name for w in plan_of(file, tmp_path).works.values() if w.missing}
     keys = []
@@ -1410,11 +1454,11 @@ def test_a_claim_may_fail_or_stay_open(
         return 0.5 + (gain + wobble if start == "pretrained" else 0.0)
 
     finish(plan, accuracy)
-    assert Results(plan.study, plan).verdicts()[0].state == state
+    assert verdicts(Results(plan))[0].state == state
 
 
 def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:
-    """Three levels of another factor are no further pairs, in claims, cells and means."""
+    """Three levels of another factor do not add pairs, in claims, cells and means."""
     depths = "".join(f"\nvary.depth.{x} = {{ optim.warmup = {i} }}" for i, x in enumerate("abc"))
     changed(file, ("vary.seed = [0, 1]", f"vary.seed = [0, 1]{depths}"), ('each = "rate"', ""))
     plan = plan_of(file, tmp_path, data=str(data))
@@ -1430,18 +1474,19 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
         plan,
         lambda seed, start, depth, **_: 0.3 + (gain[seed, depth] if start == "pretrained" else 0.0),
     )
-    results = Results(plan.study, plan)
-    difference = results.verdicts()[0].parts[0][1]
+    results = Results(plan)
+    difference = verdicts(results)[0].parts[0][1]
     assert difference.p == pytest.approx(stats.ttest_rel([50, 70], [30, 30]).pvalue)
     cell = results.cells(plan.study.tables[0])[0][0]
-    assert cell.summary is not None
-    assert cell.summary.scores == pytest.approx((50.0, 70.0))
+    assert cell.sample is not None
+    assert cell.sample.scores == pytest.approx((50.0, 70.0))
     assert len(cell.runs) == 6
-    assert "(seeds)" in markdown(results, {})
+    assert "(seeds)" in markdown_of(results)
 
 
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
-    """Also behind other text, with what is below a need; and all of them are waited for."""
+    """Places may follow other text, and may have a path below a need. The work waits for all of
+    them."""
     (data / "sub").mkdir()
     changed(
         file,
@@ -1473,7 +1518,8 @@ file = "p.svg"
 
 
 def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
-    """As of a second study, or of one that was killed and left its runs behind."""
+    """Such a process belongs to a second study, or to one that was killed and left its runs
+    behind."""
     work_ = work(tmp_path, "shared", "1/0")
     shared = replace(work_, path=tmp_path / "run", proof=tmp_path / "run/result.json")
     shared.path.mkdir()
@@ -1488,7 +1534,7 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         assert pool.in_use(shared.path)
-        outcomes = pool.execute([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
+        outcomes = pool.run_works([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
     assert outcomes["shared"].state == "there"
     assert not pool.in_use(shared.path)
 
@@ -1499,16 +1545,16 @@ def test_gpus_are_those_that_the_process_may_see(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    local, found = pool.local(0, 2), []
+    local, seen = pool.local(0, 2), []
     assert local.slots == 4
     for slot in range(4):
         shows = work(
             tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
         )
-        job = local.start(shows, slot)
-        job.wait()
-        found.append(shows.proof.read_text())
-    assert found == ["6", "7", "6", "7"]
+        job = local.start(shows, [slot])
+        job.join()
+        seen.append(shows.proof.read_text())
+    assert seen == ["6", "7", "6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -1516,7 +1562,7 @@ def test_gpus_are_those_that_the_process_may_see(
     [
         ("version.json", "[]", "says no version"),
         ("version.json", "{}", "says no version"),
-        ("digests.json", "[]", ""),  # what it remembers can be found out again
+        ("digests.json", "[]", ""),  # a damaged file only costs time
         ("digests.json", "{", ""),
         ("result.json", "{}", "does not say how many seconds"),
         ("result.json", "[]", "does not say how many seconds"),
@@ -1554,7 +1600,7 @@ def test_damaged_files_of_a_study(
 
 
 def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path) -> None:
-    """Of the runs as they are scored, or of all their validations."""
+    """The best is that of the scored runs, or of all their validations."""
     best = 'columns = "rate"\nsplit = "valid"\nbest = "{}"'
     changed(file, ('columns = "rate"', best.format("epoch")))
     plan = plan_of(file, tmp_path, data=str(data))
@@ -1567,18 +1613,18 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
             for i in (1, 2, 0)
         ]
         (run.path / "log.jsonl").write_text("\n".join(lines))
-    results = Results(plan.study, plan)
+    results = Results(plan)
     cell = results.cells(plan.study.tables[0])[0][0]
     assert cell.value == pytest.approx(55.0)
     assert cell.best == pytest.approx(64.0)
-    text = markdown(results, {})
+    text = markdown_of(results)
     assert "(seeds), best validation of any run; then what" in text
     assert "| pretrained | 55.0 ± 7.1 (2), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
-    again = Results(study, Plan(study, plan.root, {"data": str(data)}))
+    again = Results(Plan(study, plan.root, {"data": str(data)}))
     assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
-    assert "(seeds), best run; then what" in markdown(again, {})
+    assert "(seeds), best run; then what" in markdown_of(again)
     (plan.runs("finetune")[0].path / "log.jsonl").write_text(
         '{"event": "validation", "step": 1, "accuracy": NaN}'
     )
@@ -1593,27 +1639,27 @@ def test_a_metric_may_be_the_mean_of_two_splits(file: Path, data: Path, tmp_path
     for run in plan.runs("finetune"):
         splits = {"valid": {"accuracy": 0.5}, "other": {"accuracy": 0.7}}
         write_json(run.proof, {"metrics": splits})
-    results = Results(plan.study, plan)
+    results = Results(plan)
     assert results.cells(plan.study.tables[0])[0][0].value == pytest.approx(60.0)
     write_json(plan.runs("finetune")[0].proof, {"metrics": {"valid": {"accuracy": 0.5}}})
     with pytest.raises(BadInput, match=r"has no other\.accuracy; it has valid\.accuracy"):
-        Results(plan.study, plan).cells(plan.study.tables[0])
+        Results(plan).cells(plan.study.tables[0])
 
 
 def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: Path) -> None:
-    """A table would show it, or die of it."""
+    """Otherwise a table would show it, or fail on it."""
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, **_: float("nan") if seed == "1" else 0.5)
     words = r"result\.json: test\.accuracy of finetune seed=1 start=pretrained rate=low is nan"
     with pytest.raises(BadInput, match=words):
-        Results(plan.study, plan)
+        Results(plan)
 
 
 def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
     changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "mcc"'))
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda **_: 0.5)
-    results = Results(plan.study, plan)
+    results = Results(plan)
     with pytest.raises(BadInput, match=r"no test\.mcc; it has test\.accuracy, test\.f1"):
         results.cells(plan.study.tables[0])
 
@@ -1630,7 +1676,7 @@ def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
     directory = plan.root / "letters-mini"
     directory.mkdir()
     path = directory / "report.html"
-    path.write_text(page.html(Results(plan.study, plan), outcomes, directory))
+    path.write_text(html_of(Results(plan), outcomes, directory))
     return plan, path
 
 
@@ -1649,10 +1695,10 @@ def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path
         lines = ['{"event": "train", "step": "<script>", "loss": 1}'] * 3
         lines = [*lines, "[" * 10_000] if i else lines
         (run.path / "log.jsonl").write_text("\n".join(lines))
-    path.write_text(page.html(Results(plan.study, plan), {}, path.parent))
+    path.write_text(html_of(Results(plan), {}, path.parent))
     text = path.read_text()
     assert f"<td>{escape(HOSTILE)}" in text  # a row's name, and a run's
-    assert re.search(rf"<summary>[^<]*{re.escape(escape(HOSTILE))}", text)
+    assert re.search(rf"<summary>[^<]*{re.escape(str(escape(HOSTILE)))}", text)
     assert text.count("<script>") == 1  # its own
     assert "&lt;script&gt;document.title" in text
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
@@ -1690,20 +1736,21 @@ def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
     run = plan.runs("finetune")[0]
     click = "document.querySelectorAll('table')[1].querySelectorAll('th')[2].click();"
     wide = "document.body.append('width ' + (document.documentElement.scrollWidth <= innerWidth))"
-    found = in_chromium(path, click + wide, f"#run-{run.key}")
-    assert re.search(rf'<details id="run-{run.key}" open="">', found)  # a link opens its run
-    assert "width true" in found
-    rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", found)
+    dom = in_chromium(path, click + wide, f"#run-{run.key}")
+    assert re.search(rf'<details id="run-{run.key}" open="">', dom)  # a link opens its run
+    assert "width true" in dom
+    rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", dom)
     assert rows == ["pretrained", "scratch"]  # falling: pretrained has the higher score
-    found = in_chromium(path, click + click)
-    assert re.findall(r"<tr><td>(pretrained|scratch)</td>", found) == ["scratch", "pretrained"]
+    dom = in_chromium(path, click + click)
+    assert re.findall(r"<tr><td>(pretrained|scratch)</td>", dom) == ["scratch", "pretrained"]
 
 
 # --------------------------------------------------------------------------------- the command
 
 
 def test_what_a_command_draws_is_shown(file: Path, data: Path, tmp_path: Path) -> None:
-    """Settings become arguments of a command; its figure stands in the report, and acts not."""
+    """Settings become arguments of a command. Its figure stands in the report, but its scripts do
+    not run."""
     file.write_text(
         STUDY.replace(
             "[[tables]]",
@@ -1735,16 +1782,16 @@ where.pair = "own"
     finish(plan, lambda **levels: 0.5)
     work.path.mkdir()
     work.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}}))
-    results = Results(plan.study, plan)
-    assert "What was drawn" not in page.html(results, {}, tmp_path)
+    results = Results(plan)
+    assert "What was drawn" not in html_of(results, {}, tmp_path)
     svg = "<svg><script>alert(1)</script></svg>"
     for name in ("pwcca.svg", "pwcca-dark.svg"):
         (work.path / name).write_text(svg)
-    shown = page.html(results, {}, tmp_path)
+    shown = html_of(results, {}, tmp_path)
     assert "What was drawn" in shown
     assert "alert(1)" not in shown
     assert shown.count("data:image/svg+xml;base64,") == 2
-    assert "![What was drawn](look.svg)" in markdown(results, {})
+    assert "![What was drawn](look.svg)" in markdown_of(results)
 
 
 def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
@@ -1785,7 +1832,7 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert logs == {p: p.stat().st_mtime_ns for p in logs}
     assert len(list(root.glob("runs/*/log.jsonl"))) == len(logs) + 1
     plan = Plan(read_study(file, "mini"), root, {"data": str(data)})
-    costs = Costs(plan)
+    costs = Costs(Forecast(plan))
     assert all(costs.known(run) and costs.seconds(run) > 1 for run in plan.runs("finetune"))
 
     # on another machine all comes out of what was kept
@@ -1815,7 +1862,7 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
             (tmp_path / "begun").unlink()
 
     executor = pool.Slurm(tmp_path, {"timeout_min": 5}, cluster="local")
-    outcomes = pool.execute(works, executor, interrupt, lambda _: None, 0.05)
+    outcomes = pool.run_works(works, executor, interrupt, lambda _: None, 0.05)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {"good": "done", "bad": "failed", "after": "done", "long": "done"}
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
@@ -1824,7 +1871,7 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
-    found = forks.run(
+    ended = forks.run(
         "-m",
         "xformer.study",
         file,
@@ -1833,7 +1880,7 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
         f"output={tmp_path / 's'}",
         f"needs.data={data}",
     )
-    refused(found, "executor=local" if shutil.which("sbatch") is None else "executor=")
+    refused(ended, "executor=local" if shutil.which("sbatch") is None else "executor=")
 
 
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))

@@ -14,15 +14,15 @@ WORDS = [word for topic in TOPICS for word in topic]  # 6 topics of 4 words
 
 @dataclass(frozen=True)
 class Toys:
-    """Where the toy data lies: raw files in `raw`, and a store each."""
+    """Paths of the toy data: raw files in `raw`, and one store for each task."""
 
     raw: Path
     tokenizer: Path
-    text: Path  # a document holds words of one topic alone: its masks are worth log 4, not log 24
-    classes: Path  # no where the word "bam" stands, else yes
+    text: Path  # each document has words of one topic, so a mask costs log 4 nats, not log 24
+    classes: Path  # "no" if the word "bam" occurs, else "yes"
     scores: Path  # the share of "dan" among the words
-    pairs: Path  # are both texts of one topic?
-    splice: Path  # letters: a motif in the middle decides among EI, IE and N
+    pairs: Path  # do both texts have the same topic?
+    splice: Path  # letters; a motif in the middle decides between EI, IE and N
 
 
 def document(draw: np.random.Generator, words: list[str], least: int = 6, most: int = 14) -> str:

@@ -1,50 +1,76 @@
-"""The queue that runs works: it starts each work whose inputs are there, here or on Slurm."""
+"""Running the works of a plan: where they run, in which order, and what the user sees meanwhile."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import runpy
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import forkserver, get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from shutil import which
 from typing import Any, Protocol
 
 from xformer import provenance
-from xformer.data.display import say
-from xformer.data.errors import BadInput, lacks
-from xformer.study.job import Command, become
-from xformer.study.plan import Work, to_do
+from xformer.config import toml_text
+from xformer.data.display import Progress, duration, say
+from xformer.data.errors import BadInput, Interrupted, lacks
+from xformer.monitor import records
+from xformer.study.forecast import Costs, Forecast
+from xformer.study.plan import Plan, Work, to_do
 
 TAIL = 15  # lines shown of a failed work's log
 DOORS = ("preprocess.py", "train.py", "evaluate.py")
-PRELOAD = "xformer.study.preload"  # what the process that forks the works imports first
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study between two looks at its works
+POLL = 0.2  # seconds between two looks
+MINUTE = 60.0  # seconds between two lines in a log while a work runs
+AGAIN = 30.0  # seconds after which the time left is estimated anew
+# What the process that works are forked from imports first. It must have one thread and no state of
+# a device when it forks, so nothing here may compute anything.
+PRELOADED = [
+    __name__,
+    "xformer.train",
+    "xformer.evaluate",
+    "xformer.analysis.subcommand",
+    "xformer.convert.hf",
+    "xformer.preprocess.cli",
+    "xformer.preprocess.tasks.predict",
+    # what these import late
+    "scipy.stats",
+    "sklearn.metrics",
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.summary.writer.record_writer",
+    "torch._dynamo",  # by the first optimizer, 1.5 s
+]
 
 
-class Job(Protocol):
-    """A work that was started."""
+class Handle(Protocol):
+    """A work that was started, with the words of multiprocessing.Process."""
 
-    def status(self) -> int | None:
-        """Its exit status; None while it runs."""
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs."""
 
-    def stop(self) -> None:
-        """Ask it to stop; training writes a checkpoint first."""
+    def terminate(self) -> None:
+        """Ask it to stop. Training writes a checkpoint first."""
 
-    def wait(self) -> None:
+    def join(self) -> None:
         """Wait for the end of one that was asked to stop, unless somebody else sees to that."""
 
 
 class Executor(Protocol):
-    """Where works run: how many at once, and how one is started."""
+    """Where works run: how many processes at once, and how a work is started."""
 
     @property
     def slots(self) -> int: ...
 
-    def start(self, work: Work, slot: int) -> Job: ...
+    def start(self, work: Work, slots: Sequence[int]) -> Handle: ...
 
 
 def line_of(work: Work) -> tuple[str, ...]:
@@ -65,20 +91,7 @@ def log_of(work: Work) -> Path:
     return work.path.with_name(f"{work.path.name}.log")
 
 
-@dataclass
-class Process:
-    """A process of this machine."""
-
-    process: BaseProcess
-
-    def status(self) -> int | None:
-        return self.process.exitcode
-
-    def stop(self) -> None:
-        self.process.terminate()
-
-    def wait(self) -> None:
-        self.process.join()
+# ----------------------------------------------------------------------------------- this machine
 
 
 @dataclass(frozen=True)
@@ -93,42 +106,23 @@ class Local:
     threads: int
     devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
-    def start(self, work: Work, slot: int) -> Process:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+    def start(self, work: Work, slots: Sequence[int]) -> Handle:
+        paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self.threads),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         _start_server(environment)
         if self.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self.devices[slot % len(self.devices)]
+            devices = dict.fromkeys(self.devices[slot % len(self.devices)] for slot in slots)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         log = log_of(work).absolute()
         log.open("ab").close()  # a disk that refuses is noticed here
         arguments = (line_of(work)[1:], str(log), environment)
         process = get_context("forkserver").Process(target=become, args=arguments)
         process.start()
-        return Process(process)
-
-
-def _start_server(environment: dict[str, str]) -> None:
-    """Start the process that works are forked from, unless it runs, in an environment.
-
-    When this process is killed, that one lives as long as its works. It gets none of the terminal
-    and pipes that are open here, or whoever reads one of them would wait for the works.
-    """
-    forkserver.set_forkserver_preload([PRELOAD])
-    before = dict(os.environ)
-    paths = (str(provenance.ROOT), environment.get("PYTHONPATH", ""))
-    outputs = {number: os.dup(number) for number in (1, 2)}
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.environ.update(environment, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-        for number in outputs:
-            os.dup2(null, number)
-        forkserver.ensure_running()
-    finally:
-        for number, copy in outputs.items():
-            os.dup2(copy, number)
-            os.close(copy)
-        os.close(null)
-        os.environ.clear()
-        os.environ.update(before)
+        return process
 
 
 def local(jobs: int, per_device: int) -> Local:
@@ -146,24 +140,80 @@ def local(jobs: int, per_device: int) -> Local:
     return Local(slots, max(1, cores // slots))
 
 
+def _start_server(environment: dict[str, str]) -> None:
+    """Start the process that works are forked from, in an environment, unless it runs.
+
+    When this process is killed, the server lives as long as its works. It does not inherit the
+    terminal and pipes that are open here; otherwise a reader of one of them would wait for the
+    works. SIGTERM is blocked in it, because a signal to all processes of a study is not meant for
+    the server.
+    """
+    forkserver.set_forkserver_preload(PRELOADED)
+    before = dict(os.environ)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    outputs = {number: os.dup(number) for number in (1, 2)}
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.environ.update(environment)
+        for number in outputs:
+            os.dup2(null, number)
+        forkserver.ensure_running()
+    finally:
+        for number, copy in outputs.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(null)
+        os.environ.clear()
+        os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) -> None:
+    """Turn the forked process into `python ARGUMENTS`, with its output in a log.
+
+    SIGTERM was blocked until here, so that none is lost before the command can handle it.
+    """
+    numbers = (os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND))
+    for number, file in enumerate((*numbers, numbers[1])):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    first, *rest = arguments
+    if first == "-c":
+        os.execve(sys.executable, [sys.executable, *arguments], environment)
+    elif first == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, os.path.dirname(first))
+        runpy.run_path(first, run_name="__main__")
+
+
+# -------------------------------------------------------------------------------------- a cluster
+
+
 @dataclass
-class Submitted:
+class SlurmHandle:
     """A job that submitit watches."""
 
-    job: Any
+    submitted: Any
 
-    def status(self) -> int | None:
-        if not self.job.done():
+    @property
+    def exitcode(self) -> int | None:
+        if not self.submitted.done():
             return None
         try:
-            return int(self.job.result())
+            return int(self.submitted.result())
         except Exception:  # whatever submitit makes of a job that died
             return 1
 
-    def stop(self) -> None:
-        self.job.cancel()
+    def terminate(self) -> None:
+        self.submitted.cancel()
 
-    def wait(self) -> None:
+    def join(self) -> None:
         pass  # the cluster ends it
 
 
@@ -173,7 +223,7 @@ class Slurm:
     slots = 1000  # Slurm has a queue of its own
 
     def __init__(self, directory: Path, options: dict[str, str | int], cluster: str = "slurm"):
-        if cluster == "slurm" and which("sbatch") is None:
+        if cluster == "slurm" and shutil.which("sbatch") is None:
             raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
         try:
             import submitit
@@ -182,9 +232,55 @@ class Slurm:
         self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
         self.executor.update_parameters(name="xformer", **options)
 
-    def start(self, work: Work, slot: int) -> Submitted:
-        command = Command(line_of(work), log_of(work).absolute())
-        return Submitted(self.executor.submit(command))
+    def start(self, work: Work, slots: Sequence[int]) -> SlurmHandle:
+        command = ClusterCommand(line_of(work), log_of(work).absolute())
+        return SlurmHandle(self.executor.submit(command))
+
+
+@dataclass
+class ClusterCommand:
+    """What a job of the cluster does: run a command whose output goes to a file, and return its
+    exit status.
+
+    When its time is over or its place is taken, the job stops the command, which writes a
+    checkpoint, and is queued again to continue from it.
+    """
+
+    line: tuple[str, ...]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> int:
+        # the cluster signals all processes of a job; the command must hear it from this one only
+        old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        with self.log.open("ab") as log:
+            null = subprocess.DEVNULL
+            self.popen = subprocess.Popen(self.line, stdin=null, stdout=log, stderr=log)
+        signal.signal(signal.SIGUSR2, old)
+        try:
+            return self._wait()
+        finally:
+            self.stop()
+
+    def checkpoint(self) -> Any:
+        """What submitit queues when it interrupts the job."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop()
+        return DelayedSubmission(ClusterCommand(self.line, self.log))
+
+    def stop(self) -> None:
+        """Ask the command to stop, and wait until it has."""
+        if self.popen is not None and self.popen.poll() is None:
+            self.popen.terminate()
+            self._wait()
+
+    def _wait(self) -> int:
+        """Poll, since `checkpoint` may interrupt a wait, which holds a lock, and then waits too."""
+        assert self.popen is not None
+        while (status := self.popen.poll()) is None:
+            time.sleep(0.1)
+        return status
 
 
 # ------------------------------------------------------------------------------------- the queue
@@ -193,7 +289,7 @@ class Slurm:
 @dataclass
 class Outcome:
     """How a work ended: "done", "there" (it was done before), "not needed" (it is not there, and no
-    work that is to be done waits for it), "failed" or "not run"."""
+    work that must be done waits for it), "failed" or "not run"."""
 
     work: Work
     state: str
@@ -206,48 +302,47 @@ class _Begun:
     """A work that was started, and whether it was asked to stop for a pause."""
 
     work: Work
-    job: Job
-    begin: float
-    slot: int
+    handle: Handle
+    slots: Sequence[int]
+    begin: float = field(default_factory=time.monotonic)
     asked: bool = False
 
 
-def execute(
+def run_works(
     works: Sequence[Work],
     executor: Executor,
     changed: Callable[[dict[str, Outcome]], None],
-    prepare: Callable[[Work], None],
-    poll: float = 0.2,
+    set_up: Callable[[Work], None],
+    poll: float = POLL,
     *,
     wanted: Collection[str] | None = None,
     pause: Path | None = None,
     tell: Callable[[str], None] = say,
 ) -> dict[str, Outcome]:
-    """Run what is to be done of the works, each when all it waits for is there, in the order of
-    `_order`; the outcome of each, by key.
+    """Run the works that must be done, each when all it waits for is there, in the order of
+    `_order`. Returns the outcome of each, by key.
 
     `wanted` are the keys of those that are run for their own sake; without it, all. One that fails
-    does not stop the others, only those that wait for it. `prepare` is called before a work starts,
-    `changed` with all outcomes so far after each look, every `poll` seconds. While there is a file
-    `pause` nothing runs, and `tell` is given a line. If `changed` raises, all running works are
+    does not stop the others, only those that wait for it. `set_up` is called before a work starts,
+    `changed` with all outcomes so far after each look, every `poll` seconds. While a file `pause`
+    exists nothing runs, and `tell` is given a line. If `changed` raises, all running works are
     asked to stop.
     """
-    queue = _Queue(works, executor, prepare, wanted)
-    stops: list[Work] = []  # for the pause that is now
+    queue = _Queue(works, executor, set_up, wanted)
+    stopped: list[Work] = []  # by the present pause
     told = False
     try:
         while queue.waiting or queue.begun:
-            stops += queue.collect()
-            paused = pause is not None and pause.exists()
-            if paused:
+            stopped += queue.collect()
+            if pause is not None and pause.exists():
                 queue.stop()
                 if not queue.begun and not told:
-                    tell(f"paused: {_stopped(stops)}; remove {pause} to go on")
+                    tell(f"paused: {_in_words(stopped)}; remove {pause} to go on")
                     told = True
             else:
                 if told:
                     tell("going on")
-                stops, told = [], False
+                stopped, told = [], False
                 queue.start()
             changed(queue.outcomes)
             if queue.waiting or queue.begun:
@@ -255,37 +350,36 @@ def execute(
     finally:
         queue.stop()
         for begun in queue.begun.values():
-            begun.job.wait()
+            begun.handle.join()
     return queue.outcomes
 
 
-def _stopped(works: list[Work]) -> str:
-    """What a pause has interrupted, in words."""
-    runs = sum(work.recipe is not None for work in works)
-    others = len(works) - runs
-    parts = []
+def _in_words(stopped: list[Work]) -> str:
+    """What a pause has interrupted."""
+    runs = sum(work.recipe is not None for work in stopped)
+    commands, parts = len(stopped) - runs, []
     if runs:
-        parts += [
-            f"{runs} runs stopped at their checkpoints"
-            if runs > 1
-            else "1 run stopped at its checkpoint"
-        ]
-    if others:
-        parts += [f"{others} command{'s' * (others > 1)} to be started again"]
+        parts.append(
+            "1 run stopped at its checkpoint"
+            if runs == 1
+            else f"{runs} runs stopped at their checkpoints"
+        )
+    if commands:
+        parts.append(f"{commands} command{'s' * (commands > 1)} to be started again")
     return ", ".join(parts) or "nothing was running"
 
 
 class _Queue:
-    """The works of a study on their way: waiting, begun, ended."""
+    """The works of a study: which wait, which run, which have ended."""
 
     def __init__(
         self,
         works: Sequence[Work],
         executor: Executor,
-        prepare: Callable[[Work], None],
+        set_up: Callable[[Work], None],
         wanted: Collection[str] | None,
     ):
-        self.executor, self.prepare = executor, prepare
+        self.executor, self.set_up = executor, set_up
         todo = to_do(works, [work.key for work in works] if wanted is None else wanted)
         self.awaited = {key for work in todo.values() for key in work.waits}
         self._order = _order(works)
@@ -298,11 +392,11 @@ class _Queue:
         }
 
     def start(self) -> None:
-        """Start works, the first of the plan first, as long as a slot is free."""
+        """Start works, the first of the plan first, as long as slots are free."""
         for work in list(self.waiting):
             if blocker := _blocker(work, self.outcomes):
                 self._end(work, Outcome(work, "not run", why=blocker))
-        taken = {begun.slot for begun in self.begun.values()}
+        taken = {slot for begun in self.begun.values() for slot in begun.slots}
         free = [slot for slot in range(self.executor.slots) if slot not in taken]
         for work in list(self.waiting):
             if not free:
@@ -311,20 +405,22 @@ class _Queue:
                 continue
             if self._made(work):  # by another study, meanwhile
                 self._end(work, Outcome(work, "there"))
-            else:
-                log_of(work).parent.mkdir(parents=True, exist_ok=True)
-                self.prepare(work)
-                slot = free.pop(0)
-                job = self.executor.start(work, slot)
-                self.begun[work.key] = _Begun(work, job, time.monotonic(), slot)
-                self.waiting.remove(work)
+                continue
+            number = min(work.processes, self.executor.slots)
+            if len(free) < number:
+                return  # wait for others to end; smaller works could keep this one waiting for ever
+            slots, free = free[:number], free[number:]
+            log_of(work).parent.mkdir(parents=True, exist_ok=True)
+            self.set_up(work)
+            self.begun[work.key] = _Begun(work, self.executor.start(work, slots), slots)
+            self.waiting.remove(work)
 
     def collect(self) -> list[Work]:
-        """Take note of what has ended; the works that did so because they were asked to stop, or
-        because another process has their directory. They wait again."""
+        """Take note of what has ended. Returns the works that ended because they were asked to
+        stop, or because another process has their directory; they wait again."""
         stopped = []
         for key, begun in list(self.begun.items()):
-            status = begun.job.status()
+            status = begun.handle.exitcode
             if status is None:
                 continue
             del self.begun[key]
@@ -339,11 +435,11 @@ class _Queue:
         return stopped
 
     def stop(self) -> None:
-        """Ask what runs to stop, once."""
+        """Ask everything that runs to stop, once."""
         for begun in self.begun.values():
             if not begun.asked:
                 begun.asked = True
-                begun.job.stop()
+                begun.handle.terminate()
 
     def _made(self, work: Work) -> bool:
         return work.whole if work.key in self.awaited else work.done
@@ -357,7 +453,7 @@ def _order(works: Sequence[Work]) -> dict[str, tuple[int, int]]:
     """The rank of each work by key. The work with the most runs before it comes first; equal works
     keep the order of the plan. So the fine-tunings of a pre-training come before the next
     pre-training, and results come as early as possible."""
-    runs: dict[str, int] = {}  # of each work, itself and what it waits for, in a row
+    runs: dict[str, int] = {}  # the longest chain of runs that ends with a work
     rank = {}
     for number, work in enumerate(works):  # what a work waits for comes before it
         before = max((runs[key] for key in work.waits), default=0)
@@ -397,3 +493,121 @@ def _last_words(work: Work, status: int) -> str:
     if status == 0:
         lines.append(f"it ended well and left no {work.proof}")
     return "\n".join(lines[-TAIL:])
+
+
+# --------------------------------------------------------------------------------- a whole study
+
+
+def set_up(work: Work) -> None:
+    """Write the recipe that a run is started with, or make the directory of a command's result. A
+    work that is done but must be made again, because it is not whole, begins in an empty
+    directory."""
+    if work.done and not work.whole:
+        aside = work.path.with_name(f".{work.path.name}.{os.getpid()}.partial")
+        work.path.rename(aside)
+        shutil.rmtree(aside)
+    if work.recipe is not None:
+        work.path.parent.mkdir(parents=True, exist_ok=True)
+        text = f"# {work.name}\n{toml_text(work.recipe)}"
+        work.path.with_suffix(".toml").write_text(text, encoding="utf-8")
+    elif work.stage:
+        work.path.mkdir(parents=True, exist_ok=True)
+
+
+def run_plan(
+    plan: Plan, executor: Executor, keep: Callable[[Work, bool], str]
+) -> dict[str, Outcome]:
+    """Run the works of a plan that must be done, and show how far it is and how long it will take.
+    `keep` is called with each work that is done and whether it was made now. It returns a line for
+    the user, or nothing."""
+    signals: list[int] = []
+    old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
+    try:
+        with StudyProgress(plan, executor.slots, keep) as progress:
+
+            def changed(outcomes: dict[str, Outcome]) -> None:
+                progress.show(outcomes)
+                if signals:
+                    raise Interrupted(signals[0], "stopped; the same command goes on")
+
+            return run_works(
+                list(plan.works.values()),
+                executor,
+                changed,
+                set_up,
+                wanted=plan.wanted,
+                pause=plan.root / "PAUSE",
+                tell=partial(say, error=True),
+            )
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def newest_numbers(works: Iterable[Work]) -> dict[str, float]:
+    """Step, loss and speed of the training that logged last among works that are not done."""
+    try:
+        runs = [work.path for work in works if (work.path / "log.jsonl").is_file()]
+        newest = max(runs, key=lambda run: (run / "log.jsonl").stat().st_mtime)
+        record = [record for record in records(newest) if record["event"] == "train"][-1]
+        speed = record["real_tokens_per_second"]
+        return {"step": record["step"], "loss": record["loss"], "tokens/s": speed}
+    except (OSError, IndexError, KeyError, ValueError):  # nothing is logged, or just being so
+        return {}
+
+
+class StudyProgress(Progress):
+    """What the user sees while a study runs: in a log a line for each work that ends and one each
+    minute, with the time left; on a terminal a bar too."""
+
+    def __init__(self, plan: Plan, slots: int, keep: Callable[[Work, bool], str]):
+        self.plan, self.slots, self.keep = plan, slots, keep
+        self.open = to_do(plan.works.values(), plan.wanted)
+        self.said: set[str] = set()
+        self.looked = self.estimated = self.ended = time.monotonic()
+        self._estimate()
+        super().__init__("study", len(plan.works), "works", lines=False, stay=True)
+
+    def show(self, outcomes: dict[str, Outcome]) -> None:
+        """Say what has ended since the last time."""
+        for key in [key for key in outcomes if key not in self.said]:
+            self.said.add(key)
+            self._ended(key, outcomes[key])
+        now = time.monotonic()
+        if now - self.looked > MINUTE:
+            self.looked = now
+            self.numbers = newest_numbers(self.open.values())
+            if self.bar is None and self.open:
+                say(self._line(), error=True)
+        self.advance(0)  # the time left has changed
+
+    def _ended(self, key: str, outcome: Outcome) -> None:
+        if outcome.state == "not needed":
+            self.total -= 1
+            return
+        if self.open.pop(key, None):
+            if time.monotonic() > self.estimated + AGAIN:  # more stores are there now
+                self._estimate()
+            self.seconds.pop(key, None)
+            self.ended = time.monotonic()
+        else:
+            self.before += 1  # it was there: it tells nothing about the speed
+        self.advance(1)
+        line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.work.name}: {outcome.state}"
+        if outcome.state == "done":
+            after = f"; about {duration(self.left())} left" if self.seconds else ""
+            say(f"{line}, {outcome.seconds:.0f} s{after}", error=True)
+        elif outcome.state != "there":
+            say(line, *(f"    {text}" for text in outcome.why.splitlines()), error=True)
+        if outcome.state in ("done", "there"):
+            say(*filter(None, [self.keep(outcome.work, outcome.state == "done")]), error=True)
+
+    def left(self) -> float:
+        """Seconds to the end: what the open works will cost, less the time since one ended."""
+        rest = sum(self.seconds.values()) / max(1, min(self.slots, len(self.seconds)))
+        return max(0.0, rest - (time.monotonic() - self.ended))
+
+    def _estimate(self) -> None:
+        costs = Costs(Forecast(self.plan))
+        self.seconds = {key: costs.seconds(work) for key, work in self.open.items()}
+        self.estimated = self.ended = time.monotonic()

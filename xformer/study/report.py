@@ -1,259 +1,467 @@
-"""A report of a few runs: a table in Markdown, a picture, and how they were made."""
+"""The report of a study: built once as plain values, and written as HTML and as Markdown.
+
+The HTML page opens from disk without a network, on a phone too. Its template escapes everything
+that comes from a study file, a run or a log.
+"""
 
 from __future__ import annotations
 
+import math
 import shlex
-import statistics
+import shutil
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from xformer import checkpoint as checkpoints
-from xformer.data.files import read_run_json
-from xformer.data.store import Store, open_store
-from xformer.evaluate import fill_mask
-from xformer.monitor import records
-from xformer.study.statistics import compare
+from xformer.analysis.drawing import plus_minus
+from xformer.config import toml_text
+from xformer.data import style
+from xformer.study.claims import Verdict, verdicts
+from xformer.study.forecast import Forecast, Notes
+from xformer.study.plan import Work
+from xformer.study.pool import Outcome
+from xformer.study.results import (
+    LEVEL,
+    Cell,
+    Panel,
+    Results,
+    Sample,
+    Statistic,
+    events,
+    state_of,
+    write_csv,
+)
+from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, ScoreTable, Shown, Summary
 
-# Okabe and Ito's palette, distinct to colour-blind eyes
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+TEMPLATES = Path(__file__).parent / "templates"
+WIDE = 4  # panels side by side
+DIFFERS = ("where we differ", "the paper", "here", "why")  # heads of the table of deviations
+
+
+# ------------------------------------------------------------------------------------- the model
 
 
 @dataclass(frozen=True)
-class PreTrained:
-    """A pre-training run and the store it read."""
+class Entry:
+    """What stands in one place of a grid."""
 
-    name: str
-    run: Path
-    store: Path
+    text: str
+    published: str = ""  # the paper's number, and ours less theirs
+    value: float | None = None  # what rows are sorted by
+    run: str = ""  # key of the run that it links to
+    prose: bool = False  # words rather than a number or a name
+    bold: bool = False
 
 
 @dataclass(frozen=True)
-class FineTuned:
-    """The runs of one starting point, one a seed."""
+class Grid:
+    """Rows of entries below their heads."""
 
-    name: str
-    runs: list[Path]
-
-    def scores(self, metric: str) -> list[float]:
-        """The metric on the test split, one number a run."""
-        return [read_run_json(r / "result.json")["metrics"]["test"][metric] for r in self.runs]
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Entry]]
 
 
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's log, in order."""
-    return [record for record in records(run) if record["event"] == kind]
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG: drawn for the report, or files that a run has drawn. Those are shown as images, so
+    that nothing within them can act on the page."""
+
+    file: str = ""  # its name beside the report, if it is written there
+    svg: str = ""
+    light: str = ""  # as a data URI
+    dark: str = ""
+    caption: str = ""
 
 
-def unigram_cross_entropy(store: Store) -> float:
-    """Nats a token of the validation split under the unigram frequencies of the training split
-    (add-one smoothed).
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands below it, in this order."""
 
-    A model that knows how often each token occurs, and nothing else, reaches this loss.
-    """
-    counts = [
-        np.bincount(store.split(s).columns["tokens"].values, minlength=store.vocab_size)
-        for s in ("train", "valid")
+    title: str
+    about: str = ""
+    figure: Drawing | None = None
+    run: Work | None = None  # that the figure is of
+    grid: Grid | None = None
+    note: str = ""
+    deviations: Grid | None = None
+    scores: Grid | None = None
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The training loss of a run, as points of a drawing that is 400 wide and 160 high."""
+
+    points: str
+    highest: float
+    last_step: int
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A work of the study: how it stands, its scores, and how to make it."""
+
+    work: Work
+    state: str
+    scores: str
+    curve: LossCurve | None
+    recipe: str
+    config: str  # path of the resolved settings, relative to the report
+    command: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a report says."""
+
+    title: str
+    question: str
+    paper: str
+    notes: Sequence[str]
+    sections: Sequence[Section]
+    failed: Sequence[Outcome]
+    waiting: dict[str, int]  # why works were not run, and how many
+    runs: Sequence[RunEntry]
+
+
+def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> Report:
+    """The report of a study as far as it is finished, to be written into a directory."""
+    study, plan = results.study, results.plan
+    notes = Notes(Forecast(plan))
+    sections = [*_claims(results)]
+    sections += [_table(results, table, notes) for table in study.tables]
+    sections += [_summary(results, summary, notes) for summary in study.summaries]
+    for curves in study.curves:
+        if panels := results.panels(curves):
+            sections.append(_curves(curves, panels, notes))
+    sections += [one for picture in study.pictures for one in _picture(results, picture, notes)]
+    waiting = Counter(o.why for o in outcomes.values() if o.state == "not run")
+    return Report(
+        study.title,
+        study.question,
+        study.paper,
+        notes.notes,
+        sections,
+        [outcome for outcome in outcomes.values() if outcome.state == "failed"],
+        dict(waiting),
+        [_run(work, results, outcomes, directory) for work in plan.works.values()],
+    )
+
+
+def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str:
+    """Write report.html, report.md, their figures and results.csv into a directory. Returns the
+    Markdown."""
+    write_csv(directory / "results.csv", results, outcomes)
+    report = build_report(results, outcomes, directory)
+    for section in report.sections:
+        if section.figure is not None and section.figure.svg and section.figure.file:
+            (directory / section.figure.file).write_text(section.figure.svg, encoding="utf-8")
+    for picture in results.study.pictures:
+        if drawn := results.picture(picture):
+            shutil.copyfile(drawn[1], directory / f"{picture.name}.svg")
+    for ending in ("html", "md"):
+        text = render(report, ending)
+        (directory / f"report.{ending}").write_text(text, encoding="utf-8")
+    return text
+
+
+def render(report: Report, ending: str) -> str:
+    """A report as "html" or "md"."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(["html"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(f"report.{ending}").render(report=report)
+
+
+# ---------------------------------------------------------------------------------- its sections
+
+
+def _claims(results: Results) -> Iterator[Section]:
+    study, every = results.study, verdicts(results)
+    if not every:
+        return
+    heads, note = ["claim", "here", "ground"], ""
+    if study.registration is not None:
+        heads += ["margin", "detected with power 0.8", "registered"]
+        note = f"Registered: {study.registration.words()}."
+    rows = []
+    for verdict in every:
+        row = [Entry(verdict.claim.text, prose=True), Entry(verdict.state, bold=True)]
+        row += [Entry(text, prose=True) for text in (_ground(verdict), *_registration(verdict))]
+        rows.append(row)
+    title = "What the paper claims, and what holds here"
+    yield Section(title, grid=Grid(heads, rows), note=note)
+
+
+def _ground(verdict: Verdict) -> str:
+    """The differences that decided a claim, in words."""
+    digits, margin = verdict.table.digits, verdict.claim.margin * verdict.table.scale
+    against = f"p that it is {margin:g}:" if margin else "p"
+    parts = []
+    for level, difference, p in verdict.parts:
+        text = f"{level} {difference.mean:+.{digits}f}".lstrip()
+        if difference.half is not None:
+            text += f" ± {difference.half:.{digits}f}"
+        small = "one pair, or no spread"
+        if p is not None:
+            small = f"{against} {p:.3f}" if p >= 0.0005 else f"{against} < 0.001"
+        parts.append(f"{text} ({small})")
+    floor = "" if verdict.learnt else "no run leaves chance: "
+    return floor + "; ".join(parts) if parts else "no runs to compare"
+
+
+def _registration(verdict: Verdict) -> list[str]:
+    """Margin, what the seeds detect, and the commit of a registered claim; else nothing."""
+    if not verdict.registered:
+        return []
+    every = [difference.detectable for _, difference, _ in verdict.parts]
+    detected = [f"{number:.{verdict.table.digits}f}" for number in every if number is not None]
+    margin = f"{verdict.table.scale * verdict.claim.margin:g}"
+    return [margin, ", ".join(detected) or "-", verdict.registered]
+
+
+def _table(results: Results, table: ScoreTable, notes: Notes) -> Section:
+    cells = results.cells(table)
+    heads = [_head(table, cell.column) for cell in cells[0]]
+    rows = [[Entry(row[0].row), *(_cell(cell, table.digits) for cell in row)] for row in cells]
+    drawing = None
+    if table.show == "mean" and any(cell.sample for row in cells for cell in row):
+        drawing = Drawing(svg=table_figure(table, cells, heads))
+    return Section(
+        table.title,
+        _legend(results, table),
+        drawing,
+        grid=Grid([table.rows, *heads], rows),
+        deviations=_deviations(notes, table),
+        scores=_scores(cells, table.digits),
+    )
+
+
+def _head(table: ScoreTable, column: str) -> str:
+    """The name of a column, with its metric if each column has its own."""
+    if table.columns == METRIC or isinstance(table.metric, str) or column not in table.metric:
+        return column
+    return f"{column} ({table.metric[column]})"
+
+
+def _legend(results: Results, table: ScoreTable) -> str:
+    """What the numbers of a table are, in words."""
+    unit = "100 times the " if table.percent else ""
+    metric = table.metric if isinstance(table.metric, str) else "metric named in each column"
+    text = f"{unit}{metric} on the split `{table.split}`"
+    if table.where:
+        text += ", " + ", ".join(f"{factor} {level}" for factor, level in table.where.items())
+    if table.minus:
+        text += f", less that of the stage {table.minus}"
+    text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
+    text += " (seeds)" if SEED in results.study.factors(table.stage) else " (runs)"
+    if table.best != "none":
+        text += ", best " + ("run" if table.best == "run" else "validation of any run")
+    if table.published is not None:
+        text += f"; then what {table.published.source} prints, and ours less theirs"
+    for name, parts in results.means(table).items():
+        text += f". {name}: mean of {', '.join(parts)}"
+    return f"{text}."
+
+
+def _cell(cell: Cell, digits: int) -> Entry:
+    published = "" if cell.published is None else f"{cell.published:g}"
+    if cell.difference is not None:
+        published += f" ({cell.difference:+.{digits}f})"
+    text = "-" if cell.sample is None else _spread(cell, cell.sample, digits)
+    return Entry(text, published, cell.value, cell.runs[0].key if cell.runs else "")
+
+
+def _spread(cell: Cell, sample: Sample, digits: int) -> str:
+    """ "83.6 ± 1.3 (6)", or "1.3 (6)" if the deviation is what is shown."""
+    deviation = "" if sample.deviation is None else f"{sample.deviation:.{digits}f}"
+    number = f"({len(sample.scores)})"
+    if cell.show == "deviation":
+        return f"{deviation or '-'} {number}"
+    text = f"{sample.mean:.{digits}f}" + (f" ± {deviation}" if deviation else "")
+    best = "" if cell.best is None else f", best {cell.best:.{digits}f}"
+    failed = f", {cell.at_chance} of {len(cell.runs)} at chance" if cell.at_chance else ""
+    return f"{text} {number}{best}{failed}"
+
+
+def _scores(cells: list[list[Cell]], digits: int) -> Grid:
+    """Every score of every cell."""
+    rows = []
+    for cell in (cell for row in cells for cell in row):
+        if cell.sample is not None:
+            scores = ", ".join(f"{score:.{digits}f}" for score in cell.sample.scores)
+            ends = [f"{end:.{digits}f}" for end in cell.sample.interval or ()]
+            median = f"{cell.sample.median:.{digits}f}"
+            texts = (f"{cell.row}, {cell.column}", scores, median, " to ".join(ends) or "-")
+            rows.append([Entry(text) for text in texts])
+    return Grid(("cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"), rows)
+
+
+def _summary(results: Results, summary: Summary, notes: Notes) -> Section:
+    table = results.study.table(summary.table)
+    about = f"Of the cells of the table above, {table.title!r}, by {summary.by}"
+    if summary.published is not None:
+        about += f"; then what {summary.published.source} prints"
+    rows = [[Entry(row[0].row), *map(_statistic, row)] for row in results.statistics(summary)]
+    grid = Grid((summary.by, *STATISTICS), rows)
+    return Section(summary.title, f"{about}.", grid=grid, deviations=_deviations(notes, table))
+
+
+def _statistic(one: Statistic) -> Entry:
+    """ "12" for a count, "-0.008" for all else."""
+    text = "-"
+    if one.value is not None:
+        text = f"{one.value:.0f}" if one.column == "count" else f"{one.value:.3f}"
+    return Entry(text, "" if one.published is None else f"{one.published:g}", one.value)
+
+
+def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
+    rows = []
+    for panel in panels:
+        for line in panel.lines:
+            end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
+            texts = (panel.name, line.name, str(line.runs), panel.value)
+            rows.append([Entry(text) for text in (*texts, f"{end} at step {line.x[-1]:g}")])
+    caption = "Mean over runs; bands are one standard deviation."
+    drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
+    grid = Grid(("panel", "line", "runs", "number", "last point"), rows)
+    return Section(curves.title, "", drawing, grid=grid, deviations=_deviations(notes, curves))
+
+
+def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Section]:
+    if drawn := results.picture(picture):
+        work, path = drawn
+        dark = path.with_name(f"{path.stem}-dark.svg")
+        images = (_data(path), _data(dark) if dark.is_file() else "")
+        drawing = Drawing(f"{picture.name}.svg", "", *images)
+        yield Section(picture.title, "", drawing, work, deviations=_deviations(notes, picture))
+
+
+def _data(path: Path) -> str:
+    return f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}"
+
+
+def _deviations(notes: Notes, shown: Shown) -> Grid | None:
+    """Where the runs of a table or figure differ from the paper's."""
+    every = [one for one in notes.deviations if one.concerns(shown)]
+    rows = [[Entry(text, prose=True) for text in one.cells()] for one in every]
+    return Grid(DIFFERS, rows) if rows else None
+
+
+# -------------------------------------------------------------------------------------- its runs
+
+
+def _run(work: Work, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
+    metrics = results.metrics.get(work.key, {})
+    scores = [
+        f"{s} {m} {value:.4g}" for s, values in metrics.items() for m, value in values.items()
     ]
-    known = (counts[0] + 1) / (counts[0] + 1).sum()
-    return float(-(counts[1] * np.log(known)).sum() / counts[1].sum())
+    config = ""
+    if work.recipe is not None and (work.path / "config.json").exists():
+        config = str(Path("..") / work.path.relative_to(directory.parent) / "config.json")
+    return RunEntry(
+        work,
+        state_of(work, outcomes),
+        "; ".join(scores),
+        None if work.recipe is None else _loss_curve(work.path),
+        "" if work.recipe is None else toml_text(work.recipe),
+        config,
+        shlex.join(["python", *work.command]),
+    )
 
 
-def score_table(fine_tuned: list[FineTuned], metrics: list[str]) -> list[str]:
-    """Markdown rows: each start's scores on the test split by seed, mean and standard deviation."""
-    lines = [
-        "| start | " + " | ".join(f"{m}, mean ± sd" for m in metrics) + " | accuracy by seed |",
-        "|---|" + "---|" * (len(metrics) + 1),
-    ]
-    for start in fine_tuned:
-        cells = []
-        for metric in metrics:
-            scores = start.scores(metric)
-            cells.append(f"{statistics.mean(scores):.3f} ± {statistics.stdev(scores):.3f}")
-        seeds = ", ".join(f"{s:.3f}" for s in start.scores("accuracy"))
-        lines.append(f"| {start.name} | " + " | ".join(cells) + f" | {seeds} |")
-    return lines
+def _loss_curve(run: Path) -> LossCurve | None:
+    """Training loss by step, if the run has a log of two lines at least."""
+    try:
+        logged = [(event["step"], event["loss"]) for event in events(run, "train")]
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        return None
+    points = [p for p in logged if all(type(v) in (int, float) and math.isfinite(v) for v in p)]
+    if len(points) < 2:
+        return None
+    first, last = points[0][0], points[-1][0]
+    top = max(loss for _, loss in points) or 1.0
+    wide, high = 340 / max(last - first, 1), 110 / top
+    drawn = [f"{40 + wide * (step - first):.1f},{130 - high * loss:.1f}" for step, loss in points]
+    return LossCurve(" ".join(drawn), top, last)
 
 
-def majority_share(store: Store) -> float:
-    """Test accuracy of always answering the class that is most frequent in training."""
-    answer = np.bincount(np.asarray(store.split("train").columns["label"])).argmax()
-    return float((np.asarray(store.split("test").columns["label"]) == answer).mean())
+# ---------------------------------------------------------------------------------- its figures
 
 
-def write_report(
-    directory: Path,
-    pre_trained: list[PreTrained],
-    fine_tuned: list[FineTuned],
-    commands: list[list[str]],
-    seconds: dict[str, float],
-) -> str:
-    """Write report.md and report.png into `directory`; the tables as text.
+def table_figure(table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str]) -> str:
+    """An SVG of a table: a group for each column, called by `names`, and a colour for each row.
+    Every score is a point, beside mean and standard deviation, and a published number is a dashed
+    line."""
+    columns, width = len(names), 0.8 / len(cells)
+    with style.colours(style.BOTH):
+        drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
+        axes = drawing.subplots()
+        for number, row in enumerate(cells):
+            left = -0.4 + width * (number + 0.5)
+            _row(axes, np.arange(columns) + left, row, width, f"C{number}")
+        axes.set_xticks(range(columns), names)
+        unit = ", 100 times" if table.percent else ""
+        name = table.metric if isinstance(table.metric, str) else "score"
+        axes.set(ylabel=f"{name} on {table.split}{unit}", xlabel=table.columns)
+        axes.grid(axis="y", alpha=0.3)
+        if any(cell.published is not None for row in cells for cell in row):
+            axes.plot([], [], "--", color=style.FAINT, lw=1.2, label="published")
+        axes.legend(ncols=min(len(cells), 4), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        return style.svg(drawing, table.name)
 
-    The last of `fine_tuned` is the twin that the others are compared with.
-    """
-    task = open_store(directory / "stores/task")
-    baselines = [unigram_cross_entropy(open_store(p.store)) for p in pre_trained]
-    lines = ["**Pre-training** (masked language modelling, nats a token)", ""]
-    lines += [
-        "| corpus | validation loss | unigram cross-entropy | accuracy | tokens/s |",
-        "|---|---|---|---|---|",
-    ]
-    for p, unigram in zip(pre_trained, baselines, strict=True):
-        result = read_run_json(p.run / "result.json")
-        valid = result["metrics"]["valid"]
-        lines.append(
-            f"| {p.name} | {valid['loss']:.3f} | {unigram:.3f} | {valid['accuracy']:.3f} "
-            f"| {result['real_tokens_per_second']:,.0f} |"
-        )
-    rows = {split: task.split(split).rows for split in task.splits}
-    lines += [
-        "",
-        f"**Fine-tuning** on {len(task.labels)} classes, {rows['train']:,} passages; "
-        f"scores on {rows['test']:,} held-out passages of the test split",
-        "",
-    ]
-    lines += score_table(fine_tuned, ["accuracy", "f1", "mcc"])
-    lines += ["", f"Always the most frequent class: accuracy {majority_share(task):.3f}."]
-    *starts, twin = fine_tuned
-    for start in starts:
-        difference = compare(start.scores("accuracy"), twin.scores("accuracy"))
-        mean, half = difference.mean, difference.half
-        words = f"{start.name} - {twin.name}: {mean:+.3f}"
-        if half is None:
-            lines.append(f"{words}, with one pair of seeds or without spread: undecided.")
+
+def _row(axes: Any, places: np.ndarray, row: Sequence[Cell], width: float, colour: str) -> None:
+    label: str | None = row[0].row  # once in the legend
+    for x, cell in zip(places, row, strict=True):
+        if cell.published is not None:
+            ends = [x - width / 2, x + width / 2]
+            axes.plot(ends, [cell.published] * 2, "--", color=colour, lw=1.2)
+        if cell.sample is None:
             continue
-        decided = "" if abs(mean) > half else ": undecided at this number of seeds"
-        lines.append(
-            f"{words} ± {half:.3f} (95 % t interval over {len(twin.runs)} paired seeds){decided}."
-        )
-    table = "\n".join(lines)
-    _draw(directory / "report.png", pre_trained, baselines, fine_tuned, majority_share(task))
-    fillings = _fillings(pre_trained[0].run)
-    made = "\n".join(shlex.join(["python", *command[1:]]) for command in commands)
-    times = "\n".join(f"| {name} | {s:.0f} |" for name, s in seconds.items())
-    report = (
-        f"# What pre-training transfers: the demo\n\n{table}\n\n![report](report.png)\n\n"
-        f"**Fillings** of the encoder pre-trained on {pre_trained[0].name}\n\n{fillings}\n\n"
-        f"**Commands**\n\n```\n{made}\n```\n\n"
-        f"**Seconds**\n\n| step | seconds |\n|---|---|\n{times}\n"
-        f"| all | {sum(seconds.values()):.0f} |\n"
-    )
-    (directory / "report.md").write_text(report, encoding="utf-8")
-    return table.replace("**", "")
+        scores, deviation = cell.sample.scores, cell.sample.deviation or 0
+        spots = x + width * 0.2 * np.linspace(-1, 1, len(scores)) if len(scores) > 1 else [x]
+        axes.plot(spots, scores, "o", color=colour, alpha=0.45, ms=4, mew=0)
+        look = {"fmt": "o", "ms": 6.5, "color": colour, "capsize": 3, "lw": 1.5}
+        axes.errorbar(x, cell.sample.mean, deviation, label=label, **look)
+        label = None
 
 
-def _fillings(run: Path) -> str:
-    checkpoint = checkpoints.load(run)
-    texts = (
-        "Return [MASK] if the object is an instance of the class.",
-        "If the file does not [MASK], an exception is raised.",
-    )
-    lines = []
-    for text in texts:
-        best = fill_mask(checkpoint, text, 5)[0]
-        lines.append(f"- {text} " + ", ".join(f"{piece} {p:.2f}" for p, piece in best))
-    return "\n".join(lines)
-
-
-def _draw(
-    path: Path,
-    pre_trained: list[PreTrained],
-    baselines: list[float],
-    fine_tuned: list[FineTuned],
-    majority: float,
-) -> None:
-    """Three panels: pre-training loss, fine-tuning loss, test accuracy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9.5,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-    }
-    with plt.rc_context(style):
-        figure, (left, middle, right) = plt.subplots(
-            1, 3, figsize=(12.5, 3.9), dpi=160, layout="constrained"
-        )
-        draw_pretraining(left, pre_trained, baselines)
-        for start, colour in zip(fine_tuned, COLOURS, strict=False):
-            _curve(middle, start, colour)
-        middle.set(title="Fine-tuning", xlabel="epoch", ylabel="training loss (nats)")
-        middle.set_ylim(bottom=0)
-        middle.legend()
-        for i, (start, colour) in enumerate(zip(fine_tuned, COLOURS, strict=False)):
-            _points(right, i, start.scores("accuracy"), colour)
-        right.axhline(majority, color="0.45", ls="--", lw=1.2)
-        right.text(
-            len(fine_tuned) - 0.45,
-            majority,
-            "most frequent class",
-            ha="right",
-            va="bottom",
-            color="0.35",
-            fontsize=8,
-        )
-        right.set_xticks(range(len(fine_tuned)), [start.name for start in fine_tuned])
-        right.set(
-            title=f"Test accuracy, {len(fine_tuned[0].runs)} seeds (mean ± sd)",
-            xlabel="start",
-            ylabel="accuracy",
-        )
-        right.set_xlim(-0.55, len(fine_tuned) - 0.45)
-        right.set_ylim(0, 1)
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def draw_pretraining(axes: Any, runs: list[PreTrained], baselines: list[float]) -> None:
-    """Training and validation loss of runs, and what knowing token frequencies would reach."""
-    for run, unigram, colour in zip(runs, baselines, COLOURS, strict=False):
-        train, valid = events(run.run, "train"), events(run.run, "validation")
-        axes.plot(
-            [e["step"] for e in train],
-            [e["loss"] for e in train],
-            color=colour,
-            alpha=0.45,
-            lw=1.2,
-            label=f"{run.name}, training",
-        )
-        axes.plot(
-            [e["step"] for e in valid],
-            [e["loss"] for e in valid],
-            "o-",
-            ms=3.5,
-            color=colour,
-            label=f"{run.name}, validation",
-        )
-        axes.axhline(
-            unigram, color=colour, ls=":", lw=1.4, label=f"{run.name}, unigram cross-entropy"
-        )
-    axes.set(title="Pre-training", xlabel="step", ylabel="masked-token loss (nats)")
-    axes.legend(fontsize=7.5)
-
-
-def _curve(axes: Any, start: FineTuned, colour: str) -> None:
-    """Mean training loss over seeds with a band of one standard deviation."""
-    curves = [events(run, "train") for run in start.runs]
-    epochs = [e["epoch"] for e in curves[0]]
-    losses = np.array([[e["loss"] for e in curve] for curve in curves])
-    mean, spread = losses.mean(0), losses.std(0, ddof=1)
-    axes.plot(epochs, mean, color=colour, label=start.name)
-    axes.fill_between(epochs, mean - spread, mean + spread, color=colour, alpha=0.2, lw=0)
-
-
-def _points(axes: Any, x: int, scores: list[float], colour: str) -> None:
-    """Each seed as a point, mean and standard deviation beside them."""
-    places = x - 0.12 + np.linspace(-0.06, 0.06, len(scores))
-    axes.plot(places, scores, "o", color=colour, alpha=0.55, ms=5.5, mew=0)
-    mean, spread = statistics.mean(scores), statistics.stdev(scores)
-    axes.errorbar(x + 0.12, mean, spread, fmt="o", color=colour, ms=7, capsize=5, lw=1.8)
-    axes.annotate(f"{mean:.3f}", (x + 0.2, mean), va="center", color=colour, fontsize=9)
+def curves_figure(name: str, panels: Sequence[Panel]) -> str:
+    """An SVG of panels of curves, with a band of one standard deviation if a line is the mean of
+    several runs."""
+    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    wide = min(WIDE, len(panels))
+    high = -(-len(panels) // wide)
+    with style.colours(style.BOTH):
+        drawing = style.new_figure(0.5 + 2.9 * wide, 0.5 + 2.3 * high)
+        grid = drawing.subplots(high, wide, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()
+        shown: dict[str, Any] = {}  # a line for each name of the legend
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            for line in panel.lines:
+                colour = f"C{names.index(line.name)}"
+                mean, deviation = np.array(line.mean), np.array(line.deviation)
+                marker = "o" if len(line.x) < 8 else None
+                (drawn,) = axes.plot(line.x, mean, color=colour, lw=1.6, marker=marker, ms=3.5)
+                shown.setdefault(line.name, drawn)
+                if line.runs > 1:
+                    low, top = mean - deviation, mean + deviation
+                    axes.fill_between(line.x, low, top, color=colour, alpha=0.2, lw=0)
+            axes.set_title(panel.name, fontsize=10)
+            axes.set(xlabel="step", ylabel=panel.value)
+            axes.grid(alpha=0.3)
+        columns = min(6, len(shown))
+        drawing.legend(list(shown.values()), list(shown), loc="outside upper center", ncols=columns)
+        return style.svg(drawing, name)

@@ -1,32 +1,136 @@
-"""From finished runs to cells, verdicts, and results.csv."""
+"""Finished runs: their scores, averaged and tabulated, and the small files that keep them."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import math
+import statistics
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
+from xformer import checkpoint as checkpoints
+from xformer import provenance
+from xformer.analysis.curves import CurvesConfig, average
 from xformer.data.errors import BadInput
-from xformer.data.files import read_run_json
-from xformer.study import registered
-from xformer.study.notes import Notes
-from xformer.study.plan import Plan, Work
+from xformer.data.files import (
+    RUN_MANIFEST,
+    atomic_directory,
+    file_checksum,
+    is_safe_filename,
+    json_text,
+    make_directory,
+    read_run_json,
+    write_bytes,
+)
+from xformer.monitor import records
+from xformer.study.plan import UNPACKED, Plan, Work
 from xformer.study.pool import Outcome
-from xformer.study.report import events
-from xformer.study.shapes import Shapes
-from xformer.study.spec import METRIC, SEED, STATISTICS, Claim, Levels, Picture, Study, Table
-from xformer.study.spec import Summary as SummaryTable
-from xformer.study.statistics import LEVEL, Difference, Summary, compare, holm, summarise
+from xformer.study.spec import (
+    METRIC,
+    SEED,
+    STATISTICS,
+    Curves,
+    Levels,
+    Picture,
+    ScoreTable,
+    Summary,
+)
 
+LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
+ENOUGH = 8  # scores that a bootstrap needs: from three it only spans the smallest to the largest
+RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
-Replicate = tuple[tuple[str, str], ...]  # what one score of several belongs to: a seed
+COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
+CONFIG = "config.json"
+OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
+KEY = "key"  # the member that says which work it is
+WEIGHTS = "model.sha256"  # in the form of the command sha256sum
+MOST = 2**28  # bytes that are unpacked of one file
+BEGINNING = (1980, 1, 1, 0, 0, 0)  # the time of every member: the same content is the same file
+Metrics = dict[str, dict[str, float]]  # {split: {metric: score}}
+Replicate = tuple[str, ...]  # the levels that tell one score of several: a seed
+
+
+# --------------------------------------------------------------------------------- a few scores
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Mean, standard deviation (n - 1) and median of n scores, and an interval of the mean.
+
+    From 8 scores on the interval is a bootstrap's, bias-corrected and accelerated (Efron 1987).
+    With fewer it is Student's. One score, and equal scores, have no interval.
+    """
+
+    scores: tuple[float, ...]
+    mean: float
+    deviation: float | None
+    median: float
+    interval: tuple[float, float] | None
+
+
+def sample_of(scores: Sequence[float]) -> Sample:
+    """The sample of one score or more. The resampling is seeded. Raises BadInput if a score is not
+    finite."""
+    check_finite(scores)
+    deviation = statistics.stdev(scores) if len(scores) > 1 else None
+    interval = None
+    if deviation:
+        interval = _bootstrap(scores) if len(scores) >= ENOUGH else _student(scores, deviation)
+    return Sample(tuple(scores), mean(scores), deviation, statistics.median(scores), interval)
+
+
+def check_finite(scores: Sequence[float]) -> None:
+    """Raise BadInput naming the first score that is not finite."""
+    for place, score in enumerate(scores, 1):
+        if not math.isfinite(score):
+            raise BadInput(f"score {place} of {len(scores)} is {score}: scores must be finite")
+
+
+def half_width(n: int) -> float:
+    """Half the width of Student's interval of the mean of n scores with standard deviation 1."""
+    return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) / n**0.5
+
+
+def _student(scores: Sequence[float], deviation: float) -> tuple[float, float]:
+    half = half_width(len(scores)) * deviation
+    return mean(scores) - half, mean(scores) + half
+
+
+def _bootstrap(scores: Sequence[float]) -> tuple[float, float] | None:
+    low, high = stats.bootstrap(
+        (np.asarray(scores, float),),
+        np.mean,
+        confidence_level=LEVEL,
+        n_resamples=RESAMPLES,
+        method="BCa",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return (float(low), float(high)) if np.isfinite([low, high]).all() else None
+
+
+def statistics_of(values: Sequence[float]) -> dict[str, float | None]:
+    """Each of STATISTICS by name; None if there are too few values for it."""
+    if not values:
+        return {"count": 0.0, **dict.fromkeys(STATISTICS[1:])}
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    quartiles = map(float, np.quantile(values, [0.25, 0.5, 0.75]))
+    numbers = (len(values), mean(values), deviation, min(values), *quartiles, max(values))
+    return dict(zip(STATISTICS, numbers, strict=True))
+
+
+# -------------------------------------------------------------------------- tables of all scores
 
 
 @dataclass(frozen=True)
@@ -36,18 +140,18 @@ class Cell:
     row: str
     column: str
     runs: tuple[Work, ...]  # the finished ones
-    summary: Summary | None  # None where none is finished
+    sample: Sample | None  # None if none is finished
     published: float | None
     show: str = "mean"
-    best: float | None = None  # the highest number, where the table shows it
-    at_chance: int = 0  # of the runs, those that score no more than a model that has learnt nothing
+    best: float | None = None  # the highest number, if the table shows it
+    at_chance: int = 0  # how many of the runs score no more than a model that has learnt nothing
 
     @property
     def value(self) -> float | None:
-        """What the cell shows, in the units of the table; None where there is nothing."""
-        if self.summary is None:
+        """What the cell shows, in the units of the table; None if there is nothing."""
+        if self.sample is None:
             return None
-        return self.summary.deviation if self.show == "deviation" else self.summary.mean
+        return self.sample.deviation if self.show == "deviation" else self.sample.mean
 
     @property
     def difference(self) -> float | None:
@@ -58,7 +162,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Described:
+class Statistic:
     """A statistic of a table's cells: ours, and the published one."""
 
     row: str
@@ -68,309 +172,244 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of a claim: "holds", "fails", "undecided" or "no data", and on what ground."""
+class Line:
+    """Mean and standard deviation of a number of the log over some runs, by step."""
 
-    claim: Claim
-    state: str
-    parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
-    digits: int = 1
-    registered: str = ""  # the commit that held the claim first, or "exploration"
-    learnt: bool = True  # whether any of its runs is above chance
+    name: str
+    runs: int
+    x: list[float]
+    mean: list[float]
+    deviation: list[float]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The lines of one number of the log at one level of a factor."""
+
+    name: str
+    value: str
+    lines: tuple[Line, ...]
 
 
 class Results:
-    """The scores of a study's finished runs."""
+    """The scores of a study's finished runs. Raises BadInput naming a result that is damaged or
+    holds a score that is not finite."""
 
-    def __init__(self, study: Study, plan: Plan):
-        self.study, self.plan = study, plan
-        words = Notes(plan, Shapes(plan))
-        self.notes, self.deviations = words.notes, words.deviations
-        self.metrics: dict[str, dict[str, dict[str, float]]] = {}
-        logs = any(
-            metric.startswith("train.") for table in study.tables for metric in _metrics(table)
-        )
-        for work in plan.works.values():
-            if work.stage and work.done:
-                content = read_run_json(work.proof)
-                found = content.get("metrics") if isinstance(content, dict) else None
-                if found is not None and "split" in content:  # evaluate.py scores one split
-                    found = {content["split"]: found}
-                if not _are_scores(found):
-                    raise BadInput(f"{work.proof} is no result: it has no metrics")
-                assert found is not None
-                _check_finite(work, found)
-                if logs and work.recipe is not None:
-                    found = {**found, "train": _last(work.path)}
-                    _check_finite(work, {"train": found["train"]})
-                self.metrics[work.key] = found
+    def __init__(self, plan: Plan):
+        self.study, self.plan = plan.study, plan
+        names = [name for table in self.study.tables for name in table.metrics]
+        with_log = any(name.startswith("train.") for name in names)
+        self.metrics = {
+            work.key: _read_metrics(work, with_log)
+            for work in plan.works.values()
+            if work.stage and work.done
+        }
 
-    def score(self, work: Work, table: Table, column: str) -> float | None:
+    def score(self, work: Work, table: ScoreTable, column: str) -> float | None:
         """The run's score in a column of a table, in its units, less that of the run that `minus`
-        names; None where it is not there yet."""
-        value = self._score(work, table, column)
+        names; None if it is not there yet."""
+        value = self._plain_score(work, table, column)
         if not table.minus or value is None:
             return value
         levels = {factor: work.levels[factor] for factor in self.study.factors(table.minus)}
         base = next((w for w in self.plan.runs(table.minus) if w.levels == levels), None)
-        less = None if base is None else self._score(base, table, column)
+        less = None if base is None else self._plain_score(base, table, column)
         return None if less is None else value - less
 
-    def _score(self, work: Work, table: Table, column: str) -> float | None:
-        metric = table.metric[column] if isinstance(table.metric, dict) else table.metric
-        named, _, metric = metric.rpartition(".")
+    def _plain_score(self, work: Work, table: ScoreTable, column: str) -> float | None:
+        named, _, metric = table.metric_of(column).rpartition(".")
         splits = self.metrics.get(work.key)
         if splits is None:
             return None
-        found = []
+        scores = []
         for split in (named or table.split).split("+"):
             if metric not in splits.get(split, {}):
-                known = ", ".join(f"{s}.{m}" for s, scores in splits.items() for m in scores)
+                known = ", ".join(f"{s}.{m}" for s, values in splits.items() for m in values)
                 raise BadInput(
                     f"{self.study.path}: table {table.name}: {work.name} has no "
                     f"{split}.{metric}; it has {known}"
                 )
-            found.append(splits[split][metric])
-        return mean(found) * (100 if table.percent else 1)
+            scores.append(splits[split][metric])
+        return mean(scores) * table.scale
 
-    def _best(self, runs: Sequence[Work], table: Table, column: str) -> float | None:
-        """The highest score of some runs, or of their validations where the table asks for it."""
-        found = [score for work in runs if (score := self.score(work, table, column)) is not None]
-        metric = table.metric[column] if isinstance(table.metric, dict) else table.metric
-        split, _, metric = metric.rpartition(".")
-        if table.best == "epoch" and (split or table.split) == "valid":
-            for work in runs:
-                log = work.path / "log.jsonl"
-                every = events(work.path, "validation") if log.is_file() else []
-                scores = [float(event[metric]) for event in every if metric in event]
-                if not all(map(math.isfinite, scores)):
-                    raise BadInput(f"{log}: {metric} of a validation is not finite")
-                found += [score * (100 if table.percent else 1) for score in scores]
-        return max(found) if found and table.best != "none" else None
+    def runs(self, table: ScoreTable, wanted: Levels) -> list[Work]:
+        """The table's runs at these levels. A level of METRIC is a column, not a factor of runs."""
+        levels = {f: level for f, level in {**table.where, **wanted}.items() if f != METRIC}
+        return [w for w in self.plan.runs(table.stage) if levels.items() <= w.levels.items()]
 
-    def _runs(self, table: Table, wanted: Levels) -> list[Work]:
-        """The table's runs at these levels."""
-        wanted = {**table.where, **wanted}
-        return [w for w in self.plan.runs(table.stage) if wanted.items() <= w.levels.items()]
-
-    def cells(self, table: Table) -> list[list[Cell]]:
-        """The cells of a table, row by row: its columns, then their means."""
-        columns = self.study.columns(table)
-        means = self.means(table)
-        return [
-            [self._cell(table, row, column) for column in columns]
-            + [self._mean(table, row, name, parts) for name, parts in means.items()]
-            for row in self.study.factors(table.stage)[table.rows]
-        ]
-
-    def means(self, table: Table) -> dict[str, tuple[str, ...]]:
-        """The columns of each mean that there are at this scale."""
-        columns = self.study.columns(table)
-        found = {
-            name: tuple(part for part in parts if part in columns)
-            for name, parts in table.means.items()
-        }
-        return {name: parts for name, parts in found.items() if parts}
-
-    def _cell(self, table: Table, row: str, column: str) -> Cell:
-        wanted = {table.rows: row}
-        if table.columns != METRIC:
-            wanted[table.columns] = column
-        runs = tuple(
-            work
-            for work in self._runs(table, wanted)
-            if self.score(work, table, column) is not None
-        )
-        scores = list(self._by_replicate(table, {**wanted, table.columns: column}).values())
-        summary = summarise(scores) if scores else None
-        published = self._published(table, row, column)
-        best = self._best(runs, table, column)
-        failed = sum(self._at_chance(work, table, column) for work in runs)
-        return Cell(row, column, runs, summary, published, table.show, best, failed)
-
-    def _at_chance(self, work: Work, table: Table, column: str) -> bool:
+    def at_chance(self, work: Work, table: ScoreTable, column: str) -> bool:
         """Whether a run scores no more than the table's `chance`, up to rounding."""
-        score, chance = self._score(work, table, column), table.chance.get(column)
-        scale = 100 if table.percent else 1
-        return score is not None and chance is not None and score <= scale * (chance + ROUNDING)
-
-    def _mean(self, table: Table, row: str, name: str, parts: tuple[str, ...]) -> Cell:
-        """The mean of some columns of each replicate that has them all."""
-        found = [self._by_replicate(table, {table.rows: row, table.columns: p}) for p in parts]
-        scores = [
-            mean(one[key] for one in found) for key in found[0] if all(key in one for one in found)
-        ]
-        summary = summarise(scores) if scores else None
-        whole = len(parts) == len(table.means[name])
-        published = self._published(table, row, name) if whole else None
-        runs = tuple(w for p in parts for w in self._cell(table, row, p).runs) if scores else ()
-        return Cell(row, name, runs, summary, published, table.show)
-
-    def _published(self, table: Table, row: str, column: str) -> float | None:
-        if table.published is None:
-            return None
-        names = (
-            self.study.stands_for(table.rows, row),
-            self.study.stands_for(table.columns, column),
+        score, chance = self._plain_score(work, table, column), table.chance.get(column)
+        return (
+            score is not None and chance is not None and score <= table.scale * (chance + ROUNDING)
         )
-        return table.published.number(*names)
 
-    def described(self, summary: SummaryTable) -> list[list[Described]]:
-        """A summary's rows: the statistics of a table's cells at each level of a factor.
+    def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, float]:
+        """Scores of the runs at these levels by seed, averaged over everything else.
 
-        A cell counts once, by its mean over runs. The deviation is that of a sample, the quartiles
-        are interpolated, as pandas does. The differences of the papers.
+        A seed that lacks a part of it is left out, so that unlike averages are never compared. If
+        no seed varies, each combination of the factors that are not the table's own is one.
         """
-        table = next(t for t in self.study.tables if t.name == summary.table)
-        width = len(self.study.columns(table))  # without the means
-        cells = [cell for row in self.cells(table) for cell in row[:width]]
-        by_row = summary.by == table.rows
-        groups: dict[str, list[float]] = {}
-        for cell in cells:
-            group = groups.setdefault(cell.row if by_row else cell.column, [])
-            if cell.summary is not None:
-                group.append(cell.summary.mean)
-        rows = []
-        for level, values in groups.items():
-            name = self.study.stands_for(summary.by, level)
-            printed = summary.published
-            rows.append(
-                [
-                    Described(level, what, value, printed.number(name, what) if printed else None)
-                    for what, value in describe(values).items()
-                ]
-            )
-        return rows
-
-    def verdicts(self) -> list[Verdict]:
-        """Every claim; its parts are tests corrected for their number (Holm)."""
-        tables = {table.name: table for table in self.study.tables}
-        found = [self._verdict(claim, tables[claim.table]) for claim in self.study.claims]
-        if self.study.registration is None:
-            return found
-        first = registered.first_result(self.plan)
-        of, runs = registered.origins(self.study.path, self.study.scale)
-        return [replace(v, registered=o.words(first, runs)) for v, o in zip(found, of, strict=True)]
-
-    def _verdict(self, claim: Claim, table: Table) -> Verdict:
-        factors = self.study.factors(table.stage)
-        levels = list(factors.get(claim.each) or [""])
-        if claim.each == METRIC:
-            levels = list(self.study.columns(table))
-        found = []
-        for level in levels:
-            fixed = {claim.each: level} if claim.each else {}
-            pair = [
-                self._by_replicate(table, {**side, **fixed}) for side in (claim.better, claim.than)
-            ]
-            shared = [key for key in pair[0] if key in pair[1]]
-            if shared:
-                a, b = ([side[key] for key in shared] for side in pair)
-                scale = 100 if table.percent else 1
-                found.append((level, compare(a, b, claim.margin * scale)))
-        tested = [d.p for _, d in found if d.p is not None]
-        adjusted = iter(holm(tested))
-        looks = self.study.registration.looks if self.study.registration else 1
-        parts = tuple(
-            (
-                level,
-                replace(d, tests=len(tested) * looks),
-                None if d.p is None else min(1.0, looks * next(adjusted)),
-            )
-            for level, d in found
-        )
-        scale = 100 if table.percent else 1
-        states = [_state(d, p, claim.margin * scale) for _, d, p in parts]
-        learnt = self._learnt(claim, table)
-        if not states:
-            state = "no data"
-        elif not learnt:
-            state = "undecided"
-        elif "fails" in states:
-            state = "fails"
-        elif "undecided" in states or len(states) < len(levels):
-            state = "undecided"
-        else:
-            state = "holds"
-        return Verdict(claim, state, parts, table.digits, learnt=learnt)
-
-    def _learnt(self, claim: Claim, table: Table) -> bool:
-        """Whether any run of a claim scores more than a model that has learnt nothing, as far as
-        the table says what that scores. Otherwise a tie says nothing."""
-        if not set(self.study.columns(table)) <= set(table.chance):
-            return True
-        for side in (claim.better, claim.than):
-            levels = {factor: level for factor, level in side.items() if factor != METRIC}
-            for work in self._runs(table, levels):
-                column = {**work.levels, **side}.get(table.columns, "")
-                known = self._score(work, table, column) is not None
-                if known and not self._at_chance(work, table, column):
-                    return True
-        return False
-
-    def _by_replicate(self, table: Table, wanted: Levels) -> dict[Replicate, float]:
-        """Scores of the runs at these levels by seed, averaged over everything else: a seed that
-        lacks a part of it is left out, lest unlike averages be compared. Where no seed varies, by
-        all factors but the table's own."""
         inside = {table.rows, table.columns} | set(wanted)
-        rest = [f for f in self.study.factors(table.stage) if f not in inside]
+        rest = [factor for factor in self.study.factors(table.stage) if factor not in inside]
         replicates = [SEED] if SEED in rest else rest
         groups: dict[Replicate, list[float | None]] = {}
-        levels = {factor: level for factor, level in wanted.items() if factor != METRIC}
-        for work in self._runs(table, levels):
+        for work in self.runs(table, wanted):
             column = {**work.levels, **wanted}[table.columns]
-            key = tuple((factor, work.levels[factor]) for factor in replicates)
+            key = tuple(work.levels[factor] for factor in replicates)
             groups.setdefault(key, []).append(self.score(work, table, column))
         whole = {k: [s for s in scores if s is not None] for k, scores in groups.items()}
         return {k: mean(s) for k, s in whole.items() if s and len(s) == len(groups[k])}
 
+    def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
+        """The columns that each mean of columns has at this scale."""
+        columns = self.study.columns(table)
+        parts = {n: tuple(p for p in every if p in columns) for n, every in table.means.items()}
+        return {name: some for name, some in parts.items() if some}
 
-def _metrics(table: Table) -> tuple[str, ...]:
-    return tuple(table.metric.values()) if isinstance(table.metric, dict) else (table.metric,)
+    def cells(self, table: ScoreTable) -> list[list[Cell]]:
+        """The cells of a table, row by row: its columns, then the means of columns."""
+        columns = {name: (name,) for name in self.study.columns(table)} | self.means(table)
+        return [
+            [self._cell(table, row, name, parts) for name, parts in columns.items()]
+            for row in self.study.factors(table.stage)[table.rows]
+        ]
+
+    def _cell(self, table: ScoreTable, row: str, name: str, parts: tuple[str, ...]) -> Cell:
+        """A column, or the mean of some columns for each replicate that has them all."""
+        wanted = {part: {table.rows: row, table.columns: part} for part in parts}
+        first, *others = (self.replicates(table, wanted[part]) for part in parts)
+        keys = [key for key in first if all(key in other for other in others)]
+        scores = [mean(one[key] for one in (first, *others)) for key in keys]
+        runs = {
+            part: [
+                w for w in self.runs(table, wanted[part]) if self.score(w, table, part) is not None
+            ]
+            for part in parts
+        }
+        is_mean = name in table.means
+        whole = not is_mean or len(parts) == len(table.means[name])
+        return Cell(
+            row,
+            name,
+            tuple(work for part in parts for work in runs[part]),
+            sample_of(scores) if scores else None,
+            self._published(table, row, name) if whole else None,
+            table.show,
+            None if is_mean else self._best(runs[name], table, name),
+            0 if is_mean else sum(self.at_chance(work, table, name) for work in runs[name]),
+        )
+
+    def _published(self, table: ScoreTable, row: str, column: str) -> float | None:
+        if table.published is None:
+            return None
+        name = self.study.stands_for
+        return table.published.number(name(table.rows, row), name(table.columns, column))
+
+    def _best(self, runs: Sequence[Work], table: ScoreTable, column: str) -> float | None:
+        """The highest score of some runs, or of all their validations if the table asks for it."""
+        if table.best == "none":
+            return None
+        scores = [score for w in runs if (score := self.score(w, table, column)) is not None]
+        split, _, metric = table.metric_of(column).rpartition(".")
+        if table.best == "epoch" and (split or table.split) == "valid":
+            for work in runs:
+                log = work.path / "log.jsonl"
+                every = events(work.path, "validation") if log.is_file() else []
+                validations = [float(event[metric]) for event in every if metric in event]
+                if not all(map(math.isfinite, validations)):
+                    raise BadInput(f"{log}: {metric} of a validation is not finite")
+                scores += [score * table.scale for score in validations]
+        return max(scores, default=None)
+
+    def statistics(self, summary: Summary) -> list[list[Statistic]]:
+        """A summary's rows: the statistics of a table's cells at each level of a factor.
+
+        A cell counts once, by its mean over runs. As in the papers, the deviation is that of a
+        sample and quartiles are interpolated, which is what pandas does.
+        """
+        table = self.study.table(summary.table)
+        width = len(self.study.columns(table))  # without the means
+        groups: dict[str, list[float]] = {}
+        for cell in (cell for row in self.cells(table) for cell in row[:width]):
+            group = groups.setdefault(cell.row if summary.by == table.rows else cell.column, [])
+            if cell.sample is not None:
+                group.append(cell.sample.mean)
+        printed = summary.published
+        rows = []
+        for level, values in groups.items():
+            name = self.study.stands_for(summary.by, level)
+            rows.append(
+                [
+                    Statistic(level, what, value, printed.number(name, what) if printed else None)
+                    for what, value in statistics_of(values).items()
+                ]
+            )
+        return rows
+
+    # ------------------------------------------------------------------------ curves and pictures
+
+    def panels(self, curves: Curves) -> list[Panel]:
+        """The panels that have a finished run: those of training, then those of validation.
+
+        Runs that do not log the number (a score task logs no accuracy) have no line.
+        """
+        factors = self.study.factors(curves.stage)
+        alone = curves.panels == curves.lines  # one panel for all
+        levels = [f"by {curves.lines}"] if alone else list(factors[curves.panels])
+        panels = []
+        logged = [("train", curves.value), ("validation", curves.validation)]
+        for event, value in logged if curves.validation else logged[:1]:
+            values = value if isinstance(value, dict) else dict.fromkeys(levels, value)
+            for level in levels:
+                lines = []
+                for name in factors[curves.lines]:
+                    wanted = {**curves.where, curves.panels: level, curves.lines: name}
+                    line = self._line(curves.stage, name, wanted, event, values.get(level, ""))
+                    lines += [line] if line is not None else []
+                if lines:
+                    what = "" if event == "train" else f"{event} "
+                    panels.append(Panel(level, f"{what}{values[level]}", tuple(lines)))
+        return panels
+
+    def _line(self, stage: str, name: str, wanted: Levels, event: str, value: str) -> Line | None:
+        runs = [
+            str(work.path)
+            for work in self.plan.runs(stage)
+            if wanted.items() <= work.levels.items() and work.done
+        ]
+        try:
+            curve = average(runs, event, value, CurvesConfig(out="-"))
+        except (BadInput, OSError, TypeError):  # no run, no log, no such number
+            return None
+        return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
+
+    def picture(self, picture: Picture) -> tuple[Work, Path] | None:
+        """The run whose figure a report shows, and that figure; None if no run is finished."""
+        for work in self.plan.runs(picture.stage):
+            path = work.path / picture.file
+            if picture.where.items() <= work.levels.items() and work.done and path.is_file():
+                return work, path
+        return None
 
 
-def _last(run: Path) -> dict[str, float]:
-    """The numbers of the last training line of a run's log."""
-    line = (events(run, "train") or [{}])[-1]
-    return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a run's log, in order."""
+    return [record for record in records(run) if record["event"] == kind]
 
 
-def describe(values: Sequence[float]) -> dict[str, float | None]:
-    """STATISTICS of some numbers, by name; None for what so few numbers have not."""
-    if not values:
-        return {"count": 0.0, **dict.fromkeys(STATISTICS[1:])}
-    quartiles = np.quantile(values, [0.25, 0.5, 0.75])
-    spread = stdev(values) if len(values) > 1 else None
-    found = (len(values), mean(values), spread, min(values), *map(float, quartiles), max(values))
-    return dict(zip(STATISTICS, found, strict=True))
-
-
-def _state(difference: Difference, p: float | None, margin: float) -> str:
-    if p is None or p > 1 - LEVEL:
-        return "undecided"
-    return "holds" if difference.mean > margin else "fails"
-
-
-def drawn(results: Results, picture: Picture) -> tuple[Work, Path] | None:
-    """The run whose figure a report shows, and that figure; None where none is finished."""
-    for work in results.plan.runs(picture.stage):
-        path = work.path / picture.file
-        if picture.where.items() <= work.levels.items() and work.done and path.is_file():
-            return work, path
-    return None
-
-
-def _are_scores(value: Any) -> bool:
-    """Whether this is {split: {metric: number}}."""
-    splits = value.values() if isinstance(value, dict) else [None]
-    return all(
-        isinstance(scores, dict) and all(type(score) in (int, float) for score in scores.values())
-        for scores in splits
-    )
-
-
-def _check_finite(work: Work, metrics: dict[str, dict[str, float]]) -> None:
-    """Raise BadInput that names the first score which is not finite."""
+def _read_metrics(work: Work, with_log: bool) -> Metrics:
+    """The scores of a finished work, with the last line of its log as a split `train` if asked."""
+    content = read_run_json(work.proof)
+    metrics = content.get("metrics") if isinstance(content, dict) else None
+    if metrics is not None and "split" in content:  # evaluate.py scores one split
+        metrics = {content["split"]: metrics}
+    if not isinstance(metrics, dict) or not all(map(_are_scores, metrics.values())):
+        raise BadInput(f"{work.proof} is no result: it has no metrics")
+    if with_log and work.recipe is not None:
+        last = (events(work.path, "train") or [{}])[-1]
+        numbers = {k: float(v) for k, v in last.items() if isinstance(v, int | float)}
+        metrics = {**metrics, "train": numbers}
     for split, scores in metrics.items():
         for metric, value in scores.items():
             if not math.isfinite(value):
@@ -378,11 +417,20 @@ def _check_finite(work: Work, metrics: dict[str, dict[str, float]]) -> None:
                     f"{work.proof}: {split}.{metric} of {work.name} is {value}, which no table "
                     "can hold; find out why, then delete its directory to run it again"
                 )
+    return metrics
+
+
+def _are_scores(scores: Any) -> bool:
+    """Whether this is {metric: number}."""
+    return isinstance(scores, dict) and all(type(s) in (int, float) for s in scores.values())
+
+
+# ------------------------------------------------------------------------------------ results.csv
 
 
 def state_of(work: Work, outcomes: dict[str, Outcome]) -> str:
-    """How a work of a study stands: "done", in this call or before, "to do", "failed" or "not
-    run". What is made for runs is not spoken of where it did not fail."""
+    """How a work of a study stands: "done" (in this call or before), "to do", "failed" or "not
+    run". Empty for what is made for runs, unless it failed."""
     state = outcomes[work.key].state if work.key in outcomes else ""
     if state in ("failed", "not run"):
         return state
@@ -391,25 +439,17 @@ def state_of(work: Work, outcomes: dict[str, Outcome]) -> str:
     return "done" if work.done else state or "to do"
 
 
-COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
-
-
-def rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, Any]]:
-    """A row for each metric of each run, and one for each run without any."""
+def _csv_rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, Any]]:
+    """A row for each metric of each run, and one for each run that has none."""
     for work in results.plan.works.values():
         if not work.stage:
             continue
-        common = {
-            "stage": work.stage,
-            "run": work.name,
-            "key": work.key,
-            "state": state_of(work, outcomes),
-            **work.levels,
-        }
+        state = state_of(work, outcomes)
+        common: dict[str, Any] = {"stage": work.stage, "run": work.name, "key": work.key}
+        common |= {"state": state, **work.levels}
         metrics = results.metrics.get(work.key, {})
         if metrics:
-            result = read_run_json(work.proof)  # a dict, since it has scores
-            common["seconds"] = result.get("seconds", "")
+            common["seconds"] = read_run_json(work.proof).get("seconds", "")
         scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:
@@ -422,5 +462,172 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
     text = io.StringIO()
     writer = csv.DictWriter(text, [*COLUMNS[:2], *factors, *COLUMNS[2:]], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows(results, outcomes))
+    writer.writerows(_csv_rows(results, outcomes))
     path.write_text(text.getvalue(), encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------- kept results
+
+
+class Ledger:
+    """Finished works as small files, KEY.zip each, so no result depends on a directory of runs.
+
+    For a run a file holds scores, settings, log, predictions and the checksum of the weights, but
+    not the weights; for a command its result; for both the pictures that the study shows. Without a
+    directory the ledger is empty. Raises BadInput naming the first file that is damaged or holds
+    something that it may not hold.
+    """
+
+    def __init__(self, directory: Path | None, plan: Plan):
+        self.directory, self.plan = directory, plan
+        if directory is not None and directory.exists() and not directory.is_dir():
+            raise BadInput(f"kept={directory} is a file; give a directory")
+        self.results: dict[str, Any] = {}  # by key, of the works it holds that are not here
+        for work in plan.works.values():
+            path = self._file(work)
+            if path is not None and path.exists():
+                result = _checked_result(path, _read_zip(path), work)
+                if not _holds_anything(work.path):
+                    self.results[work.key] = result
+
+    def unpack(self) -> None:
+        """Unpack each file whose work is not here into that work's directory, whole or not at
+        all."""
+        for key in self.results:
+            work = self.plan.works[key]
+            path = self._file(work)
+            assert path is not None
+            if work.path.is_dir():
+                work.path.rmdir()  # it is empty
+            with atomic_directory(work.path) as directory:
+                for name, content in _read_zip(path).items():
+                    make_directory((directory / name).parent)
+                    (directory / name).write_bytes(content)
+                if work.recipe is None:
+                    (directory / UNPACKED).touch()
+
+    def keep(self, work: Work, again: bool) -> str:
+        """Write the file of a finished work, unless there is one. Returns a line for a run that was
+        made `again`, which says whether it has the same weights as the first time; else nothing."""
+        path = self._file(work)
+        if path is None:
+            return ""
+        if not path.exists():
+            make_directory(path.parent, "kept=")
+            _write_zip(path, self._members(work))
+            return ""
+        if not again or work.recipe is None:
+            return ""
+        both = (_read_zip(path).get(WEIGHTS, b""), _checksum(work))
+        before, now = (line.decode(errors="replace").split(" ")[0] or "none" for line in both)
+        if before == now:
+            return f"{work.name}: made again, with the weights that {path} records"
+        return (
+            f"{work.name}: made again, with other weights than {path} records: {before}, now {now}"
+        )
+
+    def _file(self, work: Work) -> Path | None:
+        if self.directory is None or not work.stage:
+            return None
+        return self.directory / f"{work.key}.zip"
+
+    def _members(self, work: Work) -> dict[str, bytes]:
+        """What is kept of a finished work: {name: content}."""
+        paths = [work.proof]
+        if work.recipe is not None:
+            paths += [work.path / name for name in OF_A_RUN]
+            paths += (work.path / "predictions").rglob("*")
+        for picture in self.plan.study.pictures:
+            if picture.stage == work.stage:
+                shown = work.path / picture.file
+                paths += [shown, shown.with_name(f"{shown.stem}-dark.svg")]
+        files = [path for path in paths if path.is_file()]
+        members = {path.relative_to(work.path).as_posix(): path.read_bytes() for path in files}
+        if work.recipe is not None and (line := _checksum(work)):
+            members[WEIGHTS] = line
+        if CONFIG in members:
+            self._forget_places(members)
+        return {**members, KEY: f"{work.key}\n".encode()}
+
+    def _forget_places(self, members: dict[str, bytes]) -> None:
+        """Replace the directories of this machine in config.json by the names OUTPUT and XFORMER,
+        and put the new checksum of config.json into the manifest."""
+        text = members[CONFIG].decode()
+        for place, name in ((self.plan.root.absolute(), "OUTPUT"), (provenance.ROOT, "XFORMER")):
+            text = text.replace(f"{json.dumps(str(place))[1:-1]}/", f"{name}/")
+        members[CONFIG] = text.encode()
+        if RUN_MANIFEST in members:
+            manifest = json.loads(members[RUN_MANIFEST])
+            manifest["sha256"][CONFIG] = sha256(members[CONFIG]).hexdigest()
+            members[RUN_MANIFEST] = json_text(manifest).encode()
+
+
+def _checked_result(path: Path, members: dict[str, bytes], work: Work) -> Any:
+    """A work's result among the members of its file. Raises BadInput unless the file holds this
+    work, and all that a run's manifest lists."""
+    name = work.proof.relative_to(work.path).as_posix()
+    try:
+        result = json.loads(members[name])
+    except (KeyError, ValueError, RecursionError):
+        raise _damaged(path, f"it holds no {name}") from None
+    key = members.get(KEY, b"").decode(errors="replace").strip()
+    if key != work.key:
+        raise _damaged(path, f"it holds the work {key or 'without a key'}")
+    if RUN_MANIFEST in members:
+        try:
+            sums = dict(json.loads(members[RUN_MANIFEST])["sha256"])
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise _damaged(path, f"its {RUN_MANIFEST} lists no checksums") from None
+        for name, expected in sums.items():
+            if name not in members:
+                raise _damaged(path, f"it holds no {name}")
+            if sha256(members[name]).hexdigest() != expected:
+                raise _damaged(path, f"its {name} is not as the run wrote it")
+    return result
+
+
+def _holds_anything(directory: Path) -> bool:
+    """Whether there is anything in a directory."""
+    return directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))
+
+
+def _checksum(work: Work) -> bytes:
+    """A line with the checksum of the weights that a run selected. For a run that comes from the
+    kept results it is the line that they have. Nothing if the weights are gone."""
+    weights, known = checkpoints.resolve(work.path) / "model.safetensors", work.path / WEIGHTS
+    if not weights.is_file():
+        return known.read_bytes() if known.is_file() else b""
+    return f"{file_checksum(weights)}  {weights.relative_to(work.path).as_posix()}\n".encode()
+
+
+def _write_zip(path: Path, members: dict[str, bytes]) -> None:
+    """Write a zip so that it is there whole or not at all; the same members make the same bytes."""
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w") as file:
+        for name in sorted(members):
+            info = zipfile.ZipInfo(name, BEGINNING)
+            info.create_system, info.external_attr = 3, 0o644 << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(info, members[name])
+    write_bytes(path, memory.getvalue())
+
+
+def _read_zip(path: Path) -> dict[str, bytes]:
+    """The members of a zip, their checksums compared. Raises BadInput naming the file."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            members = file.infolist()
+            for member in members:
+                if not all(map(is_safe_filename, member.filename.split("/"))):
+                    raise _damaged(path, f"it holds a file of the name {member.filename!r}")
+            if sum(member.file_size for member in members) > MOST:
+                raise _damaged(path, f"it holds more than {MOST // 2**20} MiB")
+            return {member.filename: file.read(member) for member in members}
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{path} is damaged: {why}; restore it from a copy, or delete it: its work is done again"
+    )

@@ -1,29 +1,32 @@
 """A study file: which runs, what varies, what to tabulate, what was published, what to check.
 
     [needs.NAME]             what the user brings: a checkpoint, a directory of data
-    [made.NAME]              made from these by a command: stores, tokenizers, imported checkpoints
+    [made.NAME]              what a command makes of it: a store, a tokenizer, a checkpoint
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
     [[tables]] [[summaries]] [[curves]] [[pictures]] [[claims]]
                              what to show, and the paper's statements, checked
-    notes, [[deviations]]    what a reader must know, and where the study leaves the paper
+    notes, [[deviations]]    what a reader must know, and how the study differs from the paper
     [scales.NAME]            laid over all of the above: scale=mini, scale=paper
-    base = "other.toml"      laid over another study, whose runs it shares where they are the same
+    base = "other.toml"      another study, over which this one is laid; equal runs are shared
 
-In any string {need.X}, {made.X} and {stage.X} stand for a path, {FACTOR} for the name of a level,
-also in what is made: {made.{model}} is made for each model that some run needs. A run finds in
-{stage.X} the run of that stage at its own levels; {stage.X(corpus=english)} says another level.
+In any string {need.X}, {made.X} and {stage.X} stand for a path, and {FACTOR} for the name of a
+level. Names may depend on levels too: {made.{model}} is made for each model that some run needs. In
+{stage.X} a run finds the run of that stage at its own levels; {stage.X(corpus=english)} names
+another level.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xformer.config import (
     SHORT,
@@ -39,7 +42,7 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.files import is_safe_filename
 
 Levels = dict[str, str]  # {factor: level}
-METRIC = "metric"  # what a table's columns are where they are no factor
+METRIC = "metric"  # stands for the columns of a table whose columns are not a factor
 SEED = "seed"  # the factor over whose levels scores are compared in pairs
 RESERVED = ("stage", "run", "state", "key", "seconds", "split", METRIC, "value")  # in results.csv
 STATISTICS = ("count", "mean", "std", "min", "25%", "50%", "75%", "max")
@@ -49,172 +52,218 @@ PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}
 class Need(Settings):
     """Something that the user brings."""
 
+    # What it is.
     about: str
-    """What it is."""
+    # How to get it.
     get: str
-    """How to come by it."""
+    # Where it is, unless the command line says needs.NAME=PATH.
     path: str = ""
-    """Where it is, unless the command line says needs.NAME=PATH."""
 
 
 class Made(Settings):
     """Something made from the needs before any run."""
 
+    # The arguments of `python`; `{out}` is where the result goes.
     command: tuple[str, ...] = ()
-    """The arguments of `python`; `{out}` is where the result goes."""
+    # Instead of a command: the name of another one, which it equals.
     same: str = ""
-    """Instead of a command: it is the same as another."""
 
 
 class Stage(Settings):
     """Runs that differ by the levels of their factors."""
 
+    # The recipe that train.py runs: a path relative to the study file, or a name.
     recipe: str = ""
-    """The recipe that train.py runs: a path relative to the study file, or a name."""
+    # Instead of a recipe: the arguments of `python`; `{out}` is its directory.
     command: tuple[str, ...] = ()
-    """Instead of a recipe: the arguments of `python`; `{out}` is its directory."""
+    # Processes (ranks) of each run of a recipe, started by torchrun.
+    processes: int = Field(1, ge=1)
+    # The JSON file of `metrics` that a command writes into the directory `{out}`, which exists.
     result: str = "result.json"
-    """The JSON file of `metrics` that a command writes into `{out}`, a directory that is there."""
+    # Settings of every run, laid over the recipe's. In a command, a setting takes the place of
+    # {KEY}; without such a place it is added as KEY=VALUE.
     settings: dict[str, Any] = Field({})
-    """Settings of every run, over the recipe's. Those of a command and of its levels take the place
-    of {KEY} in it, or else are added to it as KEY=VALUE."""
+    # Factors, each with its levels and their settings. A plain list holds values of the key that
+    # has the factor's name.
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
-    """Factors: for each level its settings; a plain list holds the values of the key so named."""
+    # Combinations that make no sense and are left out, given by some of their levels.
     without: tuple[Levels, ...] = ()
-    """Combinations that make no sense and are left out, by some of their levels."""
 
 
 class Published(Settings):
     """A table as the paper prints it."""
 
+    # Paper and table.
     source: str
-    """Paper and table."""
+    # Names of its columns. One that is a level of the table's column factor stands beside that
+    # level.
     columns: tuple[str, ...]
-    """Names of its columns: levels of the table's column factor where they are the same."""
+    # Its numbers by row; "" if the paper has none.
     rows: dict[str, tuple[float | str, ...]]
-    """Its numbers by row; "" where the paper has none."""
 
     def number(self, row: str, column: str) -> float | None:
-        """The number in a row and column; None where there is none."""
+        """The number in a row and column; None if there is none."""
         if row not in self.rows or column not in self.columns:
             return None
         number = self.rows[row][self.columns.index(column)]
         return number if isinstance(number, float) else None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        place = f"published by {self.source!r}"
+        if twice := _twice(self.columns):
+            raise ValueError(f"{place}: two published columns are named {twice!r}; rename one")
+        for row, numbers in self.rows.items():
+            if len(numbers) != len(self.columns):
+                raise ValueError(
+                    f"{place}: the row {row!r} has {len(numbers)} numbers, its columns are "
+                    f"{len(self.columns)}"
+                )
+            for number in numbers:
+                if isinstance(number, str) and number:
+                    raise ValueError(
+                        f"{place}: the row {row!r} has {number!r}, which is no number; "
+                        'give "" if the paper has none'
+                    )
+        return self
 
-class Table(Settings):
-    """Scores of one stage by two of its factors; every other factor is averaged over."""
 
+class Shown(Settings):
+    """What a report shows of one stage's runs: a table, curves or a picture."""
+
+    kind: ClassVar[str]
     name: str
     title: str
     stage: str
-    rows: str
-    columns: str
-    """A factor; or "metric": then there is a column for each name in `metric`."""
-    metric: str | dict[str, str] = "accuracy"
-    """Name of the metric, or one for each column; "train.loss" names the split too, where train
-    stands for the last line of the log. "valid+valid_mismatched.accuracy" is the mean over two
-    splits."""
-    split: str = "test"
-    """The split that is scored."""
-    percent: bool = True
-    """Show 100 times the score, as the papers do."""
+    # Only the runs at these levels.
     where: Levels = Field({})
-    """Only the runs at these levels."""
+
+    def factors(self) -> tuple[str, ...]:
+        """The factors that it is laid out by."""
+        return ()
+
+
+class ScoreTable(Shown):
+    """Scores of one stage by two of its factors, averaged over every other factor."""
+
+    kind = "table"
+    rows: str
+    # A factor; or "metric": then there is a column for each name in `metric`.
+    columns: str
+    # Name of the metric, or one for each column. "train.loss" names the split too; train stands for
+    # the last line of the log. "valid+valid_mismatched.accuracy" is the mean over two splits.
+    metric: str | dict[str, str] = "accuracy"
+    # The split that is scored.
+    split: str = "test"
+    # Show 100 times the score, as the papers do.
+    percent: bool = True
+    # A stage whose scores are subtracted, each at the same levels of its factors.
     minus: str = ""
-    """A stage whose scores are subtracted, each at the same levels of the factors it has."""
+    # What a cell is: the mean over runs, or their standard deviation.
     show: Literal["mean", "deviation"] = "mean"
-    """What a cell is: the mean over runs, or their standard deviation."""
+    # Show the highest number too, as papers do that print no mean: the highest score of the runs,
+    # or of every validation of every run.
     best: Literal["none", "run", "epoch"] = "none"
-    """Show the highest number too, as papers do that print no mean: of the runs as they are scored,
-    or of every validation of every run."""
+    # Further columns, each the mean of some columns, taken within each seed.
     means: dict[str, tuple[str, ...]] = Field({})
-    """Further columns, each the mean of some columns of a run's mapping or seed."""
+    # For a column, the score that a model which has learnt nothing does not exceed: the share of
+    # the commonest class, or of a correlation over n rows 1.64 / sqrt(n), the 95 % quantile. Runs
+    # that score no more are counted: small sets often fail to train (Mosbach et al. 2021). If no
+    # run of a claim scores more, the claim stays undecided.
     chance: dict[str, float] = Field({})
-    """For a column, the score that a model which has learnt nothing does not exceed: the share of
-    the commonest class, or of a correlation over n rows 1.64 / sqrt(n), the 95 % quantile. Runs
-    that score no more are counted: small sets often fail to train (Mosbach et al. 2021). If no run
-    of a claim scores more, the claim stays undecided."""
     published: Published | None = None
+
+    def factors(self) -> tuple[str, ...]:
+        return (self.rows,) if self.columns == METRIC else (self.rows, self.columns)
 
     @property
     def digits(self) -> int:
         """Decimals that are shown."""
         return 1 if self.percent else 3
 
+    @property
+    def scale(self) -> int:
+        """What a score is multiplied by."""
+        return 100 if self.percent else 1
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metric, or that of each column."""
+        return (self.metric,) if isinstance(self.metric, str) else tuple(self.metric.values())
+
+    def metric_of(self, column: str) -> str:
+        """The metric of a column."""
+        return self.metric if isinstance(self.metric, str) else self.metric[column]
+
 
 class Summary(Settings):
     """Count, mean, deviation, extremes and quartiles of a table's cells by row, or by column."""
 
     title: str
+    # Name of the table.
     table: str
-    """Name of the table."""
+    # Its row factor, or its column factor.
     by: str
-    """Its row factor, or its column factor."""
+    # Its columns: count, mean, std, min, 25%, 50%, 75%, max.
     published: Published | None = None
-    """Its columns: count, mean, std, min, 25%, 50%, 75%, max."""
 
 
-class Curves(Settings):
-    """Curves of the logs of one stage's runs: a panel for each level of a factor, a line for each
-    level of another; the mean over all other factors, in a band of a standard deviation."""
+class Curves(Shown):
+    """Curves from the logs of one stage's runs: a panel for each level of one factor, a line for
+    each level of another. A line is the mean over all other factors, in a band of one standard
+    deviation."""
 
-    name: str
-    title: str
-    stage: str
+    kind = "curves"
     panels: str
     lines: str
+    # A number of the log's training lines.
     value: str = "loss"
-    """A number of the log's training lines."""
+    # A number of the log's validation lines, drawn below, or one for each panel.
     validation: str | dict[str, str] = ""
-    """A number of its validation lines, drawn below; or one for each panel."""
-    where: Levels = Field({})
-    """Only the runs at these levels."""
+
+    def factors(self) -> tuple[str, ...]:
+        return self.panels, self.lines
 
 
-class Picture(Settings):
-    """A figure that the command of a stage drew, such as one of python -m xformer.analysis: of the
-    first finished run."""
+class Picture(Shown):
+    """A figure that the first finished run of a stage drew, such as one of python -m
+    xformer.analysis."""
 
-    name: str
-    title: str
-    stage: str
+    kind = "picture"
+    # The SVG in `{out}`. If NAME-dark.svg lies beside it, dark screens show that one.
     file: str
-    """The SVG in `{out}`; with NAME-dark.svg beside it, that one on dark screens."""
-    where: Levels = Field({})
-    """Of the runs at these levels."""
 
 
 class Claim(Settings):
     """A statement of the paper: `better` scores more than `than`, by `margin`, in `each`."""
 
+    # The statement in words.
     text: str
-    """The statement in words."""
+    # Name of the table whose scores decide.
     table: str
-    """Name of the table whose scores decide."""
     better: Levels
     than: Levels
+    # The factor at each level of which the claim must hold; empty: on average.
     each: str = ""
-    """The factor at each of whose levels it must hold; empty: on average."""
+    # How much more, in the units of the metric. A negative margin allows that much less.
     margin: float = 0.0
-    """How much more, in the units of the metric; negative allows so much less."""
 
 
 class Registration(Settings):
     """How the claims are tested, written down before the first run. The report shows the commit
     that holds each claim; a claim that is younger than the first result is exploration."""
 
+    # The least number of levels of each random factor, for each side of a claim: seeds.seed = 5
+    # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, int]
-    """How many levels each factor of chance has at least, for each side of a claim: seeds.seed = 5
-    pre-trainings, seeds.draw = 2 fine-tunings of each."""
+    # Student's two-sided test of differences that are paired by the factor `seed`. Scores are first
+    # averaged over everything else.
     test: Literal["paired t over seed"] = "paired t over seed"
-    """The test: Student's, two-sided, on differences paired by the factor `seed`; scores are first
-    averaged over everything else."""
+    # What a level of `seed` is, such as "a pre-training". The claims are about these.
     unit: str = Field(min_length=1)
-    """What a level of `seed` is, such as "a pre-training": the claims are about these."""
+    # The one extension that is planned, and when it is made; or "none". With an extension every p
+    # is doubled, because the claims are then tested twice.
     extension: str = Field(min_length=1)
-    """The one extension that is planned, and when it is made; or "none". With one, every p is
-    doubled, since claims are then looked at twice."""
 
     @property
     def looks(self) -> int:
@@ -228,31 +277,31 @@ class Registration(Settings):
 
 
 class Deviation(Settings):
-    """Where a study does not do what the paper did. Reports say so below what it concerns."""
+    """Where a study does not do what the paper did. Reports show it below what it concerns."""
 
+    # What differs, such as "weight decay of fine-tuning".
     what: str = Field(min_length=1)
-    """What differs, such as "weight decay of fine-tuning"."""
+    # What the paper did; "not said" if it does not tell.
     paper: str = Field(min_length=1)
-    """What the paper did; "not said" where it leaves it open."""
+    # What the study does. Its numbers are placeholders (see xformer.study.forecast.Notes).
     ours: str = Field(min_length=1)
-    """What the study does; its numbers are placeholders (see xformer.study.notes)."""
+    # The reason.
     why: str = Field(min_length=1)
-    """The reason."""
+    # Names of the tables that it concerns.
     tables: tuple[str, ...] = ()
-    """Names of the tables that it concerns."""
+    # Names of the curves that it concerns.
     curves: tuple[str, ...] = ()
-    """Names of the curves that it concerns."""
+    # Names of the pictures that it concerns. Without any name it concerns everything.
     pictures: tuple[str, ...] = ()
-    """Names of the pictures that it concerns. Without any name it concerns everything."""
 
     def cells(self) -> tuple[str, str, str, str]:
         """What a report says of it, in the order of a table's columns."""
         return self.what, self.paper, self.ours, self.why
 
-    def concerns(self, shown: Table | Curves | Picture) -> bool:
-        """Whether it belongs below a table or figure."""
-        kinds = {Table: self.tables, Curves: self.curves, Picture: self.pictures}
-        return shown.name in kinds[type(shown)] or not any(kinds.values())
+    def concerns(self, shown: Shown) -> bool:
+        """Whether a report shows it below a table or figure."""
+        named = {"table": self.tables, "curves": self.curves, "picture": self.pictures}
+        return shown.name in named[shown.kind] or not any(named.values())
 
 
 class Study(Settings):
@@ -264,59 +313,73 @@ class Study(Settings):
     needs: dict[str, Need] = Field({})
     made: dict[str, Made] = Field({})
     stages: dict[str, Stage]
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ScoreTable, ...] = ()
     summaries: tuple[Summary, ...] = ()
     curves: tuple[Curves, ...] = ()
     pictures: tuple[Picture, ...] = ()
     claims: tuple[Claim, ...] = ()
     registration: Registration | None = None
+    # For a factor, the only levels that are kept.
     levels: dict[str, tuple[str, ...]] = Field({})
-    """Of a factor, only these levels."""
+    # Our level, or FACTOR=LEVEL, -> the published row or column that it stands beside.
     like: dict[str, str] = Field({})
-    """Our level, or FACTOR=LEVEL, -> the published row or column it stands beside."""
+    # What a reader of the results must know. Numbers are placeholders (xformer.study.forecast).
     notes: tuple[str, ...] = ()
-    """What a reader of the results must know; numbers are placeholders (xformer.study.notes)."""
+    # Where the study does not do what the paper did. Those of a scale are added to these.
     deviations: tuple[Deviation, ...] = ()
-    """Where the study does not do what the paper did; those of a scale are added to these."""
     path: Path = Field(exclude=True)
     scale: str = Field("", exclude=True)
 
     def factors(self, stage: str) -> dict[str, dict[str, dict[str, Any]]]:
         """The factors of a stage: for each level, in order, its settings."""
-        found = {}
+        factors = {}
         for factor, levels in self.stages[stage].vary.items():
             if isinstance(levels, list):
                 levels = {str(value): {factor: value} for value in levels}
-            kept = self.levels.get(factor, tuple(levels))
-            found[factor] = {level: levels[level] for level in kept if level in levels}
-        return found
+            wanted = self.levels.get(factor, tuple(levels))
+            factors[factor] = {level: levels[level] for level in wanted if level in levels}
+        return factors
 
-    def columns(self, table: Table) -> tuple[str, ...]:
+    def table(self, name: str) -> ScoreTable:
+        """The table of a name."""
+        return next(table for table in self.tables if table.name == name)
+
+    def columns(self, table: ScoreTable) -> tuple[str, ...]:
         """The columns of a table, without its means."""
-        if table.columns != METRIC:
-            return tuple(self.factors(table.stage)[table.columns])
-        assert isinstance(table.metric, dict)
-        return tuple(table.metric)
+        if table.columns == METRIC:
+            return tuple(table.metric)
+        return tuple(self.factors(table.stage)[table.columns])
 
     def stands_for(self, factor: str, level: str) -> str:
         """The published name of a level."""
         return self.like.get(f"{factor}={level}", self.like.get(level, level))
 
-    def shown(self) -> tuple[str, ...]:
-        """The stages that a table or figure shows; all, where there is none."""
-        stages = [table.stage for table in self.tables] + [table.minus for table in self.tables]
-        stages += [curves.stage for curves in self.curves]
-        stages += [picture.stage for picture in self.pictures]
+    def shows(self) -> tuple[Shown, ...]:
+        """Every table and figure."""
+        return (*self.tables, *self.curves, *self.pictures)
+
+    def shown_stages(self) -> tuple[str, ...]:
+        """The stages that a table or figure shows; all if there is no table or figure."""
+        stages = {shown.stage for shown in self.shows()} | {table.minus for table in self.tables}
         return tuple(name for name in self.stages if name in stages or not any(stages))
 
     def combinations(self, stage: str) -> Iterator[Levels]:
-        """Every combination of levels of a stage that makes sense."""
+        """Every combination of levels that a stage does not leave out."""
         factors = self.factors(stage)
         for levels in product(*factors.values()):
-            found = dict(zip(factors, levels, strict=True))
+            combination = dict(zip(factors, levels, strict=True))
             left_out = self.stages[stage].without
-            if not any(combination.items() <= found.items() for combination in left_out):
-                yield found
+            if not any(some.items() <= combination.items() for some in left_out):
+                yield combination
+
+
+@contextmanager
+def within(place: object) -> Iterator[None]:
+    """Put "PLACE: " before the message of a BadInput."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{place}: {error}") from None
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -325,269 +388,214 @@ def read_study(path: Path, scale: str) -> Study:
     scales = values.pop("scales", {})
     if not isinstance(scales, dict) or not scales:
         door = typed("train.py")
-        raise BadInput(f"{path} is no study, it has no scales; a recipe is run with {door}")
+        raise BadInput(f"{path} is not a study, it has no scales; a recipe is run with {door}")
     if not scale:
         raise BadInput(f"give a scale of {path}: scale={' or scale='.join(scales)}")
     if scale not in scales or not is_safe_filename(scale):
-        raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales) or 'none'}")
+        raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales)}")
     merged = {**merge(values, scales[scale]), "path": path, "scale": scale}
     lists = [part.get("deviations", []) for part in (values, scales[scale])]
-    if all(isinstance(found, list) for found in lists):
+    if all(isinstance(one, list) for one in lists):
         merged["deviations"] = [*lists[0], *lists[1]]
-    study = validate(Study, merged)
-    _check_levels(study)
-    _check_deviations(study)
-    study = _at_scale(study)
-    _check(study)
+    with within(path):
+        study = validate(Study, merged)
+        _check_levels(study)
+        _check_deviations(study)
+        study = _at_scale(study)
+        _check(study)
     return study
 
 
 def _at_scale(study: Study) -> Study:
-    """The study without what shows only runs `where` a factor has a level that `levels` leaves
-    out."""
+    """The study without what shows only runs at levels that `levels` leaves out."""
 
-    def there(shows: Table | Curves | Picture) -> bool:
-        vary = study.stages[shows.stage].vary if shows.stage in study.stages else {}
+    def there(shown: Shown) -> bool:
+        vary = study.stages[shown.stage].vary if shown.stage in study.stages else {}
         return all(
             level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
-            for factor, level in shows.where.items()
+            for factor, level in shown.where.items()
         )
 
-    tables = tuple(filter(there, study.tables))
-    gone = {table.name for table in study.tables} - {table.name for table in tables}
-    summaries = tuple(summary for summary in study.summaries if summary.table not in gone)
-    curves = tuple(filter(there, study.curves))
-    pictures = tuple(filter(there, study.pictures))
-    return study.model_copy(
-        update={"tables": tables, "summaries": summaries, "curves": curves, "pictures": pictures}
-    )
+    kinds = ("tables", "curves", "pictures")
+    kept: dict[str, Any] = {kind: tuple(filter(there, getattr(study, kind))) for kind in kinds}
+    gone = {table.name for table in study.tables if table not in kept["tables"]}
+    kept["summaries"] = tuple(one for one in study.summaries if one.table not in gone)
+    return study.model_copy(update=kept)
+
+
+# ------------------------------------------------------------------ do its parts fit together?
+
+
+def _known(name: str, names: Collection[str], place: str = "") -> None:
+    """Raise BadInput if a name is not among the known ones."""
+    if name not in names:
+        near = nearest(name, sorted(names))
+        at = f"{place}: " if place else ""
+        raise BadInput(f"{at}there is no {name!r} among its names{near}")
+
+
+def _check_levels(study: Study) -> None:
+    """Refuse `levels` that name a factor or a level that does not exist."""
+    every = {factor for stage in study.stages.values() for factor in stage.vary}
+    for factor, levels in study.levels.items():
+        _known(factor, every, f"levels.{factor}")
+        vary = [stage.vary[factor] for stage in study.stages.values() if factor in stage.vary]
+        for level in levels:
+            _known(level, {str(value) for values in vary for value in values}, f"levels.{factor}")
 
 
 def _check_deviations(study: Study) -> None:
-    """Refuse a deviation of a table or figure that there is not. One that the study has from its
-    base may be of a table that only the base shows."""
+    """Refuse a deviation of a table or figure that does not exist. A deviation that comes from the
+    base of a study may name a table that only the base shows."""
     if "base" in tomllib.loads(study.path.read_text(encoding="utf-8")):
         return
     for one in study.deviations:
         for kind in ("tables", "curves", "pictures"):
             names = {shown.name for shown in getattr(study, kind)}
             for name in getattr(one, kind):
-                _known(study, f"deviation {one.what!r}: {kind}", name, names)
-
-
-def _check_levels(study: Study) -> None:
-    """Refuse `levels` that name a factor or a level that there is not."""
-    every = {factor for name in study.stages for factor in study.stages[name].vary}
-    for factor, kept in study.levels.items():
-        _known(study, f"levels.{factor}", factor, every)
-        for level in kept:
-            places = [n for n, s in study.stages.items() if factor in s.vary]
-            found = {str(v) for n in places for v in study.stages[n].vary[factor]}
-            _known(study, f"levels.{factor}", level, found)
+                _known(name, names, f"deviation {one.what!r}: {kind}")
 
 
 def _check(study: Study) -> None:
     """Refuse a study whose parts do not fit together."""
     _check_file_names(study)
-    for name, stage in study.stages.items():
-        if bool(stage.recipe) == bool(stage.command):
-            raise BadInput(f"{study.path}: stages.{name} needs a recipe or a command, one of them")
-        for factor, levels in study.factors(name).items():
-            if not levels and name in study.shown():
-                raise BadInput(f"{study.path}: stages.{name}.vary.{factor} has no level left")
-            if factor in RESERVED:
-                raise BadInput(
-                    f"{study.path}: stages.{name}.vary.{factor}: give the factor "
-                    "another name: results.csv has a column of this one"
-                )
-        _check_moved(study, name)
-        _same_key_twice(study, name)
-    for kind, name, *_ in _places(study):
-        known: Mapping[str, Any] = getattr(study, f"{kind}s" if kind != "made" else kind)
-        _known(study, f"{{{kind}.{name}}}", name, set(known))
-    for what, shows in (
-        ("tables", study.tables),
-        ("curves", study.curves),
-        ("pictures", study.pictures),
-    ):
-        if twice := _twice(show.name for show in shows):
-            raise BadInput(f"{study.path}: two of the {what} are named {twice!r}")
-    for table in study.tables:
-        _check_table(study, table)
-    for curves in study.curves:
-        place = f"curves {curves.name}"
-        _known(study, place, curves.stage, set(study.stages))
-        _check_factors(study, place, curves.stage, (curves.panels, curves.lines), curves.where)
-    for picture in study.pictures:
-        place = f"picture {picture.name}"
-        _known(study, place, picture.stage, set(study.stages))
-        _check_factors(study, place, picture.stage, (), picture.where)
+    for name in study.stages:
+        with within(f"stages.{name}"):
+            _check_stage(study, name)
+    names: dict[str, Collection[str]]
+    names = {"need": study.needs, "made": study.made, "stage": study.stages}
+    for kind, name, *_ in PLACE.findall(study.model_dump_json()):
+        _known(name, names[kind], f"{{{kind}.{name}}}")
+    for shown in study.shows():
+        with within(f"{shown.kind} {shown.name}"):
+            _check_factors(study, shown)
+            if isinstance(shown, ScoreTable):
+                _check_table(study, shown)
+    if study.registration is not None and study.claims:
+        _known(SEED, study.registration.seeds, "registration")
     tables = {table.name: table for table in study.tables}
     for summary in study.summaries:
-        place = f"summary {summary.title!r}"
-        _known(study, place, summary.table, set(tables))
-        table = tables[summary.table]
-        _known(study, place, summary.by, {table.rows, table.columns})
-        if summary.published is not None:
-            _check_published(study, place, summary.published)
+        with within(f"summary {summary.title!r}"):
+            _known(summary.table, tables)
+            _known(summary.by, {tables[summary.table].rows, tables[summary.table].columns})
     for claim in study.claims:
-        place = f"claim {claim.text!r}"
-        _known(study, place, claim.table, set(tables))
-        _check_claim(study, place, claim, tables[claim.table])
-        _check_seeds(study, place, claim, tables[claim.table])
+        with within(f"claim {claim.text!r}"):
+            _known(claim.table, tables)
+            _check_claim(study, claim, tables[claim.table])
+            _check_seeds(study, claim, tables[claim.table])
 
 
 def _check_file_names(study: Study) -> None:
     """Refuse names that would lead a file of the study out of the study's directories."""
-    names: dict[str, Iterable[str]] = {
-        "tables": [table.name for table in study.tables],
-        "curves": [curves.name for curves in study.curves],
-        "pictures": [picture.name for picture in study.pictures],
-        "stages": study.stages,
-        "made": study.made,
-    }
-    for what, found in names.items():
-        for name in found:
+    names: dict[str, list[str]] = {"stages": list(study.stages), "made": list(study.made)}
+    for kind in ("tables", "curves", "pictures"):
+        names[kind] = [shown.name for shown in getattr(study, kind)]
+        if twice := _twice(names[kind]):
+            raise BadInput(f"two of the {kind} are named {twice!r}; give one another name")
+    for kind, every in names.items():
+        for name in every:
             if not is_safe_filename(name):
-                raise BadInput(
-                    f"{study.path}: {what}: the name {name!r} is no plain file name; give letters, "
-                    "digits, - and _"
-                )
-    places = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
-    places |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
-    for place, file in places.items():
+                good = "give letters, digits, - and _"
+                raise BadInput(f"{kind}: the name {name!r} is no plain file name; {good}")
+    files = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
+    files |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
+    for place, file in files.items():
         if not all(map(is_safe_filename, file.split("/"))):
-            raise BadInput(f"{study.path}: {place}={file!r} does not lie below {{out}}")
+            raise BadInput(f"{place}={file!r} does not lie below {{out}}")
 
 
-def _check_claim(study: Study, place: str, claim: Claim, table: Table) -> None:
+def _check_stage(study: Study, name: str) -> None:
+    stage, owner = study.stages[name], dict[str, str]()
+    if bool(stage.recipe) == bool(stage.command):
+        raise BadInput("give a recipe or a command, one of them")
+    refuse_moved(stage.settings)  # here, as another factor's settings could hide an old name
+    for factor, levels in study.factors(name).items():
+        if not levels and name in study.shown_stages():
+            raise BadInput(f"vary.{factor} has no level left")
+        if factor in RESERVED:
+            raise BadInput(
+                f"vary.{factor}: give the factor another name: results.csv has a column of this one"
+            )
+        for settings in levels.values():
+            refuse_moved(settings)
+        keys = {key for settings in levels.values() for key in flat(settings)}
+        for key in sorted(f"{key}.{SHORT[key]}" if key in SHORT else key for key in keys):
+            if key in owner:  # one of them would overrule the other
+                raise BadInput(
+                    f"the factors {owner[key]} and {factor} both set {key}; let one of them do it"
+                )
+            owner[key] = factor
+
+
+def _check_table(study: Study, table: ScoreTable) -> None:
+    if table.rows == table.columns:
+        raise BadInput(f"rows and columns are both {table.rows!r}")
+    if table.columns == METRIC and isinstance(table.metric, str):
+        raise BadInput(f'columns="{METRIC}" needs metric.NAME=METRIC')
+    if isinstance(table.metric, dict):
+        for column in study.columns(table):
+            if column not in table.metric:
+                raise BadInput(f"metric.{column} must be given")
+    for column in table.chance:
+        every = study.stages[table.stage].vary.get(table.columns, table.metric)
+        _known(column, set(map(str, every)), "chance")
+    if table.minus:
+        if table.best != "none":
+            raise BadInput("a table of differences (minus) has no best; leave one of them out")
+        _known(table.minus, study.stages)
+        for factor in study.stages[table.minus].vary:
+            _known(factor, study.factors(table.stage))
+
+
+def _check_factors(study: Study, shown: Shown) -> None:
+    """Refuse a table or figure of a stage, a factor or a level that does not exist."""
+    _known(shown.stage, study.stages)
+    every = study.factors(shown.stage)
+    for factor in (*shown.factors(), *shown.where):
+        _known(factor, every)
+    for factor, level in shown.where.items():
+        _known(level, every[factor])
+
+
+def _check_claim(study: Study, claim: Claim, table: ScoreTable) -> None:
     factors = {name: set(levels) for name, levels in study.factors(table.stage).items()}
     if table.columns == METRIC:
         factors[METRIC] = set(study.columns(table))
         for side in (claim.better, claim.than):
             if METRIC not in (*side, claim.each):
-                raise BadInput(f"{study.path}: {place}: say which {METRIC} of table {table.name}")
-    for factor in (*claim.better, *claim.than, *([claim.each] if claim.each else [])):
-        _known(study, place, factor, set(factors))
+                raise BadInput(f"say which {METRIC} of table {table.name}")
+    for factor in filter(None, (*claim.better, *claim.than, claim.each)):
+        _known(factor, factors)
     for factor, level in (*claim.better.items(), *claim.than.items()):
-        _known(study, place, level, factors[factor])
+        _known(level, factors[factor])
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
-        raise BadInput(f"{study.path}: {place}: it compares a level with itself")
+        raise BadInput("it compares a level with itself")
 
 
-def _check_seeds(study: Study, place: str, claim: Claim, table: Table) -> None:
+def _check_seeds(study: Study, claim: Claim, table: ScoreTable) -> None:
     """Refuse a claim that has fewer seeds at this scale than its registration says."""
     if study.registration is None:
         return
-    _known(study, "registration", SEED, set(study.registration.seeds))
     for factor, number in study.registration.seeds.items():
-        _known(study, f"registration.seeds.{factor}", factor, set(study.factors(table.stage)))
+        place = f"registration.seeds.{factor}"
+        _known(factor, study.factors(table.stage), place)
         for side in (claim.better, claim.than):
-            wanted = {name: level for name, level in side.items() if name != METRIC}
-            there = {
-                levels[factor]
-                for levels in study.combinations(table.stage)
-                if wanted.items() <= levels.items()
-            }
-            if len(there) < number:
+            levels = levels_of(study, table.stage, side, factor)
+            if len(levels) < number:
+                fixed = [level for name, level in side.items() if name != METRIC]
                 raise BadInput(
-                    f"{study.path}: {place}: registration.seeds.{factor}={number}, but "
-                    f"{', '.join(wanted.values()) or 'one side'} has {len(there)} levels of it"
+                    f"{place}={number}, but {', '.join(fixed) or 'one side'} has {len(levels)} "
+                    "levels of it"
                 )
 
 
-def _check_table(study: Study, table: Table) -> None:
-    place = f"table {table.name}"
-    _known(study, place, table.stage, set(study.stages))
-    named = [table.rows] + ([table.columns] if table.columns != METRIC else [])
-    _check_factors(study, place, table.stage, named, table.where)
-    if table.rows == table.columns:
-        raise BadInput(f"{study.path}: {place}: rows and columns are both {table.rows!r}")
-    if table.columns == METRIC and not isinstance(table.metric, dict):
-        raise BadInput(f'{study.path}: {place}: columns="{METRIC}" needs metric.NAME=METRIC')
-    if isinstance(table.metric, dict):
-        for column in study.columns(table):
-            if column not in table.metric:
-                raise BadInput(f"{study.path}: {place}: metric.{column} must be given")
-    for column in table.chance:
-        known = study.stages[table.stage].vary.get(table.columns, table.metric)
-        _known(study, f"{place}: chance", column, set(map(str, known)))
-    if table.minus and table.best != "none":
-        raise BadInput(f"{study.path}: {place}: a table of differences (minus) has no best")
-    if table.minus:
-        _known(study, place, table.minus, set(study.stages))
-        _check_factors(study, place, table.stage, study.stages[table.minus].vary, {})
-    if table.published is not None:
-        _check_published(study, place, table.published)
-
-
-def _check_factors(
-    study: Study, place: str, stage: str, factors: Iterable[str], where: Levels
-) -> None:
-    known = study.factors(stage)
-    for factor in (*factors, *where):
-        _known(study, place, factor, set(known))
-    for factor, level in where.items():
-        _known(study, place, level, set(known[factor]))
-
-
-def _check_published(study: Study, place: str, published: Published) -> None:
-    wanted = len(published.columns)
-    if twice := _twice(published.columns):
-        raise BadInput(f"{study.path}: {place}: two published columns are named {twice!r}")
-    for row, numbers in published.rows.items():
-        if len(numbers) != wanted:
-            raise BadInput(
-                f"{study.path}: {place}: the published row {row!r} has {len(numbers)} numbers, "
-                f"its columns are {wanted}"
-            )
-        if words := [number for number in numbers if isinstance(number, str) and number]:
-            raise BadInput(
-                f"{study.path}: {place}: the published row {row!r} has {words[0]!r}, "
-                'which is no number; give "" where the paper has none'
-            )
+def levels_of(study: Study, stage: str, side: Levels, factor: str) -> set[str]:
+    """The levels of a factor at which a stage has runs for one side of a claim."""
+    wanted = {name: level for name, level in side.items() if name != METRIC}
+    every = study.combinations(stage)
+    return {levels.get(factor, "") for levels in every if wanted.items() <= levels.items()}
 
 
 def _twice(names: Iterable[str]) -> str:
     """The first name that comes a second time, or nothing."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return ""
-
-
-def _check_moved(study: Study, stage: str) -> None:
-    """Refuse the old names of keys, which another factor's settings could hide in a run."""
-    levels = [one for factor in study.factors(stage).values() for one in factor.values()]
-    for settings in (study.stages[stage].settings, *levels):
-        try:
-            refuse_moved(settings)
-        except BadInput as error:
-            raise BadInput(f"{study.path}: stages.{stage}: {error}") from None
-
-
-def _same_key_twice(study: Study, stage: str) -> None:
-    """Two factors that set the same key would overrule one another."""
-    owner: dict[str, str] = {}
-    for factor, levels in study.factors(stage).items():
-        keys = {key for settings in levels.values() for key in flat(settings)}
-        for key in sorted(f"{key}.{SHORT[key]}" if key in SHORT else key for key in keys):
-            if key in owner:
-                raise BadInput(
-                    f"{study.path}: stages.{stage}: the factors {owner[key]} and {factor} both "
-                    f"set {key}; let one of them do it"
-                )
-            owner[key] = factor
-
-
-def _places(study: Study) -> Iterator[tuple[str, str, str, str]]:
-    """Every {kind.name(factor=level)} in the study."""
-    yield from PLACE.findall(study.model_dump_json())
-
-
-def _known(study: Study, place: str, name: str, names: set[str]) -> None:
-    if name not in names:
-        near = nearest(name, sorted(names))
-        raise BadInput(f"{study.path}: {place}: there is no {name!r} among its names{near}")
+    return next((name for name, number in Counter(names).items() if number > 1), "")

@@ -27,7 +27,7 @@ from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
 
-# of a record of the log: what the clock or the machine decides
+# the fields of a log's record that the clock or the machine decides
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu"}
 
 
@@ -41,7 +41,7 @@ class Verify(Settings):
 def main(arguments: list[str]) -> None:
     """`python -m xformer.study verify RUN key=value ...`: one line, "same" or what differs first.
 
-    Raises Failure where the run comes out otherwise, BadInput where it cannot be made again.
+    Raises Failure if the run comes out otherwise, BadInput if it cannot be made again.
     """
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(Verify, __doc__).split("\n"))
@@ -56,8 +56,9 @@ def main(arguments: list[str]) -> None:
         raise BadInput(f"{run} does not say what its first steps were made with")
     config, before = starts[0]["config"], starts[0]["environment"]
     steps = max(steps, config["train"]["log_every"])
-    reached = starts[1]["step"] if len(starts) > 1 else None
-    expected = _records(run, steps if reached is None else min(steps, reached))
+    if len(starts) > 1:
+        steps = min(steps, starts[1]["step"])
+    expected = _records(run, steps)
     steps = max((record["step"] for record in expected), default=0)
     if not steps:
         raise BadInput(f"{run / 'log.jsonl'} has no line of a step to compare")
@@ -65,14 +66,13 @@ def main(arguments: list[str]) -> None:
         _make({**config, "model": _model(run, config)}, before, Path(scratch), steps)
         again = Path(scratch) / "run"
         now = read_json(again / "config.json")
-        found = _records(again, steps)
-    changed = _changed(before, now["environment"])
+        made = _records(again, steps)
     for name in ("data", "init"):
         if content["identity"].get(name) != now["identity"].get(name):
             place = " and ".join(each(config[name]))
             raise BadInput(f"{name}={place} is not what {run} was made with")
-    difference = _first_difference(expected, found)
-    if difference:
+    changed = _changed(before, now["environment"])
+    if difference := _first_difference(expected, made):
         raise Failure(f"{run} comes out otherwise: {difference}{changed}")
     say(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
 
@@ -98,17 +98,12 @@ def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, st
     system = {**config["system"], "threads": threads, "profile": False}
     no_weights = {**config["train"], "keep_at": []}
     own = {"run": str(scratch / "run"), "overwrite": False, "system": system}
-    recipe = {**config, **own, "train": no_weights}
-    (scratch / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line = [
-        sys.executable,
-        *(launcher if ranks > 1 else []),
-        "-m",
-        __name__,
-        str(scratch / "recipe.json"),
-        str(steps),
-    ]
+    recipe = scratch / "recipe.json"
+    recipe.write_text(json.dumps({**config, **own, "train": no_weights}), encoding="utf-8")
+    line = [sys.executable, "-m", __name__, str(recipe), str(steps)]
+    if ranks > 1:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        line[1:1] = launcher
     environ = {**os.environ, "PYTHONPATH": str(provenance.ROOT)}
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
     if done.returncode:
@@ -132,18 +127,18 @@ def _records(run: Path, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
-    for a, b in zip(expected, found, strict=False):
+def _first_difference(expected: list[dict[str, Any]], made: list[dict[str, Any]]) -> str:
+    for a, b in zip(expected, made, strict=False):
         if a != b:
             name = next(k for k in {**a, **b} if a.get(k) != b.get(k))
             return f"{a['event']} at step {a['step']}: {name} {a.get(name)} is now {b.get(name)}"
-    if len(expected) != len(found):
-        return f"{len(expected)} records are now {len(found)}"
+    if len(expected) != len(made):
+        return f"{len(expected)} records are now {len(made)}"
     return ""
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What a run is made with now, where that is another thing than before."""
+    """How the environment differs from that of the first time."""
     pairs = [
         f"{k} {before[k]} is now {v}"
         for k, v in now.items()

@@ -1,0 +1,329 @@
+"""The paper's claims: tested on our scores, and looked up in the repository's history.
+
+A claim is a paired t test over seeds. If it is registered, the report also names the commit that
+held it first: the oldest commit from which on the study file, with its bases, has held the same
+claim, the same registration and the same table to decide it. A claim that is not committed, or is
+younger than the first result, is exploration. The settings of the runs (stages, what is made,
+levels, recipes) are looked up in the same way, since they too could be changed after a look.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+from scipy.optimize import brentq
+
+from xformer.config import find_recipe, merge, read_recipe
+from xformer.data.errors import BadInput
+from xformer.monitor import records
+from xformer.study.plan import Plan
+from xformer.study.results import LEVEL, Results, check_finite, half_width
+from xformer.study.spec import METRIC, SEED, Claim, ScoreTable, Study, levels_of
+
+POWER = 0.8  # the probability with which a detectable difference is found
+PATIENCE = 20  # seconds for git
+DECIDES = ("stage", "rows", "columns", "metric", "split", "where", "minus", "means", "chance")
+
+
+# -------------------------------------------------------------------------------------- the test
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of a - b over paired scores, half the width of its t interval, and the two-sided p
+    of "the mean is margin".
+
+    One pair has neither interval nor p. Neither have pairs that all differ by the same amount: a
+    spread of zero, as with two models at chance, does not say how far another seed would move the
+    mean.
+    """
+
+    mean: float
+    half: float | None
+    p: float | None
+    pairs: int = 1
+    tests: int = 1  # that p must be corrected for
+
+    @property
+    def detectable(self) -> float | None:
+        """The true difference that this many pairs with this spread detect with power 0.8."""
+        if self.half is None:
+            return None
+        return detectable(self.pairs, tests=self.tests) * self.half / half_width(self.pairs)
+
+
+def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Difference:
+    """The paired t test (Student 1908) of a - b against `margin`. Raises ValueError if the two
+    differ in length, and BadInput if a score is not finite."""
+    check_finite(a)
+    check_finite(b)
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    mean, n = statistics.mean(differences), len(differences)
+    deviation = statistics.stdev(differences) if n > 1 else 0.0
+    if deviation < 1e-9 * max(1e-9, *map(abs, a), *map(abs, b)):  # one pair, or only rounding
+        return Difference(mean, None, None, n)
+    p = float(stats.ttest_1samp(differences, margin).pvalue)
+    return Difference(mean, half_width(n) * deviation, p, n)
+
+
+def detectable(pairs: int, tests: int = 1) -> float:
+    """The true mean of differences, in standard deviations of the differences, that the two-sided
+    paired t test of this many pairs finds with probability POWER (Cohen 1988, section 2.2). With
+    several `tests` it is that of the strictest of them (Bonferroni). Infinite for one pair."""
+    if pairs < 2:
+        return math.inf
+    bound = stats.t.ppf(1 - (1 - LEVEL) / 2 / tests, pairs - 1)
+
+    def lacking(effect: float) -> float:
+        return float(stats.nct.sf(bound, pairs - 1, effect * pairs**0.5)) - POWER
+
+    return float(brentq(lacking, 0.0, 100.0))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number by stepping down (Holm 1979), in the order given."""
+    adjusted = [0.0] * len(ps)
+    highest = 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = highest
+    return adjusted
+
+
+# ---------------------------------------------------------------------------------- the verdicts
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim: "holds", "fails", "undecided" or "no data", and on what ground."""
+
+    claim: Claim
+    table: ScoreTable
+    state: str
+    parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
+    registered: str = ""  # the commit that held the claim first, or "exploration"
+    learnt: bool = True  # whether any of its runs is above chance
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Every claim of a study, tested. The tests of a claim are corrected for their number."""
+    study = results.study
+    tested = [_verdict(results, claim, study.table(claim.table)) for claim in study.claims]
+    if study.registration is None:
+        return tested
+    first = first_result(results.plan)
+    of_claims, of_runs = origins(study.path, study.scale)
+    return [
+        replace(verdict, registered=origin.words(first, of_runs))
+        for verdict, origin in zip(tested, of_claims, strict=True)
+    ]
+
+
+def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
+    levels, margin = _levels(results.study, claim, table), claim.margin * table.scale
+    differences = {}
+    for level in levels:
+        fixed = {claim.each: level} if claim.each else {}
+        a, b = (results.replicates(table, {**s, **fixed}) for s in (claim.better, claim.than))
+        if shared := [seed for seed in a if seed in b]:
+            pairs = [a[seed] for seed in shared], [b[seed] for seed in shared]
+            differences[level] = paired_test(*pairs, margin)
+    ps = [difference.p for difference in differences.values() if difference.p is not None]
+    adjusted = iter(holm(ps))
+    looks = results.study.registration.looks if results.study.registration else 1
+    parts, states = [], []
+    for level, difference in differences.items():
+        p = None if difference.p is None else min(1.0, looks * next(adjusted))
+        parts.append((level, replace(difference, tests=len(ps) * looks), p))
+        decided = p is not None and p <= 1 - LEVEL
+        ahead = "holds" if difference.mean > margin else "fails"
+        states.append(ahead if decided else "undecided")
+    learnt = _learnt(results, claim, table)
+    if not states:
+        state = "no data"
+    elif learnt and "fails" in states:
+        state = "fails"
+    elif not learnt or "undecided" in states or len(states) < len(levels):
+        state = "undecided"
+    else:
+        state = "holds"
+    return Verdict(claim, table, state, tuple(parts), learnt=learnt)
+
+
+def _levels(study: Study, claim: Claim, table: ScoreTable) -> list[str]:
+    """The levels at each of which a claim is tested; one empty level if it is tested on average."""
+    if claim.each == METRIC:
+        return list(study.columns(table))
+    return list(study.factors(table.stage).get(claim.each) or [""])
+
+
+def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
+    """Whether any run of a claim scores more than a model that has learnt nothing. True if the
+    table does not say what such a model scores. If no run does, a tie says nothing."""
+    columns = results.study.columns(table)
+    if not set(columns) <= set(table.chance):
+        return True
+    for side in (claim.better, claim.than):
+        for work in results.runs(table, side):
+            levels = {**work.levels, **side}
+            for column in [levels[table.columns]] if table.columns in levels else columns:
+                if work.key in results.metrics and not results.at_chance(work, table, column):
+                    return True
+    return False
+
+
+# ---------------------------------------------------------------------------------- registration
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The commit that held something first, and its time; neither if it was never committed.
+    `cut`: a shallow clone does not show whether it is older."""
+
+    commit: str = ""
+    time: datetime | None = None
+    cut: bool = False
+
+    def words(self, first: datetime | None, runs: Origin | None = None) -> str:
+        """What a report says of a claim: the commit and its time, or why it is exploration.
+        `first` is the time of the first result, `runs` the origin of the runs' settings."""
+        if self.time is None:
+            return "exploration: not committed"
+        when = f"{'at the latest ' * self.cut}{self.commit[:9]} of {self.time:%Y-%m-%d %H:%M}"
+        if first is not None and self.time > first:
+            return f"exploration: {when}, the first result is of {first:%Y-%m-%d %H:%M}"
+        if runs is not None and first is not None and (runs.time is None or runs.time > first):
+            changed = f"in {runs.commit[:9]}" if runs.time else "and are not committed"
+            return f"{when}; the settings of the runs changed after the first result, {changed}"
+        return when
+
+
+def origins(path: Path, scale: str) -> tuple[list[Origin], Origin]:
+    """The origin of each claim of a study file at a scale, in order, and that of the settings of
+    its runs. Times are in UTC."""
+    claims, runs = _content(path, scale)
+    wanted = [*claims, runs]
+    oldest = [Origin() for _ in wanted]
+    top = _git(path.resolve().parent, "rev-parse", "--show-toplevel")
+    if top is None:
+        return oldest[:-1], oldest[-1]
+    root = Path(top.decode().strip()).resolve()
+    folders = _folders(path, runs, root)
+    # parents are those in a history of these folders alone; children come before parents
+    log = _git(root, "rev-list", "--topo-order", "--timestamp", "--parents", "HEAD", "--", *folders)
+    shallow = (_git(root, "rev-parse", "--is-shallow-repository") or b"").strip() == b"true"
+    left: dict[str, set[int]] = {}  # for each commit, what all commits on some way to it hold
+    for number, line in enumerate((log or b"").decode().splitlines()):
+        seconds, commit, *parents = line.split()
+        still = set(range(len(wanted))) if number == 0 else left.get(commit, set())
+        if still:
+            held = _at(root, commit, folders, path.resolve().relative_to(root), scale)
+            still = {i for i in still if wanted[i] in held}
+        time = datetime.fromtimestamp(int(seconds), UTC)
+        for i in still:
+            known = oldest[i].time
+            if known is None or time <= known:
+                oldest[i] = Origin(commit, time, shallow and not parents)
+        for parent in parents:
+            left[parent] = left.get(parent, set()) | still
+    return oldest[:-1], oldest[-1]
+
+
+def registration_lines(study: Study) -> list[str]:
+    """What --dry-run says of registered claims: margin, seeds, power and commit of each."""
+    if study.registration is None:
+        return []
+    lines = ["", f"registered: {study.registration.words()}"]
+    for claim, origin in zip(study.claims, origins(study.path, study.scale)[0], strict=True):
+        lines.append(f"  {claim.text} ({_power(study, claim)}): {origin.words(None)}")
+    return [*lines, ""]
+
+
+def _power(study: Study, claim: Claim) -> str:
+    """The size of the difference that a registered claim's seeds find with probability 0.8, in
+    words."""
+    assert study.registration is not None
+    table = study.table(claim.table)
+    seeds = [levels_of(study, table.stage, side, SEED) for side in (claim.better, claim.than)]
+    pairs = len(seeds[0] & seeds[1])
+    tests = len(_levels(study, claim, table)) * study.registration.looks
+    return (
+        f"margin {claim.margin:g}; {pairs} pairs find a difference "
+        f"{detectable(pairs, tests):.2f} standard deviations from the margin"
+    )
+
+
+def first_result(plan: Plan) -> datetime | None:
+    """When the first of the study's runs ended, in UTC; None if none has. For a command it is the
+    time of its result's file."""
+    ends = []
+    for work in plan.works.values():
+        if work.stage and work.done:
+            has_log = (work.path / "log.jsonl").is_file()
+            logged = [float(record["time"]) for record in records(work.path)] if has_log else []
+            ends.append(max(logged, default=work.proof.stat().st_mtime))
+    return datetime.fromtimestamp(min(ends), UTC) if ends else None
+
+
+def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Each claim with all that decides it, and the settings of the runs, as the file has them."""
+    values = read_recipe(path)
+    scales = values.pop("scales", {})
+    values = merge(values, scales.get(scale, {}) if isinstance(scales, dict) else {})
+    tables = {table["name"]: table for table in values.get("tables", [])}
+    claims = [
+        {
+            **claim,
+            "registration": values.get("registration"),
+            "decided by": {k: v for k, v in tables.get(claim["table"], {}).items() if k in DECIDES},
+        }
+        for claim in values.get("claims", [])
+    ]
+    names = {stage["recipe"] for stage in values["stages"].values() if "recipe" in stage}
+    recipes = {name: read_recipe(find_recipe(name, path.parent)) for name in sorted(names)}
+    return claims, {**{k: values.get(k) for k in ("stages", "made", "levels")}, "recipes": recipes}
+
+
+def _folders(path: Path, runs: dict[str, Any], root: Path) -> list[str]:
+    """The folders of the repository that hold the study and the recipes of its stages."""
+    folder = path.resolve().parent
+    every = {folder, *(find_recipe(name, folder).resolve().parent for name in runs["recipes"])}
+    return sorted(str(one.relative_to(root)) for one in every if one.is_relative_to(root))
+
+
+def _at(root: Path, commit: str, folders: list[str], path: Path, scale: str) -> list[Any]:
+    """What a commit holds: the claims, and the settings of the runs. Nothing if the study is not
+    there, or is in a form that is not read any more."""
+    archive = _git(root, "archive", commit, *folders)
+    if archive is None:
+        return []
+    with tempfile.TemporaryDirectory(prefix="xformer-") as directory:
+        with tarfile.open(fileobj=BytesIO(archive)) as files:
+            files.extractall(directory, filter="data")
+        try:
+            claims, runs = _content(Path(directory) / path, scale)
+        except (BadInput, tomllib.TOMLDecodeError, LookupError, TypeError, AttributeError):
+            return []
+    return [*claims, runs]
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    """What git prints in a directory; None if it fails or is not there."""
+    try:
+        command = ["git", "-C", str(directory), *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,636 @@
+"""What is known of a plan before it runs: models, stores, tokenizers, costs, and numbers in notes.
+
+What lies on disk is read. What a command will make is deduced from the command. What neither tells
+is None: it is never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from xformer import checkpoint as checkpoints
+from xformer import cost
+from xformer.analysis.examples import check_length
+from xformer.config import all_keys, each, flat, nearest, parse_overrides, validate
+from xformer.convert import hf
+from xformer.data import mapping
+from xformer.data.batch import Workload
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json, read_run_json
+from xformer.data.tokenizers import META
+from xformer.evaluate import EvaluateConfig
+from xformer.model.config import ModelConfig
+from xformer.prepare import check_data, check_model
+from xformer.prepare import with_settings as with_dropout
+from xformer.recipe import Recipe
+from xformer.scoring import check_kind
+from xformer.study.plan import Plan, Work
+from xformer.study.spec import Deviation, Levels, within
+from xformer.surgery.layers import shape_after
+from xformer.surgery.registry import Operation, parse_operation
+from xformer.surgery.words import check_source, check_width
+from xformer.tasks.known import TASKS, task_of
+from xformer.tasks.task import Head
+
+# what `preprocess.py task NAME` makes. For OPEN tasks --kind decides; all others make classes
+SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")
+TAGS = ("conll", "protein/secondary", "protein/conservation")
+OPEN = ("tsv", "dna", "protein")
+PLACEHOLDER = re.compile(r"\{([^{}:]*):([^{}]*)\}")
+OF_MADE = re.compile(r"made\.([\w-]+)")
+OF_STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
+UNKNOWN = "?"
+UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
+MOST = 4  # values that are listed; more numbers become a range
+RATE = 40e9  # operations a second of one CPU core, as long as no run has been measured
+OTHER = 20.0  # seconds that any other work is taken for
+START = 1.0  # seconds that a run needs before and after its steps; imports are paid before
+SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer. Two of one `maker` are the same. `size` counts its pieces, special ones
+    included; `letters`: one id a symbol; `learned`: `preprocess.py tokenizer` makes it."""
+
+    maker: str
+    size: int | None = None
+    letters: bool | None = None
+    learned: bool = False
+    fingerprint: str | None = None
+
+    def is_other(self, than: Words) -> bool:
+        """Whether the two are known to be different tokenizers."""
+        if self.fingerprint and than.fingerprint:
+            return self.fingerprint != than.fingerprint
+        if self.maker == than.maker:
+            return False
+        pairs = ((self.size, than.size), (self.letters, than.letters))
+        differ = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        return differ or (self.learned and than.learned)
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """A store: what messages call it, its kind, its splits, its tokenizer."""
+
+    name: str
+    kind: str | None = None
+    splits: tuple[str, ...] | None = None
+    words: Words | None = None
+
+
+class Forecast:
+    """The models, stores and tokenizers of a plan, by work or by path.
+
+    Raises BadInput naming the first run with an operation on a layer or head that its initial
+    checkpoint does not have.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self._by_path = {str(work.path): work for work in plan.works.values()}
+        self._recipes: dict[str, Recipe] = {}
+        self._shapes: dict[str, ModelConfig | None] = {}
+        self._stores: dict[str, StoreFacts] = {}
+        self._words: dict[str, Words] = {}
+        for work in plan.works.values():
+            with within(plan.study.path), within(work.name):
+                self.shape(work)
+
+    def recipe(self, work: Work) -> Recipe:
+        """The recipe of a run, with its defaults."""
+        assert work.recipe is not None
+        if work.key not in self._recipes:
+            self._recipes[work.key] = validate(Recipe, work.recipe)
+        return self._recipes[work.key]
+
+    # ------------------------------------------------------------------------- shapes of models
+
+    def shape(self, work: Work) -> ModelConfig | None:
+        """The shape of the model that a work makes; None if it makes no model, or is not known."""
+        if work.key not in self._shapes:
+            self._shapes[work.key] = self._made_shape(work)
+        return self._shapes[work.key]
+
+    def shape_at(self, path: str) -> ModelConfig | None:
+        """The shape of a checkpoint, as it lies there or as the work that makes it will make it."""
+        shape = _read_shape(Path(path))
+        if shape is None and path in self._by_path:
+            return self.shape(self._by_path[path])
+        return shape
+
+    def start(self, work: Work) -> ModelConfig | None:
+        """The shape that a run starts from, with its own dropout; None if it is not known."""
+        recipe = self.recipe(work)
+        if recipe.init is None:
+            return recipe.model
+        shape = self.shape_at(recipe.init)
+        return None if shape is None else with_dropout(shape, recipe.model)
+
+    def unchecked(self, works: Iterable[Work]) -> int:
+        """How many of the works are runs from a model that is not there, so it is not known yet
+        whether they can use it."""
+        return sum(work.recipe is not None and self.start(work) is None for work in works)
+
+    def _made_shape(self, work: Work) -> ModelConfig | None:
+        shape: ModelConfig | None = None
+        operations: tuple[Operation, ...] = ()
+        if work.recipe is not None:
+            shape, operations = self.start(work), self.recipe(work).surgery
+        match work.command:
+            case ("-m", "xformer.convert", "from-hf", source, _):
+                with suppress(BadInput, KeyError, TypeError, OSError):
+                    shape = hf.read_shape(Path(source))
+            case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
+                shape = self.shape_at(before)
+                operations = tuple(
+                    parse_operation(text)
+                    for option, text in pairwise(("", *given))
+                    if not text.startswith("--") and option != "--seed"
+                )
+        if shape is None:
+            return None
+        shape = shape_after(shape, operations)
+        for operation in operations:
+            if operation.op == "transplant":  # the words of another model, and their number
+                other = self.shape_at(operation.arguments["source"])
+                size = 0 if other is None else other.vocab_size
+                shape = shape.model_copy(update={"vocab_size": size})
+        return shape
+
+    # -------------------------------------------------------------------- stores and tokenizers
+
+    def store(self, paths: str | Sequence[str]) -> StoreFacts:
+        """What a store is or will be; for several, what they are read as. Raises BadInput naming
+        two of them that are known to be of different kinds or tokenizers."""
+        first, *others = every = [self._store(path) for path in each(paths)]
+        for other in others:
+            line = f"{first.name} and {other.name} cannot be read as one: they differ in"
+            if first.kind and other.kind and first.kind != other.kind:
+                raise BadInput(f"{line} kind ({first.kind}; {other.kind})")
+            if first.words and other.words and first.words.is_other(other.words):
+                raise BadInput(f"{line} tokenizer")
+        splits = None
+        if all(store.splits is not None for store in every):
+            splits = tuple(dict.fromkeys(name for store in every for name in store.splits or ()))
+        kind = next((store.kind for store in every if store.kind), None)
+        words = next((store.words for store in every if store.words), None)
+        return StoreFacts(" and ".join(store.name for store in every), kind, splits, words)
+
+    def _store(self, path: str) -> StoreFacts:
+        if path not in self._stores:
+            self._stores[path] = self._read_store(path, self._by_path.get(path))
+        return self._stores[path]
+
+    def _read_store(self, path: str, work: Work | None) -> StoreFacts:
+        name = path if work is None else work.name
+        with suppress(BadInput, KeyError, TypeError):
+            meta = read_json(Path(path) / "store.json")
+            return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.words(path))
+        kind = None if work is None else made_kind(work.command)
+        return StoreFacts(name, kind, words=self.words(path) if kind else None)
+
+    def words(self, path: str) -> Words:
+        """The tokenizer in a tokenizer, store or checkpoint, or in what a work makes there."""
+        if path not in self._words:
+            work = self._by_path.get(path)
+            made = Words(path) if work is None else self._made_words(work)
+            self._words[path] = _read_words(path) or made
+        return self._words[path]
+
+    def _made_words(self, work: Work) -> Words:
+        """The tokenizer that a work leaves at its path."""
+        if work.recipe is not None:
+            recipe = self.recipe(work)
+            moved = [o.arguments["source"] for o in recipe.surgery if o.op == "transplant"]
+            return self.words([recipe.init or each(recipe.data)[0], *moved][-1])
+        unknown = Words(work.key)
+        source: str | None = None
+        match work.command:
+            case ("preprocess.py", "tokenizer", *options):
+                return _learned(unknown, options)
+            case ("preprocess.py", "synthetic", _, *options):
+                size, source = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
+                most = int(size) if size else self.words(source).size if source else None
+                return Words(f"numbers {most or work.key}", most, letters=True)
+            case ("preprocess.py", "pairs", *options):
+                source = _option(options, "--store")
+            case ("preprocess.py", "text" | "task", *options):
+                source = _option(options, "--tokenizer")
+                unknown = replace(unknown, letters=True)
+            case ("-m", "xformer.convert", "from-hf", *_):
+                unknown = replace(unknown, letters=False)
+            case ("-m", "xformer.surgery", before, _, *operations):
+                moves = any(text.strip().startswith("transplant") for text in operations)
+                source = None if moves else before
+        return self.words(source) if source else unknown
+
+    # ------------------------------------------------------- can each run use what it reads?
+
+    def check(self) -> None:
+        """Raise BadInput naming the first run whose rows, vocabulary, kind of store or head do not
+        fit the model that it starts from. What is not known yet is not judged (see `unchecked`).
+
+        The rules are those of training, evaluation and the analyses. A finished work is not
+        checked: it could use what it read.
+        """
+        for work in self.plan.works.values():
+            with within(self.plan.study.path), within(work.name):
+                if not work.done:
+                    self._check(work)
+
+    def _check(self, work: Work) -> None:
+        if work.recipe is not None:
+            self._check_training(work, self.recipe(work))
+        match work.command:
+            case ("evaluate.py", source, *settings):
+                self._check_scoring(source, _settings(settings))
+            case ("-m", "xformer.analysis", _, *settings):
+                self._check_analysis(settings)
+
+    def _check_training(self, work: Work, recipe: Recipe) -> None:
+        start = self.start(work)
+        store = self.store(recipe.data)
+        if start is not None:
+            check_model(recipe, start)
+        if store.kind is not None:
+            known = store.splits if store.splits is not None else ("train", "valid")
+            check_data(recipe, store.kind, known, store.name)
+        if recipe.init is None:
+            if store.words is not None and store.words.size:
+                checkpoints.check_vocabulary(recipe.model, store.words.size)
+            return
+        own = self._check_surgery(recipe, recipe.init, start)
+        if store.words is None:
+            return
+        if store.words.is_other(own):
+            mapping.check_foreign_store(recipe.mapping, store.name)
+        shape = self.shape(work)
+        pieces = (shape.vocab_size if shape is not None else 0) or own.size
+        mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
+        if mapped and pieces and store.words.size and store.words.size > pieces:
+            raise BadInput(
+                f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
+                f"the model {pieces} embeddings"
+            )
+
+    def _check_surgery(self, recipe: Recipe, init: str, start: ModelConfig | None) -> Words:
+        """The model's tokenizer after the operations. Raises BadInput if one cannot be done."""
+        words = self.words(init)
+        for operation in recipe.surgery:
+            if operation.op == "transplant":
+                other = self.shape_at(operation.arguments["source"])
+                if start is not None and other is not None:
+                    check_width(operation.arguments["source"], other.width, start.width)
+                words = self.words(operation.arguments["source"])
+            elif operation.op == "substitute_unused":
+                store = self.store(operation.arguments["store"])
+                if store.words is not None:
+                    check_source(store.name, not store.words.is_other(words))
+        return words
+
+    def _check_scoring(self, source: str, settings: dict[str, str]) -> None:
+        """What evaluate.py checks of a run that is planned too."""
+        run = self._by_path.get(source)
+        if run is None or run.recipe is None or "data" not in settings:
+            return
+        recipe = self.recipe(run)
+        given = parse_overrides(EvaluateConfig, [f"data={settings['data']}"])
+        data = validate(EvaluateConfig, given).data
+        assert data is not None
+        store, trained = self.store(data), self.store(recipe.data)
+        if store.kind is not None:
+            check_kind(store.kind, TASKS[recipe.head], store.name)
+        if "mapping" in settings or store.words is None or trained.words is None:
+            return
+        if store.words.is_other(trained.words):
+            raise BadInput(
+                f"{store.name} was made with another tokenizer than {trained.name}, which the run "
+                "is trained on"
+            )
+
+    def _check_analysis(self, arguments: Sequence[str]) -> None:
+        """What an analysis checks of the checkpoints that it looks into."""
+        most = _settings(arguments).get("max_tokens", "")
+        for path in (argument for argument in arguments if "=" not in argument):
+            shape = self.shape_at(path)
+            if shape is not None and most.isdigit():
+                name = self._by_path[path].name if path in self._by_path else path
+                check_length(int(most), name, shape.max_positions)
+
+
+def _read_shape(path: Path) -> ModelConfig | None:
+    """The shape in the config.json of a checkpoint, or of the checkpoint that a run selected."""
+    with suppress(BadInput, KeyError, TypeError, OSError):  # whoever uses it says what is wrong
+        if (path / "result.json").is_file():
+            path = path / read_run_json(path / "result.json")["selected"]
+        return validate(ModelConfig, read_json(path / "config.json")["model"])
+    return None
+
+
+def _read_words(path: str) -> Words | None:
+    """The tokenizer that lies in a directory, or in the checkpoint that a run selected."""
+    place = Path(path)
+    with suppress(BadInput, KeyError, TypeError, ValueError):
+        if (place / "result.json").is_file():
+            place = checkpoints.resolve(place)
+        meta = read_json(place / META)
+        size, letters = int(meta["vocab_size"]), meta["kind"] == "symbols"
+        return Words(path, size, letters, fingerprint=str(meta["fingerprint"]))
+    return None
+
+
+def made_kind(command: Sequence[str]) -> str | None:
+    """The kind of the store that a command of preprocess.py makes; None if it makes none."""
+    match command:
+        case ("preprocess.py", "text" | "synthetic", *_):
+            return "text"
+        case ("preprocess.py", "pairs", *_):
+            return "class"
+        case ("preprocess.py", "task", "squad", *_):
+            return "span"
+        case ("preprocess.py", "task", "choice", *_):
+            return "choice"
+        case ("preprocess.py", "task", task, *options) if task in OPEN:
+            return _option(options, "--kind") or "class"
+        case ("preprocess.py", "task", task, *_):
+            return "score" if task in SCORES else "tag" if task in TAGS else "class"
+    return None
+
+
+def _learned(unknown: Words, options: Sequence[str]) -> Words:
+    """What `preprocess.py tokenizer` makes; a small text may give fewer pieces than are asked."""
+    kind, size = _option(options, "--kind"), _option(options, "--vocab-size")
+    alphabet = _option(options, "--alphabet")
+    pieces = len(set(alphabet)) + SPECIAL if alphabet else int(size) if size else None
+    letters = None if kind is None else kind == "symbols"
+    return replace(unknown, size=pieces, letters=letters, learned="--from" not in options)
+
+
+def _option(command: Sequence[str], name: str) -> str | None:
+    """The word after an option of a command."""
+    return next((value for before, value in pairwise(command) if before == name), None)
+
+
+def _settings(arguments: Sequence[str]) -> dict[str, str]:
+    """The KEY=VALUE among the arguments of a command."""
+    return dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+
+
+# ---------------------------------------------------------------------------------------- costs
+
+
+class Costs:
+    """Expected seconds of a plan's works, at the rate of its finished runs: those that are there,
+    and those whose results are `kept`, by key. Raises BadInput where Forecast does."""
+
+    def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
+        self.forecast = forecast
+        runs = [work for work in forecast.plan.works.values() if work.recipe is not None]
+        self.operations = {work.key: self._operations(work) for work in runs}
+        rates = []
+        spent: dict[str, list[float]] = {}  # by stage
+        for work in runs:
+            if not work.done and work.key not in (kept or {}):
+                continue
+            content = read_run_json(work.proof) if work.done else (kept or {})[work.key]
+            seconds = content.get("seconds") if isinstance(content, dict) else None
+            if not isinstance(seconds, int | float):
+                raise BadInput(f"{work.proof} is damaged: it does not say how many seconds it took")
+            spent.setdefault(work.stage, []).append(seconds)
+            if operations := self.operations[work.key]:
+                rates.append(operations / max(seconds, 1e-3))
+        self.measured, self.rate = bool(rates), median(rates or [RATE])
+        # also for stages whose finished runs have no store here
+        self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
+
+    def known(self, work: Work) -> bool:
+        """Whether the seconds are more than a guess."""
+        return self.operations.get(work.key) is not None or work.stage in self.usual
+
+    def seconds(self, work: Work) -> float:
+        """Expected seconds of a work. For a run whose store is not made yet, those of its stage's
+        finished runs, or else a guess."""
+        operations = self.operations.get(work.key)
+        usual = self.usual.get(work.stage)
+        if operations is not None and (self.measured or usual is None):
+            return START + operations / self.rate
+        return OTHER if usual is None else START + usual
+
+    def _operations(self, work: Work) -> float | None:
+        recipe, shape = self.forecast.recipe(work), self.forecast.shape(work)
+        sizes = [size for path in each(recipe.data) if (size := _store_size(Path(path)))]
+        if shape is None or len(sizes) < len(each(recipe.data)):
+            return None
+        rows, tokens = map(sum, zip(*sizes, strict=True))
+        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens)
+        if recipe.train.steps:
+            total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
+        else:
+            total = recipe.train.epochs * rows * recipe.fraction
+        amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
+        return float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
+
+
+def _store_size(path: Path) -> tuple[int, int] | None:
+    """Rows and tokens of a store's training split; None if there is no store yet."""
+    try:
+        split = read_json(path / "store.json")["splits"]["train"]
+        return max(1, split["rows"]), split["tokens"]
+    except (BadInput, KeyError, TypeError, OSError):
+        return None
+
+
+# ----------------------------------------------------------------------------- numbers in notes
+
+
+class Notes:
+    """A study's `notes` and `deviations` with the settings that their placeholders stand for.
+
+        {finetune: optim.lr}                              a setting of a stage's runs, resolved
+        {finetune(task=mrpc): batch.rows * train.steps}   of some runs; a product of settings
+        {finetune: model.layers}                          of the model that the runs start from
+        {finetune: runs}                                  how many runs the stage has
+        {finetune: count.seed} {finetune: levels.seed}    how many levels a factor has; their names
+        {look: examples}                                  for a stage that is a command: examples=
+        {made.nesting: --tokens}                          an option of a command
+        {made.minilm: model.layers}                       the shape of a checkpoint that is made
+        {paper: 200,000 steps of 150 rows}                these words: what the paper prints
+
+    If the runs differ, the values are listed: "16, 32 or 128". A value that is not known yet, such
+    as the shape of a model that is not there, is a question mark. Raises BadInput naming the first
+    placeholder that stands for nothing.
+    """
+
+    def __init__(self, forecast: Forecast):
+        self.forecast, self.plan, self.study = forecast, forecast.plan, forecast.plan.study
+        with within(self.study.path):
+            self.notes = tuple(self._filled(text, "notes") for text in self.study.notes)
+            self.deviations = tuple(
+                self._deviation(one)
+                for one in self.study.deviations
+                if any(map(one.concerns, self.study.shows()))
+            )
+
+    def _deviation(self, one: Deviation) -> Deviation:
+        place = f"deviation {one.what!r}"
+        texts = {
+            name: self._filled(getattr(one, name), place)
+            for name in ("what", "paper", "ours", "why")
+        }
+        return one.model_copy(update=texts)
+
+    def _filled(self, text: str, place: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            with within(f"{place}: {match[0]}"):
+                return self._value(match[1].strip(), match[2].strip())
+
+        rest = PLACEHOLDER.sub("", text)
+        filled = PLACEHOLDER.sub(value, text)
+        if "{" in rest or "}" in rest:
+            raise BadInput(
+                f"{place}: {text!r} has a brace that belongs to no placeholder; one is written "
+                "{STAGE: KEY}"
+            )
+        return filled
+
+    def _value(self, of: str, key: str) -> str:
+        if of == "paper":
+            return key
+        if match := OF_MADE.fullmatch(of):
+            if key.startswith("model."):
+                return self._made_shape(match[1], key)
+            return in_words(self._option(match[1], key))
+        match = OF_STAGE.fullmatch(of)
+        if match is None or match[1] not in self.study.stages:
+            near = nearest(of, ["paper", *self.study.stages])
+            raise BadInput(f"there is no stage {of!r}{near}")
+        runs = self._runs(match[1], match[2] or "")
+        if key == "runs":
+            return in_words(len(runs))
+        kind, _, factor = key.partition(".")
+        if kind in ("count", "levels"):
+            if factor not in runs[0].levels:
+                near = nearest(factor, list(runs[0].levels))
+                raise BadInput(f"the stage {match[1]} varies by no {factor!r}{near}")
+            levels = list(dict.fromkeys(run.levels[factor] for run in runs))
+            return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
+        return listed(self._product(run, key) for run in runs)
+
+    def _runs(self, stage: str, where: str) -> list[Work]:
+        """The planned runs of a stage at the levels that "task=mrpc, seed=0" says."""
+        wanted: Levels = {}
+        for part in filter(None, where.split(",")):
+            factor, equals, level = (word.strip() for word in part.partition("="))
+            if not equals:
+                raise BadInput(f"{part.strip()!r} is not of the form FACTOR=LEVEL")
+            wanted[factor] = level
+        runs = [run for run in self.plan.runs(stage) if wanted.items() <= run.levels.items()]
+        if not runs:
+            at = f" at {where.strip()}" if wanted else ""
+            raise BadInput(f"the study has no run of the stage {stage}{at}")
+        return runs
+
+    def _option(self, name: str, option: str) -> str:
+        """The value of an option in the command of {made.NAME}."""
+        made = self.study.made.get(name)
+        if made is None:
+            raise BadInput(f"there is no made.{name}{nearest(name, list(self.study.made))}")
+        if made.same:
+            return self._option(made.same, option)
+        value = _option(made.command, option)
+        if value is None or "{" in value:
+            raise BadInput(f"the command of made.{name} has no value of {option!r}")
+        return value
+
+    def _made_shape(self, name: str, key: str) -> str:
+        """A part of the shape of the checkpoint {made.NAME}."""
+        works = [work for work in self.plan.works.values() if work.name == f"made.{name}"]
+        if not works:
+            near = nearest(name, list(self.study.made))
+            raise BadInput(f"no run of the study needs made.{name}{near}")
+        _check_key(key)
+        shapes = [self.forecast.shape(work) for work in works]
+        return listed(getattr(shape, key.removeprefix("model."), None) for shape in shapes)
+
+    def _product(self, run: Work, key: str) -> Any:
+        values = [self._setting(run, part.strip()) for part in key.split("*")]
+        if len(values) == 1 or None in values:
+            return None if None in values else values[0]
+        if not all(map(_is_number, values)):
+            raise BadInput(f"{key} is a product of something that is no number")
+        return prod(values)
+
+    def _setting(self, run: Work, key: str) -> Any:
+        """A setting of a run; None if it is not known yet."""
+        if run.recipe is None:
+            if (value := _settings(run.command).get(key)) is None:
+                raise BadInput(f"the command of {run.name} has no {key}=...")
+            return value
+        _check_key(key)
+        group, _, name = key.partition(".")
+        if group == "model":
+            shape = self.forecast.start(run)
+            if shape is None or (name == "vocab_size" and shape.vocab_size == 0):
+                return None
+            return shape.before_head if name == "head_dropout" else getattr(shape, name)
+        values = flat(self.forecast.recipe(run).model_dump())
+        if (other := UNUSED.get(key)) and values[other]:
+            raise BadInput(f"{run.name} does not use {key}, as it has {other}")
+        value = values.get(key, {})
+        if value is None:
+            raise BadInput(f"{run.name} gives {key} no value")
+        return value
+
+
+def _check_key(key: str) -> None:
+    keys = list(all_keys(Recipe))
+    if key not in keys:
+        raise BadInput(f"there is no key {key!r}{nearest(key, keys)}")
+
+
+def listed(values: Iterable[Any]) -> str:
+    """ "16, 32 or 128" for the different ones among the values; "5 to 80" for many numbers."""
+    different = list(dict.fromkeys(values))
+    if None in different:
+        return UNKNOWN
+    if all(map(_is_number, different)):
+        different.sort()
+        if len(different) > MOST:
+            return f"{in_words(different[0])} to {in_words(different[-1])}"
+    return _joined([in_words(value) for value in different], "or")
+
+
+def in_words(value: Any) -> str:
+    """A value as it stands in a sentence: 200,000, 5e-5, 0.9 and 0.98."""
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool | str):
+        return str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, tuple | list):
+        return _joined([in_words(part) for part in value], "and")
+    if not _is_number(value):
+        raise BadInput("it stands for a group of settings; name one of them")
+    if value == int(value):
+        return f"{int(value):,}"
+    if abs(value) >= 0.001:
+        return f"{value:g}"
+    mantissa, _, exponent = f"{value:e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _joined(words: list[str], last: str) -> str:
+    return f" {last} ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
