@@ -5,13 +5,16 @@
 # make format          fix lint and format
 # make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
 # make bench DATA=DIR  measure the speed beside transformers: about 40 minutes on 2 cores
+# make gpu             the first hour on a CUDA machine: is it right, and how fast? 8 minutes; writes docs/gpu.md
+# make gpu-pack        fetch into .gpu/ what a CUDA machine without a network may lack
 # make clean           delete .venv and the build files
-# All but clean first make the environment .venv if it is missing. PYTHON=python3.12 chooses its Python.
+# All but gpu and clean first make the environment .venv if it is missing. PYTHON=python3.12 chooses its
+# Python. make gpu uses that Python itself, with its PyTorch, and installs nothing but what .gpu/ holds.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-slow faults check format bench data-given clean
+.PHONY: help demo test test-slow faults check format bench data-given gpu gpu-pack clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -51,6 +54,18 @@ bench: data-given .venv/ready
 
 data-given:
 	@test -n "$(DATA)" || { echo 'error: DATA is not set; type make bench DATA=DIR (docs/benchmarks.md says what DIR holds)' >&2; exit 2; }
+
+gpu:
+	if ls .gpu/*.whl >/dev/null 2>&1; then \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu/site .gpu/*.whl; fi
+	PYTHONPATH=.gpu/site $(PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=.gpu/site $(PYTHON) -m benchmarks.first_hour --output docs $(GPU)
+
+# for Python 3.12 on x86-64, whatever this machine is
+gpu-pack: .venv/ready
+	$(BIN)/pip download --quiet --constraint constraints.txt --no-deps --only-binary=:all: --dest .gpu \
+	  --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  pydantic pydantic-core annotated-types typing-inspection
 
 clean:
 	rm -rf .venv build *.egg-info

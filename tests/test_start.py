@@ -151,6 +151,15 @@ def test_doors_prepare_the_process_before_torch(door: str) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_another_system_is_refused_in_one_line() -> None:
+    code = "import sys; sys.platform = 'darwin'; from xformer.start import run; run(print)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: xformer runs on Linux only, not on darwin\n"
+
+
 def test_nobody_is_sent_to_another_projects_package() -> None:
     """`xformer` on the package index is not this project."""
     wrong = re.compile(r"pip install [^\n]*\bxformer\b(?!-)|\bxformer\[\w+\]")

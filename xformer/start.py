@@ -39,6 +39,7 @@ def run(main: Callable[[], None]) -> None:
     rank_zero = os.environ.get("RANK", "0") == "0"
     status, line = 0, ""
     try:
+        check_system()
         main()
     except (BadInput, Failure, Interrupted) as error:
         status, line = error.status, str(error)
@@ -53,6 +54,12 @@ def run(main: Callable[[], None]) -> None:
     if line and rank_zero:
         say(one_line(f"error: {line}" if status < 128 else line), error=True)
     sys.exit(status)
+
+
+def check_system() -> None:
+    """Raise BadInput on a system that is not supported."""
+    if sys.platform != "linux":
+        raise BadInput(f"xformer runs on Linux only, not on {sys.platform}")
 
 
 def as_command(name: str) -> None:
