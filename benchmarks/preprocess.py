@@ -1,4 +1,4 @@
-"""How fast raw text becomes a store, beside the tokenizer library alone and Hugging Face datasets.
+"""How fast raw text becomes a store, against the tokenizers library and Hugging Face datasets.
 
     python benchmarks/preprocess.py                       # English of Python's own documentation
     python benchmarks/preprocess.py --data DIR            # DIR/english_wikipedia, DIR/vocabs
@@ -196,7 +196,7 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
     lines = [
         f"{size:.1f} MB of text, {CORES} cores, medians of {rounds} rounds taken in turn:",
         "",
-        "| way | seconds (all rounds) | MB/s | over ours | processor seconds | over ours |",
+        "| method | seconds (all rounds) | MB/s | over ours | CPU seconds | over ours |",
         "|---|---|---|---|---|---|",
     ]
     for name, what in names.items():
@@ -211,15 +211,15 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
 
 
 def bytes_a_token(path: Path, what: str) -> str:
-    """One line: what a token takes on disk."""
+    """One line: the bytes of a token on disk."""
     split = open_store(path).split("train")
     ids, offsets = (
         (path / f"train/{name}.npy").stat().st_size for name in ("tokens", "tokens.offsets")
     )
     total, tokens = ids + offsets, split.tokens
     return (
-        f"Bytes a token, {what}: {total / tokens:.3f} ({ids / tokens:.3f} ids + "
-        f"{offsets / tokens:.3f} offsets at {tokens / split.rows:.0f} tokens a row)."
+        f"Bytes per token, {what}: {total / tokens:.3f} ({ids / tokens:.3f} ids + "
+        f"{offsets / tokens:.3f} offsets at {tokens / split.rows:.0f} tokens per row)."
     )
 
 
@@ -243,13 +243,13 @@ def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
         )
     )
     rate = (folder / "articles.jsonl").stat().st_size / 1e6 / spent.seconds
-    note = f"an article a document (JSON lines, {rate:.1f} MB/s)"
+    note = f"one article per document (JSON lines, {rate:.1f} MB/s)"
     return [bytes_a_token(store, note)]
 
 
 def synthetic(folder: Path) -> list[str]:
     """Lines of a table: tokens a second of every generator, the whole command."""
-    lines = ["", "| artificial corpus | million tokens a second |", "|---|---|"]
+    lines = ["", "| artificial corpus | million tokens per second |", "|---|---|"]
     for name in ("uniform", "zipf", "nesting", "flat"):
         arguments = ["synthetic", name, "--tokens", TOKENS, "--output", folder / name]
         spent = timed(command(*arguments))
