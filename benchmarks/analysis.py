@@ -172,7 +172,7 @@ def pwcca_case(rows: int, width: int = 768) -> Case:
     x, y = network(rows, width, 1, shared), network(rows, width, 2, shared)
 
     def streamed() -> float:
-        pair = pwcca._joint(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
+        pair = pwcca.factor_together(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
         return pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
 
     def layers() -> float:
@@ -218,7 +218,7 @@ def jacobian_case(length: int = 64) -> Case:
     def apart(ours: Tensor, theirs: Tensor) -> float:
         return float((ours - theirs).abs().max() / theirs.abs().max())
 
-    return lambda: jacobian.of_token(function, words, 0), row_by_row, apart
+    return lambda: jacobian.jacobian_of_token(function, words, 0), row_by_row, apart
 
 
 def attention_case(examples: int = 16, length: int = 64) -> Case:
@@ -399,7 +399,7 @@ def million(rows: int, width: int = 768) -> str:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     making = timed(lambda: [None for _ in chunks()])[0]
-    seconds, pair = timed(lambda: pwcca._joint(chunks()))
+    seconds, pair = timed(lambda: pwcca.factor_together(chunks()))
     value = pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (
