@@ -445,7 +445,7 @@ def draw(result: dict[str, Any]) -> Figure:
         panel.set_xlabel(f"layer of {names[1]}")
     axes[0].set_ylabel(f"layer of {names[0]}")
     bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.01)
-    bar.set_label("similarity (1: identical)")
+    bar.set_label("similarity (1: equal)")
     tokens = result["similarity"][0][0]["samples"]
     store = drawing.of_stores(result["data"]["store"])
     figure.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
