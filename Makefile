@@ -1,14 +1,14 @@
 # make demo            pre-train, fine-tune and report on text that comes with Python: 6 to 10 minutes on 2 cores
 # make test            run the suite: 7 minutes on 2 cores
-# make test-slow       build the wheel and use it outside of the checkout: some minutes
+# make test-slow       build the wheel and use it outside the checkout: a few minutes
 # make check           check lint, format and types
 # make format          fix lint and format
 # make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
-# make bench DATA=DIR  measure the speed beside transformers: about 40 minutes on 2 cores
+# make bench DATA=DIR  compare the speed with transformers: about 40 minutes on 2 cores
 # make gpu             the first hour on a CUDA machine: is it right, and how fast? 8 minutes; writes docs/gpu.md
 # make gpu-pack        fetch into .gpu/ what a CUDA machine without a network may lack
 # make clean           delete .venv and the build files
-# All but gpu and clean first make the environment .venv if it is missing. PYTHON=python3.12 chooses its
+# All but gpu and clean first create the environment .venv if it is missing. PYTHON=python3.12 chooses its
 # Python. make gpu uses that Python itself, with its PyTorch, and installs nothing but what .gpu/ holds.
 
 PYTHON ?= python3

@@ -1,11 +1,11 @@
-"""Time each analysis next to the obvious way to do it, in one run.
+"""Time each analysis against a naive implementation, in one run.
 
     python -m benchmarks.analysis
     python -m benchmarks.analysis --only gradients --rounds 3
     python -m benchmarks.analysis --only million         # a million tokens x 768, constant memory
 
 Weights and rows are random. The models have MiniLM's shape (6 layers, 384 wide, 12 heads, 30,522
-pieces). The obvious ways:
+pieces). The naive implementations:
 
     gradients     one backward pass for each example, all gradients in memory, the cosine of each
                   pair; or (product) one matrix product of all gradients with all gradients
@@ -15,7 +15,7 @@ pieces). The obvious ways:
     perturbation  one example at a time, with the noise drawn again for each size
     capture       one example at a time, all states in memory, written at the end, same compression
 
-The two ways take turns. The table shows medians of processor seconds, which other work on the
+The two alternate. The table shows medians of CPU seconds, which other work on the
 machine hardly changes, and the difference of the two results.
 """
 
@@ -129,7 +129,8 @@ def alone(batch: Batch[Tensor], i: int) -> Batch[Tensor]:
 def gradient_case(kind: Any, mean: int, pairs: bool = True, count: int = 64) -> Case:
     """`count` examples of about `mean` tokens.
 
-    The obvious way takes the cosine of each pair, or without `pairs` one product of all gradients.
+    The naive version takes the cosine of each pair, or without `pairs` one product of all
+    gradients.
     """
     model = model_of(Head(kind, ("no", "yes")))
     lengths = np.random.default_rng(2).integers(mean // 2, mean * 3 // 2 + 1, count)
@@ -171,7 +172,7 @@ def pwcca_case(rows: int, width: int = 768) -> Case:
     x, y = network(rows, width, 1, shared), network(rows, width, 2, shared)
 
     def streamed() -> float:
-        pair = pwcca._joint(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
+        pair = pwcca.factor_together(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
         return pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
 
     def layers() -> float:
@@ -217,7 +218,7 @@ def jacobian_case(length: int = 64) -> Case:
     def apart(ours: Tensor, theirs: Tensor) -> float:
         return float((ours - theirs).abs().max() / theirs.abs().max())
 
-    return lambda: jacobian.of_token(function, words, 0), row_by_row, apart
+    return lambda: jacobian.jacobian_of_token(function, words, 0), row_by_row, apart
 
 
 def attention_case(examples: int = 16, length: int = 64) -> Case:
@@ -366,7 +367,7 @@ CASES: dict[str, tuple[str, Callable[[], Case]]] = {
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """The processor seconds that a call took, and its result."""
+    """The CPU seconds that a call took, and its result."""
     begun = time.process_time()
     result = function()
     return time.process_time() - begun, result
@@ -398,7 +399,7 @@ def million(rows: int, width: int = 768) -> str:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     making = timed(lambda: [None for _ in chunks()])[0]
-    seconds, pair = timed(lambda: pwcca._joint(chunks()))
+    seconds, pair = timed(lambda: pwcca.factor_together(chunks()))
     value = pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (
@@ -433,7 +434,7 @@ def main() -> None:
         f"{machine.words()}. {machine.versions()}. Threads: {torch.get_num_threads()}; "
         f"{machine.load():.0f} processes wanted a core before the start."
     )
-    print("| what | ours, processor s | the obvious way | | difference of results |")
+    print("| what | ours, CPU s | naive | | difference of results |")
     print("|---|---|---|---|---|")
     for name in arguments.only:
         shown = million(arguments.tokens) if name == "million" else row(name, arguments.rounds)

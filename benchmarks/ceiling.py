@@ -1,4 +1,4 @@
-"""The ceiling: a training step that consists of its matrix products and attention only.
+"""The ceiling: a training step that consists only of matrix products and attention.
 
 T tokens, M masked tokens, C hidden size, F inner size, V vocabulary, H heads, D size of a head.
 
@@ -6,10 +6,9 @@ T tokens, M masked tokens, C hidden size, F inner size, V vocabulary, H heads, D
 
 It times, for the same batches that train.py takes: every product of the layers and the head, the
 two backward products of each, and attention without dropout forward and backward. Attention is the
-fastest of our kernel and two versions of torch's; in bf16 fp32 attention is tried too. It leaves
+fastest of our kernel and two PyTorch versions; in bf16, attention in fp32 is tried too. It leaves
 out embeddings, biases, norms, activations, dropout, residual sums, the loss, clipping and the
-optimizer. Outputs go to memory that is allocated already. Prints its measurements as one JSON
-object.
+optimizer. Outputs are written to preallocated memory. Prints its measurements as one JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Shape:
 
     tokens: int  # T
     masked: int  # M
-    runs: list[tuple[int, int]]  # (number of sequences, their length) of neighbours of equal length
+    runs: list[tuple[int, int]]  # (number of sequences, length) of neighbours of equal length
 
 
 def shapes(
@@ -56,8 +55,8 @@ def shapes(
     count: int,
     dtype: torch.dtype,
 ) -> list[Shape]:
-    """The shapes of the first batches of `rows` rows that train.py makes of a store. Tokens are
-    padded as they are for its products in this type."""
+    """The shapes of the first batches of `rows` rows that train.py makes from a store. The numbers
+    of tokens are rounded up as train.py rounds them for its matrix products in this dtype."""
     cpu = torch.device("cpu")
     data, words = open_store(store), checkpoints.load(init).tokenizer
     assembler = Assembler(data.split("train"), words, length)
@@ -68,7 +67,7 @@ def shapes(
         batch = assembler.masked_batch(chosen, epochs, 0, 0.15)
         assert batch.places is not None
         lengths = np.diff(batch.cu_seqlens).tolist()
-        runs = [(len(list(same)), length) for length, same in groupby(lengths)]
+        runs = [(len(list(equal)), size) for size, equal in groupby(lengths)]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             tokens, masked = (
                 padded_count(len(batch.tokens), cpu),
@@ -89,8 +88,8 @@ class Products:
         # (inputs, outputs) of qkv, out, up, down of every layer; then of the head, on masked tokens
         self.layers = [(C, 3 * C), (C, C), (C, F), (F, C)] * config.layers
         self.head = [(C, C), (C, V)]
-        places = max(T * max(3 * C, F), M * V)
-        self.x, self.y, self.dx = (self._numbers(places) for _ in range(3))
+        largest = max(T * max(3 * C, F), M * V)
+        self.x, self.y, self.dx = (self._numbers(largest) for _ in range(3))
         self.weights = [self._numbers(a * b).view(b, a) for a, b in [*self.layers, *self.head]]
         self.gradients = [torch.empty_like(weight) for weight in self.weights]
 
@@ -99,9 +98,8 @@ class Products:
 
     def run(self, shape: Shape) -> None:
         """y = x W^T; then dx = dy W and dW = dy^T x."""
-        masked = 3 + len(
-            self.head
-        )  # after its attention the last layer computes only the masked tokens
+        # after its attention, the last layer computes only the masked tokens: out, up and down
+        masked = 3 + len(self.head)
         rows = [shape.tokens] * (len(self.weights) - masked) + [shape.masked] * masked
         sizes = [*self.layers, *self.head]
         for n, (a, b), weight, gradient in zip(
@@ -114,7 +112,7 @@ class Products:
 
 
 def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> None:
-    """Attention of all layers, forward and backward: ours, torch's fused kernel, or written out."""
+    """Attention of all layers, forward and backward: ours, PyTorch's fused kernel, or explicit."""
     H, D = config.heads, config.hidden // config.heads
     lengths = [length for n, length in shape.runs for _ in range(n)]
     packed = layout(np.cumsum([0, *lengths]))
@@ -125,7 +123,9 @@ def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> 
             torch.autograd.grad(out, qkv, torch.ones_like(out))
             continue
         for n, length in shape.runs:
-            q, k, v = (torch.ones(n, H, length, D, dtype=dtype, requires_grad=True) for _ in "qkv")
+            q, k, v = (
+                torch.ones(n, H, length, D, dtype=dtype, requires_grad=True) for _ in range(3)
+            )
             if form == "fused":
                 out = scaled_dot_product_attention(q, k, v)
             else:
@@ -153,7 +153,7 @@ def measure(
     threads: int,
     precision: str,
 ) -> Took:
-    """Real tokens a second of a step that consists of its products and the fastest attention."""
+    """Real tokens per second of a step made of its products and the fastest attention."""
     torch.set_num_threads(threads)
     config = checkpoints.load(init).config
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -162,8 +162,8 @@ def measure(
     taken = seconds(products.run, every, warmup)
     attending = min(
         seconds(partial(attend, config, each, form=form), every, warmup)
-        for form in ("ours", "fused", "written out")
-        for each in {dtype, torch.float32}
+        for form in ("ours", "fused", "explicit")
+        for each in {dtype, torch.float32}  # one if they are equal
     )
     tokens = sum(n * length for shape in every[warmup:] for n, length in shape.runs)
     return {"rate": tokens / (taken + attending), "products": taken, "attention": attending}

@@ -1,4 +1,4 @@
-"""The parts for one CUDA device, in bf16: shares of its peak, and speed beside transformers."""
+"""The parts for one CUDA device, in bf16: MFU, and speed compared with transformers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from xformer.tasks.task import Head
 COMPILED = "`transformers`, SDPA, compiled, length-grouped"
 PAPER_STEPS, PAPER_ROWS = 200_000, 150  # Chiang & Lee 2020, section 3, in rows of 128
 MASKED = 0.15
-# targets: share of the peak by length of rows, factors of speed and memory, hours, idle share
+# targets: MFU by length of rows, factors of speed and memory, hours, idle share
 PEAK_SHARE = {512: 0.50, 128: 0.45}
 SPEED, MEMORY, HOURS, IDLE = 2.5, 0.5, 2.0, 0.03
 WANTED = (
-    "the share of the device's peak that BERT-base's MLM reaches, counting the model's operations "
-    "on real tokens, "
+    "the MFU of BERT-base's MLM step, counting the model's FLOPs on real tokens, "
     + " and ".join(f"on full rows of {n} (target: {share:g})" for n, share in PEAK_SHARE.items()),
-    f"the MLM step on lines of mixed length beside {COMPILED} (target: {SPEED:g}x), and its peak "
-    f"memory over theirs (target: below {MEMORY:g})",
+    f"the MLM step on lines of mixed length compared with {COMPILED} (target: {SPEED:g}x), and "
+    f"its peak memory over theirs (target: below {MEMORY:g})",
     f"hours for the {PAPER_STEPS:,} steps of {PAPER_ROWS} x 128 of Chiang & Lee 2020 (target: "
     f"below {HOURS:g})",
     f"the share of time in which no kernel runs, in steady state (target: below {IDLE:g})",
@@ -66,7 +65,7 @@ def steps(bench: Bench) -> Took:
 
 
 def packed(bench: Bench) -> list[Row]:
-    """The share of the peak that full rows reach."""
+    """MFU on full rows."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     tokens = bench.size.full_rows * bench.size.length
     table = []
@@ -77,13 +76,13 @@ def packed(bench: Bench) -> list[Row]:
         flops = training_flops(config, length, MASKED * (length - 2) / length)
         share = [one["rate"] * flops / peak(device) for one in took]
         speed = sorted(one["rate"] for one in took)[len(took) // 2]
-        what = f"share of the peak, MLM, full rows of {length}, bf16"
+        what = f"MFU, MLM, full rows of {length}, bf16"
         table.append(Row(what, "", share, target=target, note=f"{speed:,.0f} tokens/s"))
     return table
 
 
 def mixed(bench: Bench) -> list[Row]:
-    """Lines of mixed length beside compiled transformers, with the peak memory of both."""
+    """Lines of mixed length compared with compiled transformers, with the peak memory of both."""
     size = bench.size
     our_model, their_model = prepare.model(bench)
     store, table = prepare.trial(bench, prepare.lines(bench), "lines", size.rows)

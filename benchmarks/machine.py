@@ -40,13 +40,11 @@ def words() -> str:
     known = ", ".join(s.upper() for s in SETS if s in flags) or platform.machine()
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     bf16 = "bf16 instructions" if has_bf16() else "no bf16 instructions"
-    speed = ", ".join(
-        f"{gflops(t):.0f} in {n}" for n, t in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    )
     cuda = f"; {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "; no CUDA device"
     return (
         f"{cores()} cores of an {name} ({known}; {bf16}), {memory:.0f} GiB{cuda}. Large matrix "
-        f"products reach {speed} GFLOP/s on these cores"
+        f"products reach {gflops(torch.float32):.0f} GFLOP/s in fp32 and "
+        f"{gflops(torch.bfloat16):.0f} GFLOP/s in bf16 on these cores"
     )
 
 
@@ -72,5 +70,5 @@ def versions() -> str:
 
 
 def load() -> float:
-    """The number of processes that want a core, averaged over the last minute."""
+    """The load average of the last minute."""
     return os.getloadavg()[0]

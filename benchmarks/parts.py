@@ -19,21 +19,21 @@ PADDED = "`transformers`, dynamic padding"
 FULL_ROWS = "`transformers`"
 CEILING = "the ceiling"
 OURS = "xformer"
-TRAINING = "eager"  # on the CPU within a tenth of SDPA (docs/benchmarks.md)
+TRAINER_ATTENTION = "eager"  # on the CPU within a tenth of SDPA (docs/benchmarks.md)
 
 
 def theirs(bench: Bench, **job: Any) -> Took:
-    """The measurements of a job of benchmarks/theirs.py."""
-    known = {"threads": bench.threads, "precision": bench.precision}
+    """Run a job of benchmarks/theirs.py and return its measurements."""
+    common = {"threads": bench.threads, "precision": bench.precision}
     output = fresh(bench.folder / "theirs-run")
-    job = known | {name: str(v) if isinstance(v, Path) else v for name, v in job.items()}
+    job = common | {name: str(v) if isinstance(v, Path) else v for name, v in job.items()}
     took, ended = module(bench, "theirs", {"output": str(output), **job})
     fresh(output)
     return {**took, "seconds": ended.seconds}
 
 
 def ours_on(bench: Bench, task: str, store: Path, model: Path, rows: int) -> Took:
-    """The measurements of our training with `rows` rows a batch. The rate excludes the warm-up."""
+    """Train with `rows` rows per batch and return the measurements, without the warm-up."""
     size = bench.size
     return ours.train(
         bench,
@@ -68,7 +68,7 @@ def training(
         rows=rows,
         steps=steps,
         warmup=size.warmup,
-        attention=TRAINING,
+        attention=TRAINER_ATTENTION,
     )
     ceiling = {
         "store": str(trial),
@@ -90,8 +90,8 @@ def training(
     return contestants
 
 
-def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) -> list[Row]:
-    """One row for each other contestant beside ours, with its target."""
+def compare(took: dict[str, list[Took]], what: str, targets: dict[str, float]) -> list[Row]:
+    """One row for each contestant that ours is compared with, and its target."""
     rows = []
     for name, target in targets.items():
         padding = took[name][0].get("padding", 0.0)
@@ -117,40 +117,40 @@ def beside(took: dict[str, list[Took]], what: str, targets: dict[str, float]) ->
 
 
 def mixed(bench: Bench) -> list[Row]:
-    """The MLM step on English lines, beside transformers and the ceiling."""
+    """The MLM step on English lines, compared with transformers and the ceiling."""
     took = in_turn(
         bench.rounds, training(bench, "mlm", prepare.lines(bench), "lines", bench.size.rows)
     )
     what = f"MLM step, {bench.size.rows} English lines of mixed length, {bench.precision}"
-    return beside(took, what, {PADDED: 5.5, GROUPED: 5.5, CEILING: 0.9})
+    return compare(took, what, {PADDED: 5.5, GROUPED: 5.5, CEILING: 0.9})
 
 
 def full(bench: Bench) -> list[Row]:
-    """The MLM step on full rows, beside transformers and the ceiling."""
+    """The MLM step on full rows, compared with transformers and the ceiling."""
     contestants = training(bench, "mlm", prepare.full_rows(bench), "full", bench.size.full_rows)
     contestants[FULL_ROWS] = contestants.pop(GROUPED)
     del contestants[PADDED]
     took = in_turn(bench.rounds, contestants)
     rows, length = bench.size.full_rows, bench.size.length
     what = f"MLM step, {rows} full rows of {length}, {bench.precision}"
-    return beside(took, what, {FULL_ROWS: 2.5, CEILING: 0.9})
+    return compare(took, what, {FULL_ROWS: 2.5, CEILING: 0.9})
 
 
 def tasks(bench: Bench) -> list[Row]:
-    """Fine-tuning on MRPC and CoLA, beside transformers."""
+    """Fine-tuning on MRPC and CoLA, compared with transformers."""
     rows = []
-    # CoLA's sentences are a fifth as long, so an equally good mean needs more steps
-    for name, title, more in (("mrpc", "MRPC", 1), ("cola", "CoLA", 4)):
-        some = replace(bench, size=replace(bench.size, steps=more * bench.size.steps))
-        contestants = training(some, "classify", prepare.task(bench, name), name, bench.size.rows)
+    # CoLA's sentences are a fifth as long, so an equally precise mean needs more steps
+    for name, title, factor in (("mrpc", "MRPC", 1), ("cola", "CoLA", 4)):
+        longer = replace(bench, size=replace(bench.size, steps=factor * bench.size.steps))
+        contestants = training(longer, "classify", prepare.task(bench, name), name, bench.size.rows)
         took = in_turn(bench.rounds, contestants)
         what = f"fine-tuning, {title}, {bench.size.rows} rows, {bench.precision}"
-        rows += beside(took, what, {PADDED: 1.8, GROUPED: 1.8})
+        rows += compare(took, what, {PADDED: 1.8, GROUPED: 1.8})
     return rows
 
 
 def evaluation(bench: Bench) -> list[Row]:
-    """The forward pass on MRPC's dev set, beside transformers."""
+    """The forward pass on MRPC's dev set, compared with transformers."""
     store = prepare.task(bench, "mrpc")
     our_model, their_model = prepare.model(bench, tuple(store.labels))
     table = bench.folder / "mrpc-valid-table"
@@ -183,11 +183,11 @@ def evaluation(bench: Bench) -> list[Row]:
     }
     took = in_turn(bench.rounds, contestants)
     what = f"evaluation, forward only, MRPC, {bench.precision}"
-    return beside(took, what, {PADDED: 1.5, GROUPED: 1.5})
+    return compare(took, what, {PADDED: 1.5, GROUPED: 1.5})
 
 
 def whole(bench: Bench) -> list[Row]:
-    """From the store to the checkpoint, start-up included, beside transformers."""
+    """From the store to the checkpoint, start-up included, compared with transformers."""
     size, store = bench.size, prepare.lines(bench)
     our_model, their_model = prepare.model(bench)
     table = bench.folder / "lines-table"
@@ -217,7 +217,7 @@ def whole(bench: Bench) -> list[Row]:
         warmup=max(1, size.whole_steps // 10),
         save=True,
         sampling="group_by_length",
-        attention=TRAINING,
+        attention=TRAINER_ATTENTION,
     )
     # Each run takes minutes. The shorter rounds of the other parts show the variation.
     took = in_turn(max(1, bench.rounds // 3), {OURS: mine, GROUPED: peer})
@@ -274,7 +274,7 @@ def start(bench: Bench) -> list[Row]:
     shown = {tokens: f"{_bytes(store) / 1e9:.3g} GB" for tokens, store in stores.items()}
 
     def run(tokens: int) -> Took:
-        forget(stores[tokens])
+        drop_page_cache(stores[tokens])
         return ours.train(
             bench,
             "mlm",
@@ -311,8 +311,8 @@ def _bytes(store: Store) -> int:
     return sum(file.stat().st_size for file in store.path.rglob("*.npy"))
 
 
-def forget(store: Store) -> None:
-    """Ask the system to drop a store's pages from memory, as if the machine had restarted."""
+def drop_page_cache(store: Store) -> None:
+    """Drop a store from the page cache, as if the machine had restarted."""
     for file in store.path.rglob("*.npy"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -320,7 +320,7 @@ def forget(store: Store) -> None:
 
 
 def bf16(bench: Bench) -> list[Row]:
-    """One short round in bf16 on a processor without instructions for it: a footnote."""
+    """One short round in bf16 on a processor without bf16 instructions: a footnote."""
     few = replace(bench.size, warmup=1, steps=3)
     half = replace(bench, precision="bf16", rounds=1, size=few, folder=bench.folder / "bf16")
     half.folder.mkdir(exist_ok=True)
@@ -328,7 +328,7 @@ def bf16(bench: Bench) -> list[Row]:
 
 
 def settings(bench: Bench) -> list[Row]:
-    """Other settings of the Trainer, one round each; the tables above use the best of them."""
+    """Other settings of the Trainer, one round each."""
     size, model = bench.size, prepare.model(bench)[1]
     steps = size.warmup + (size.steps + 1) // 2
     job: dict[str, Any] = {
@@ -345,7 +345,7 @@ def settings(bench: Bench) -> list[Row]:
     wanted: dict[str, dict[str, Any]] = {
         "lines, length-grouped, eager attention": {**of_lines, "attention": "eager"},
         "lines, length-grouped, SDPA": of_lines,
-        "lines, length-grouped, eager attention, batches built by a process": {
+        "lines, length-grouped, eager attention, one DataLoader worker": {
             **of_lines,
             "attention": "eager",
             "workers": 1,

@@ -196,7 +196,7 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
     lines = [
         f"{size:.1f} MB of text, {CORES} cores, medians of {rounds} rounds taken in turn:",
         "",
-        "| way | seconds (all rounds) | MB/s | over ours | processor seconds | over ours |",
+        "| method | seconds (all rounds) | MB/s | over ours | CPU seconds | over ours |",
         "|---|---|---|---|---|---|",
     ]
     for name, what in names.items():
@@ -218,8 +218,8 @@ def bytes_a_token(path: Path, what: str) -> str:
     )
     total, tokens = ids + offsets, split.tokens
     return (
-        f"Bytes a token, {what}: {total / tokens:.3f} ({ids / tokens:.3f} ids + "
-        f"{offsets / tokens:.3f} offsets at {tokens / split.rows:.0f} tokens a row)."
+        f"Bytes per token, {what}: {total / tokens:.3f} ({ids / tokens:.3f} ids + "
+        f"{offsets / tokens:.3f} offsets at {tokens / split.rows:.0f} tokens per row)."
     )
 
 
@@ -243,7 +243,7 @@ def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
         )
     )
     rate = (folder / "articles.jsonl").stat().st_size / 1e6 / spent.seconds
-    note = f"an article a document (JSON lines, {rate:.1f} MB/s)"
+    note = f"one article per document (JSON lines, {rate:.1f} MB/s)"
     return [bytes_a_token(store, note)]
 
 

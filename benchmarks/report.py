@@ -59,7 +59,7 @@ def line(row: Row) -> str:
 
 
 HEAD = [
-    "| what | beside | ours | theirs | ours over theirs | target | |",
+    "| what | compared with | ours | theirs | ours over theirs | target | |",
     "|---|---|---|---|---|---|---|",
 ]
 
@@ -95,13 +95,13 @@ def section(
     if rows:
         lines += [*HEAD, *map(line, rows), ""]
         if drawable(rows):
-            lines += [f"![Speed beside transformers and the ceiling]({FIGURE}.png)", ""]
+            lines += [f"![Speed compared with transformers and the ceiling]({FIGURE}.png)", ""]
     missed = sorted(
         (r for r in rows if r.target is not None and not r.reached), key=lambda r: r.share
     )
     if missed:
         worst = missed[0]
-        whom = f", beside {worst.other}" if worst.other else ""
+        whom = f", compared with {worst.other}" if worst.other else ""
         lines += [f"Furthest from its target: {worst.what}{whom}, at {worst.share:.0%} of it.", ""]
     for part in footnotes:
         lines += [f"{TITLES[part.part]}:", "", *table(part.rows), ""]
@@ -128,7 +128,7 @@ def table(rows: list[Row]) -> list[str]:
 
 TITLES = {
     "bf16": "bf16 on this processor, which has no instructions for it (one round)",
-    "settings": "The Trainer with other settings, in real tokens a second (one round)",
+    "settings": "The Trainer with other settings, in real tokens per second (one round)",
 }
 
 
@@ -164,7 +164,9 @@ def draw(rows: list[Row], path: Path) -> None:
     for place, row in enumerate(rows):
         _bar(axes, place, row, 0.06 * limit)
     axes.set_yticks(
-        range(len(rows)), [f"{row.what}\nbeside {_plain(row.other)}" for row in rows], fontsize=8
+        range(len(rows)),
+        [f"{row.what}\nvs. {_plain(row.other)}" for row in rows],
+        fontsize=8,
     )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.axvline(1, color="0.5", linewidth=0.8, zorder=0)

@@ -1,22 +1,21 @@
-"""Time xformer beside the Trainer of `transformers`: `make bench DATA=DIR`.
+"""Compare the speed of xformer with the Trainer of `transformers`: `make bench DATA=DIR`.
 
     python -m benchmarks.run --data DIR                     # all parts; prints the table
     python -m benchmarks.run --data DIR --output docs       # and writes it
     python -m benchmarks.run mixed tasks --data DIR --rounds 1 --short
-    python -m benchmarks.run --quick                        # a tiny model and made-up data: a test
+    python -m benchmarks.run --quick                        # smoke test: tiny model, random data
     python -m benchmarks.run mixed --data DIR --ours batch.accumulate=2
 
 DIR holds english_wikipedia/train.txt, vocabs/bert-base-uncased.vocab.txt, glue/MRPC and glue/CoLA.
 
 Ours is train.py as a user runs it; its speed is read from its log. Theirs is the Trainer, timed by
 a callback. Each contestant is a separate process with all cores. They alternate: ours, theirs, the
-ceiling, and again. Only real tokens count, and no steps of the warm-up.
+ceiling, and again. Only real tokens are counted, and warm-up steps are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,13 +47,13 @@ FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
     "bf16": parts.bf16,
     "settings": parts.settings,
 }
-# measured in bf16 too if the processor has instructions for it
+# also measured in bf16 if the processor has bf16 instructions
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
 NEEDS = ("transformers", "accelerate", "datasets")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
+    """argparse with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message}; see python -m benchmarks.run --help")
@@ -78,13 +77,13 @@ def main() -> None:
             ours=tuple(arguments.ours),
         )
         page = arguments.output / "benchmarks.json" if arguments.output else folder / "page.json"
-        words = {"machine": machine.words(), "versions": machine.versions()}
-        kept = _kept(page, words["versions"]) if arguments.parts else []
+        setup = {"machine": machine.words(), "versions": machine.versions()}
+        kept = _kept(page, setup["versions"]) if arguments.parts else []
         new = []
         for name in arguments.parts or _all_parts():
             new.append(replace(measure(name, bench), short=arguments.short))
             kept = [*(part for part in kept if part.part != name), new[-1]]
-            _write(page, words, kept)  # so an interrupted run keeps its finished parts
+            _write(page, setup, kept)  # so an interrupted run keeps its finished parts
         print("\n".join([*report.HEAD, *(report.line(row) for part in new for row in part.rows)]))
 
 
@@ -107,7 +106,7 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=3,
         metavar="N",
-        help="How often each contestant runs (default: %(default)s).",
+        help="How many times each contestant runs (default: %(default)s).",
     )
     parser.add_argument(
         "--output",
@@ -134,12 +133,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="Made-up data and a tiny model: a test that everything runs. Its numbers mean "
-        "nothing.",
+        help="A smoke test with random data and a tiny model. Its numbers mean nothing.",
     )
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in known]:
-        raise BadInput(f"unknown part {unknown[0]!r}; there are {', '.join(known)}")
+        raise BadInput(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
     if arguments.rounds < 1:
         raise BadInput(f"--rounds {arguments.rounds}: give 1 or more rounds")
     if missing := [package for package in NEEDS if find_spec(package) is None]:
@@ -163,7 +161,7 @@ def _all_parts() -> list[str]:
 
 
 def measure(name: str, bench: Bench) -> Measured:
-    """The rows of a part, in every precision that the machine has instructions for."""
+    """The rows of a part, in every precision that the processor supports natively."""
     load, started = machine.load(), time.perf_counter()
     say(f"{name} (load {load:.1f})")
     if name in gpu.PARTS:
@@ -187,7 +185,7 @@ def _kept(page: Path, versions: str) -> list[Measured]:
     if old["versions"] != versions:
         raise BadInput(
             f"{page} was measured with {old['versions']}, not {versions}, so its rows cannot "
-            "stand beside new ones; measure all parts, or delete it"
+            "be mixed with new ones; measure all parts, or delete it"
         )
     return [
         Measured(**{**part, "rows": [Row(**row) for row in part["rows"]]})
@@ -195,8 +193,8 @@ def _kept(page: Path, versions: str) -> list[Measured]:
     ]
 
 
-def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
-    write_json(page, {**words, "measured": [asdict(part) for part in measured]})
+def _write(page: Path, setup: dict[str, str], measured: list[Measured]) -> None:
+    write_json(page, {**setup, "measured": [asdict(part) for part in measured]})
     order = [*TABLE, *FOOTNOTES, *gpu.PARTS]
     measured = sorted(measured, key=lambda part: order.index(part.part))
     table, footnotes, on_cuda = (
@@ -207,7 +205,7 @@ def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
     if machine.has_bf16() and "bf16" in missing:  # the table itself has it
         missing.remove("bf16")
     text = report.section(
-        **words,
+        **setup,
         measured=table,
         footnotes=footnotes,
         gpu=on_cuda,
@@ -221,5 +219,4 @@ def _write(page: Path, words: dict[str, str], measured: list[Measured]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     run(main)

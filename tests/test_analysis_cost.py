@@ -55,12 +55,12 @@ def test_masked_words_are_counted_and_timed(tmp_path: Path) -> None:
     assert [len(seconds) for seconds in taken.values()] == [2, 2]
     assert min(taken["forward"] + taken["training"]) > 0
     C, V, masked = looking.HIDDEN, looking.PIECES, 2 / 10
-    bare = cost.count_operations(
+    bare = cost.parameters_and_flops(
         cost._with_head(checkpoint, CostConfig(out="x", rows=2, length=5)),
         CostConfig(out="x", rows=2, length=5),
     )
     pooled = (2 * C * C + 4 * C) / 5
-    more = cost.count_operations(with_head, config)["flops_per_token"]["forward"]
+    more = cost.parameters_and_flops(with_head, config)["flops_per_token"]["forward"]
     more -= bare["flops_per_token"]["forward"] - pooled
     assert more == pytest.approx(masked * (2 * C * C + 2 * C * V))
 
@@ -75,7 +75,7 @@ def test_the_base_is_the_nearest_checkpoint_before_operations(tmp_path: Path) ->
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     base = str(looking.checkpoint(tmp_path / "base"))
-    with pytest.raises(BadInput, match=r"length=99: .* takes rows of 17 at most"):
+    with pytest.raises(BadInput, match=r"length=99: .* takes rows of at most 17 tokens"):
         cost.run([base], CostConfig(out=str(tmp_path / "out"), length=99))
     with pytest.raises(BadInput, match="give 2 different names"):
         cost.run([base, base], CostConfig(out=str(tmp_path / "out"), names=("a",)))

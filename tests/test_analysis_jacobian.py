@@ -11,7 +11,12 @@ import torch
 from tiny import seeded
 
 from xformer.analysis.examples import open_examples
-from xformer.analysis.jacobian import JacobianConfig, estimate, from_words, of_token
+from xformer.analysis.jacobian import (
+    JacobianConfig,
+    estimate,
+    jacobian_of_token,
+    last_hidden_from_words,
+)
 from xformer.analysis.jacobian import singular_values as values_of
 
 
@@ -23,7 +28,7 @@ def test_a_linear_model_has_its_own_matrix() -> None:
     def linear(x: torch.Tensor) -> torch.Tensor:
         return (x.flatten(1) @ matrix.T).view(-1, L, C)
 
-    jacobian = of_token(linear, x, 3)
+    jacobian = jacobian_of_token(linear, x, 3)
     assert torch.allclose(jacobian, matrix[3 * C : 4 * C], atol=1e-13)
     assert torch.allclose(values_of(jacobian), torch.linalg.svdvals(matrix[3 * C : 4 * C]))
     # With as many steps as columns the quadrature is exact for any probe.
@@ -55,9 +60,9 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
     reader = examples.models[0]
     reader.model.double().requires_grad_(False)
     batch = reader.assembler.batch(examples.rows[:1])
-    function, x = from_words(reader, batch)
+    function, x = last_hidden_from_words(reader, batch)
     assert torch.allclose(function(x[None])[0, 0], reader.model.encoder(_packed(batch, reader))[0])
-    jacobian = of_token(function, x, 2)
+    jacobian = jacobian_of_token(function, x, 2)
     step = 1e-5
     for place in (0, 40, x.numel() - 1):
         moved = torch.zeros(x.numel(), dtype=x.dtype)

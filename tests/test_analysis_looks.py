@@ -130,7 +130,7 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     with pytest.raises(BadInput, match="cannot be aligned"):
         open_pair([str(out), str(other)])
     for change, message in (
-        ({"run": "runs/x"}, "leave run= away"),
+        ({"run": "runs/x"}, "leave run= out"),
         ({"layers": "0", "what": "attention"}, r"the embeddings \(0\) have no attention"),
     ):
         with pytest.raises(BadInput, match=message):
@@ -156,7 +156,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part = tmp_path / "f.h5.parts/00000.h5"
     content = part.read_bytes()
     part.write_bytes(content[:-10])
-    with pytest.raises(BadInput, match=r"00000.h5 is missing or cut off"):
+    with pytest.raises(BadInput, match=r"00000.h5 is missing or truncated"):
         open_capture(out)
     part.write_bytes(content[:-10] + bytes(byte ^ 1 for byte in content[-10:]))
     with pytest.raises(BadInput, match=r"00000.h5 is not what `capture` wrote: its checksum"):
@@ -164,7 +164,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part.write_bytes(content)
     out.rename(tmp_path / "new.h5")
     part.parent.rename(tmp_path / "new.h5.parts")
-    with pytest.raises(BadInput, match=r"can only be found as f.h5.parts: rename it to f.h5"):
+    with pytest.raises(BadInput, match=r"can only be found as f.h5.parts: rename it back to f.h5"):
         open_capture(tmp_path / "new.h5")
     (tmp_path / "new.h5").rename(out)
     (tmp_path / "new.h5.parts").rename(part.parent)
@@ -175,7 +175,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
         out.write_bytes(damaged)
         with pytest.raises(BadInput, match=r"f.h5 is not what `capture` wrote: its checksum"):
             open_capture(out)
-        with pytest.raises(BadInput, match="cut off or not an HDF5 file"):
+        with pytest.raises(BadInput, match="truncated or not an HDF5 file"):
             open_capture(out, trust=True)
 
 

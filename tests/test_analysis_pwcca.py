@@ -144,7 +144,7 @@ def test_many_independent_neurons_give_wachters_mean(n: int, d: int, e: int) -> 
 
 
 def _bases(x: Array, y: Array):  # type: ignore[no-untyped-def]
-    pair = analysis._joint(iter([(torch.from_numpy(x), torch.from_numpy(y))]))
+    pair = analysis.factor_together(iter([(torch.from_numpy(x), torch.from_numpy(y))]))
     return pair.x, pair.y, pair.inner
 
 
@@ -266,7 +266,7 @@ def test_a_stream_equals_the_matrix_in_memory() -> None:
     cuts = [0, 1, 13, 700, 701, 1999, 3999, 4001]
     assert n > 5 * FOLD * (d + e)
     pieces = [(torch.from_numpy(x[a:b]), torch.from_numpy(y[a:b])) for a, b in pairwise(cuts)]
-    pair = analysis._joint(iter(pieces))
+    pair = analysis.factor_together(iter(pieces))
     expected = in_memory(x, y)
     # It differs by up to 2e-10 (see below); how much depends on the processor.
     assert similarity(pair.x, pair.y, pair.inner).pwcca == pytest.approx(expected, abs=1e-9)

@@ -181,7 +181,7 @@ def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     products = ceiling.Products(config, torch.float32, shapes)
     with FlopCounterMode(display=False) as counter:
         products.run(shapes[1])
-        ceiling.attend(config, torch.float32, shapes[1], form="written out")
+        ceiling.attend(config, torch.float32, shapes[1], form="explicit")
     for form in ("ours", "fused"):
         ceiling.attend(config, torch.bfloat16, shapes[1], form=form)
     squares = sum(n * length**2 for n, length in shapes[1].runs)
@@ -289,7 +289,7 @@ def test_the_page_keeps_the_text_outside_the_marks(tmp_path: Path) -> None:
     assert written.startswith("before\n\n")
     assert written.endswith("\n\nafter\n")
     assert "old" not in written
-    assert "Furthest from its target: a step, beside others, at 50% of it." in written
+    assert "Furthest from its target: a step, compared with others, at 50% of it." in written
     assert "Not run on CUDA yet" in written
     page.write_text("nothing of ours\n")
     with pytest.raises(BadInput, match="no place for the table"):
@@ -310,7 +310,7 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert f"{tmp_path}/english_wikipedia/train.txt does not exist" in refused(
         "--data", str(tmp_path)
     )
-    assert "unknown part 'mixde'; there are mixed, full" in refused("mixde", "--quick")
+    assert "unknown part 'mixde'; the parts are mixed, full" in refused("mixde", "--quick")
     assert "--rounds 0" in refused("--quick", "--rounds", "0")
     assert "is not a directory" in refused("--quick", "--output", str(tmp_path / "absent"))
     if not torch.cuda.is_available():

@@ -312,7 +312,10 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([surgery(TRANSPLANT)], ["start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
     ([surgery(SUBSTITUTE)], ["store=made.wordy was made with another tokenizer"]),
     # commands
-    ([("max_tokens=64", "max_tokens=200")], ["max_tokens=200: pretrain takes rows of 128 at most"]),
+    (
+        [("max_tokens=64", "max_tokens=200")],
+        ["max_tokens=200: pretrain takes rows of at most 128 tokens"],
+    ),
     (
         [('"data={made.task}"', '"data={made.letters}"')],
         ["score seed=0", "head=classify needs a store of kind class; made.letters is text"],

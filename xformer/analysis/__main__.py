@@ -10,7 +10,7 @@
 
 A CHECKPOINT is the directory of a checkpoint or of a finished run. Of a run, the checkpoint that
 train.select chose is used. Every analysis but capture writes its result as JSON, draws figures from
-it (SVG and PNG, for light and dark pages), and prints a summary in one line.
+it (SVG and PNG, for light and dark pages), and prints a one-line summary.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from xformer.start import run
 
 # the modules by name, and what each of them shows
 MODULES = {
-    "pwcca": "how alike the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
-    "attention": "how far apart the attention maps of two models are, with heads matched",
+    "pwcca": "how similar the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
+    "attention": "distances between the attention maps of two models, with heads matched",
     "jacobian": "dynamical isometry: singular values of d(last hidden) / d(word embeddings)",
     "gradients": "gradient confusion: cosines between the gradients of different examples",
-    "perturbation": "how far outputs move when noise is added to the parameters",
-    "cost": "parameters by part, operations per token, measured speed, seconds to make",
+    "perturbation": "how much outputs change when noise is added to the parameters",
+    "cost": "parameters by part, FLOPs per token, measured speed, seconds to make",
     "curves": "loss curves of runs: mean and standard deviation over seeds",
     "capture": "hidden states and attention maps, written to an HDF5 file",
 }

@@ -6,8 +6,8 @@
 
 In each layer and for each example, the heads of the first model are matched one to one with those
 of the second, so that the mean L1 distance of matched maps is smallest (Kao & Lee 2021, section
-4.4.1 and figure 5). The distance of two maps is the sum over keys of |a - b|, averaged over
-queries. It is 0 for equal maps, and 2 for maps that attend to different tokens.
+4.4.1 and figure 5). The distance between two maps is the sum over keys of |a - b|, averaged over
+queries. It is 0 for equal maps, and 2 for maps that attend to disjoint sets of tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Shapes: H heads, H' heads of the second model, L tokens of an example, N examples.
 
-READABLE = 24  # tokens: the maps of an example that is longer are too fine to read
+READABLE = 24  # tokens; the maps of longer examples are too fine to read
 
 
 class AttentionConfig(ExamplesConfig):
@@ -64,7 +64,7 @@ def map_distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 def match(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The one-to-one matching of least total cost (H, H'), by the Hungarian algorithm.
+    """The one-to-one matching with the lowest total cost (H, H'), by the Hungarian algorithm.
 
     Returns the heads of the first model and their partners, min(H, H') of each.
     """
@@ -85,7 +85,7 @@ def run(paths: list[str], config: AttentionConfig) -> None:
     if config.example is not None and config.example >= first.assembler.split.rows:
         raise BadInput(
             f"example={config.example}: the split has {first.assembler.split.rows} rows; give a "
-            "number from 0"
+            f"number from 0 to {first.assembler.split.rows - 1}"
         )
     if first.layers != second.layers:
         say(
@@ -128,8 +128,9 @@ def layer_distances(examples: Examples, layers: int) -> list[dict[str, Any]]:
 def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
     """One layer's distances, from the distances (N, H, H') of all pairs of heads by example.
 
-    `distance` is over heads matched in each example, with its deviation over examples; `unmatched`
-    over all pairs of heads; `matching` is the one matching of the mean distances.
+    `distance` is the mean over heads matched in each example, with its standard deviation over
+    examples, and `unmatched` the mean over all pairs of heads. `matching` matches the heads once,
+    by their mean distances.
     """
     each = np.array([cost[match(cost)].mean() for cost in costs])
     mean = costs.mean(0)
@@ -151,8 +152,8 @@ def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
 
 
 def _matched_maps(examples: Examples, layer: dict[str, Any], row: int | None) -> dict[str, Any]:
-    """The maps of one layer for one row, with the heads of both models in the matching's order."""
-    if row is None:  # rows are in order of length
+    """The maps of one layer for one row, with the heads of both models in matched order."""
+    if row is None:  # rows are sorted by length
         readable = np.flatnonzero(examples.sizes <= READABLE)
         row = int(examples.rows[readable[-1] if len(readable) else 0])
     rows, number, matching = np.array([row]), layer["layer"], layer["matching"]

@@ -5,9 +5,9 @@
       what=hidden,attention examples=1000 dtype=float32 out=bert.h5
 
 The numbers are in the part files in F.h5.parts/. F.h5 joins them, so that a program reads one file.
-Each part is renamed when it is complete, so the same command continues after it was killed. Memory
-does not grow with the number of examples. F.h5.parts/capture.json holds the settings and, once F.h5
-is complete, the SHA-256 of every file.
+A part gets its final name only when it is complete, so a command that was killed can be run again
+and continues. Memory does not grow with the number of examples. F.h5.parts/capture.json holds the
+settings and, once F.h5 is complete, the SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ READ_TOKENS = 4096  # read at once
 CHUNK_ROWS = 256  # of a dataset, compressed together
 NOTE = "capture.json"  # in F.h5.parts
 JOINED = "joined"  # the name of F.h5 in NOTE; the parts have their own names
-# what h5py raises if a file is cut off, damaged, or not a capture
+# what h5py raises if a file is truncated, damaged, or not a capture
 DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -90,12 +90,12 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     out = Path(config.out)
     parts = _parts_of(out)
     if config.run is not None:
-        raise BadInput("capture draws nothing that a run could show: leave run= away")
+        raise BadInput("capture draws no figure that a run could show: leave run= out")
     if out.suffix != ".h5" or out.is_dir():
         raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
     check_place(parts)
     kinds = [kind.strip() for kind in config.what.split(",")]
-    if not kinds or not set(kinds) <= {"hidden", "attention"}:
+    if not set(kinds) <= {"hidden", "attention"}:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
     layers = parse_layers(config.layers, examples.models[0].layers)
@@ -107,7 +107,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     identity = _identity(examples, config, kinds, layers)
     if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
-        say(f"{out} is complete already")
+        say(f"{out} is already complete")
         return
     with _locked(parts, identity, out, config.overwrite):
         files = _write_parts(examples, parts, kinds, layers, config.dtype)
@@ -163,7 +163,7 @@ def _refuse_other(on_disk: dict[str, Any], wanted: dict[str, Any], where: Path) 
 
 @contextmanager
 def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -> Iterator[None]:
-    """Keep other processes out of the directory of parts, which is created if necessary.
+    """Lock the directory of parts, which is created if necessary.
 
     Parts of the same capture that a killed process left are kept. Raises BadInput if the directory
     is in use, or holds another capture.
@@ -190,7 +190,7 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
             yield
         finally:
             _remove_temporary(parts)
-            if not list(parts.glob("*.h5")):  # it ended before the first part
+            if not list(parts.glob("*.h5")):  # stopped before the first part
                 shutil.rmtree(parts, ignore_errors=True)
 
 
@@ -215,8 +215,8 @@ def _write_parts(
         temporary = parts / f".{file.name}.{os.getpid()}"
         with h5py.File(temporary, "w") as h5:
             of_part = replace(examples, rows=rows, sizes=np.array(sizes))
-            for some in of_part.parts():
-                _append(h5, of_part, some, kinds, layers, dtype)
+            for batch_rows in of_part.parts():
+                _append(h5, of_part, batch_rows, kinds, layers, dtype)
         sync(temporary)
         temporary.replace(file)
         sync(parts)
@@ -244,15 +244,19 @@ def _append(
     _extend(h5, "sizes", np.diff(batch.cu_seqlens).astype(np.int32))
     if "hidden" in kinds:
         for layer in layers:
-            _extend(h5, f"hidden/{layer}", _as(inside.hidden[layer], dtype, loaded.path, layer))
+            _extend(
+                h5, f"hidden/{layer}", _to_array(inside.hidden[layer], dtype, loaded.path, layer)
+            )
     if "attention" in kinds:
-        for layer in filter(None, layers):
+        for layer in layers:
+            if layer == 0:  # the embeddings have no attention
+                continue
             maps = [m.permute(1, 2, 0).flatten(0, 1) for m in inside.maps[layer - 1]]  # (L L, H)
-            _extend(h5, f"attention/{layer}", _as(torch.cat(maps), dtype, loaded.path, layer))
+            _extend(h5, f"attention/{layer}", _to_array(torch.cat(maps), dtype, loaded.path, layer))
 
 
-def _as(x: Tensor, dtype: str, path: str, layer: int) -> np.ndarray:
-    """A tensor as an array. Raises BadInput if float16 would make a number infinite."""
+def _to_array(x: Tensor, dtype: str, path: str, layer: int) -> np.ndarray:
+    """A tensor as an array. Raises BadInput if a number would overflow in float16."""
     if dtype == "float16" and x.abs().max() > torch.finfo(torch.float16).max:
         raise BadInput(
             f"{path}: layer {layer} has numbers too large for float16; give dtype=float32"
@@ -340,7 +344,7 @@ def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], 
 
 @dataclass(frozen=True)
 class Capture:
-    """A capture on disk, which was checked to be complete."""
+    """A capture on disk that is known to be complete."""
 
     path: Path
     attributes: dict[str, Any]
@@ -394,13 +398,13 @@ def open_capture(path: str | Path, trust: bool = False) -> Capture:
             if made != _parts_of(path).name:
                 raise BadInput(
                     f"{path} was renamed, but its parts can only be found as {made}: rename "
-                    f"it to {made.removesuffix('.parts')} again"
+                    f"it back to {made.removesuffix('.parts')}"
                 )
             for name, size in attributes["parts"].items():  # HDF5 would not notice
                 part = _parts_of(path) / name
                 if not part.is_file() or part.stat().st_size != size:
                     raise BadInput(
-                        f"{part} is missing or cut off: {path} is not complete; capture it again "
+                        f"{part} is missing or truncated: {path} is not complete; capture it again "
                         "with overwrite=true"
                     )
                 if not trust:
@@ -408,7 +412,7 @@ def open_capture(path: str | Path, trust: bool = False) -> Capture:
             rows, offsets = h5["rows"][:], h5["offsets"][:]
     except DAMAGE as error:
         raise BadInput(
-            f"{path} is cut off or not an HDF5 file ({str(error)[:60]}); capture it again"
+            f"{path} is truncated or not an HDF5 file ({str(error)[:60]}); capture it again"
         ) from None
     return Capture(path, attributes, rows, offsets)
 

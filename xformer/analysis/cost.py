@@ -1,4 +1,4 @@
-"""What a model costs: parameters by part, operations per token, measured speed, seconds to make.
+"""What a model costs: parameters by part, FLOPs per token, measured speed, seconds to make.
 
     python -m xformer.analysis cost CHECKPOINT [CHECKPOINT ...] out=DIR
     python -m xformer.analysis cost ckpt/bert ckpt/distilbert ckpt/bert-first-6 head=classify \\
@@ -8,11 +8,11 @@ The other checkpoints are compared with the first (Zhang et al. 2021, section 6 
 
 Speed is measured on this machine, on `rows` rows of `length` random tokens without padding. A
 forward pass is in evaluation mode. A training step has dropout, a backward pass and AdamW. The
-checkpoints take turns, the first round is not counted, and the median of `repeats` rounds is shown.
+checkpoints alternate, the first round is not counted, and the median of `repeats` rounds is shown.
 
 Seconds to make depend on where a checkpoint comes from:
-  - operations on the weights of another checkpoint in the command: they are applied again, in a
-    temporary directory inside `out`, and timed from loading the weights to having them on disk
+  - surgery on another checkpoint in the command: its operations are applied again, in a temporary
+    directory inside `out`, and timed from loading the weights to having them on disk
   - training, for a run: the seconds that its result.json holds
   - anything else: the seconds to load it and to save a copy
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 # Shapes: N rows, L tokens of a row.
 
-MASKING = 0.15  # share of the tokens that the head mlm predicts
+MASKING = 0.15  # share of the tokens that head=mlm predicts
 
 
 class CostConfig(Output):
@@ -63,7 +63,7 @@ class CostConfig(Output):
 
     names: NameList = ()
     """Names of the checkpoints in the result, in order, such as names=bert,scratch. Default: the
-    shortest ends of their paths that differ."""
+    shortest endings of their paths that are all different."""
     head: Literal["classify", "mlm"] = "classify"
     """The head that is measured: two classes, or masked language modelling of 15 % of the tokens.
     If the checkpoint lacks it, it is initialised at random."""
@@ -72,9 +72,9 @@ class CostConfig(Output):
     length: int = Field(128, ge=3)
     """Tokens of a row."""
     repeats: int = Field(5, ge=1)
-    """How often each pass and each step is timed; the median counts."""
+    """How many times each pass and each step is timed; the median is shown."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the matrix products."""
+    """Data type of the matrix products."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the tokens and of new weights."""
 
@@ -94,7 +94,7 @@ def run(paths: list[str], config: CostConfig) -> None:
     out = Path(config.out)
     make_directory(out, "out=")
     with_heads = [_with_head(checkpoint, config) for checkpoint in loaded]
-    counts = [count_operations(checkpoint, config) for checkpoint in with_heads]
+    counts = [parameters_and_flops(checkpoint, config) for checkpoint in with_heads]
     timings = time_models(with_heads, config, ranks)
     by_path = dict(zip(paths, loaded, strict=True))
     models = [
@@ -129,7 +129,7 @@ def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
     model = checkpoint.config
     if config.length > model.max_positions:
         raise BadInput(
-            f"length={config.length}: {path} takes rows of {model.max_positions} at most"
+            f"length={config.length}: {path} takes rows of at most {model.max_positions} tokens"
         )
     if TASKS[config.head].predicts_masked and model.architecture != "transformer":
         raise BadInput(f"head=mlm: {path} is a {model.architecture}; give head=classify")
@@ -156,7 +156,7 @@ def _sentence(model: dict[str, Any]) -> str:
     speed = model["speed"]
     return (
         f"{model['name']}: {model['parameters']['total'] / 1e6:.1f} M parameters, "
-        f"{model['flops_per_token']['forward'] / 1e6:.1f} MFLOP per token, "
+        f"{model['flops_per_token']['forward'] / 1e6:.1f} MFLOPs per token, "
         f"{speed['forward']['tokens_per_second']:,.0f} tokens/s forward "
         f"({speed['forward']['relative']:.2f}x), "
         f"{speed['training']['tokens_per_second']:,.0f} in training "
@@ -176,8 +176,8 @@ def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
     return checkpoint.with_head(head, config.seed)[0]
 
 
-def count_operations(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
-    """Parameters by part, and operations per token, of a checkpoint with its head."""
+def parameters_and_flops(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
+    """Parameters by part, and FLOPs per token, of a checkpoint with its head."""
     shape, task = checkpoint.config, checkpoint.task
     assert task is not None
     parts = parameters(shape, task)
@@ -197,7 +197,7 @@ Timing = dict[str, list[float]]  # {"forward": seconds of each pass, "training":
 def time_models(with_heads: list[Checkpoint], config: CostConfig, ranks: Ranks) -> list[Timing]:
     """Time forward passes and training steps of each checkpoint.
 
-    The checkpoints take turns, so that other work on the machine slows all of them alike. The first
+    The checkpoints alternate, so that other work on the machine slows all of them alike. The first
     round is not counted.
     """
     models = [checkpoint.model().to(ranks.device) for checkpoint in with_heads]
@@ -220,7 +220,7 @@ def time_models(with_heads: list[Checkpoint], config: CostConfig, ranks: Ranks) 
 
 
 def _speed(timing: Timing, first: Timing, flops: dict[str, float], config: CostConfig) -> Any:
-    """Tokens and operations per second of one checkpoint, also relative to the first one."""
+    """Tokens and FLOPs per second of one checkpoint, also relative to the first one."""
     tokens = config.rows * config.length
     speed = {}
     for what, seconds in timing.items():
@@ -297,8 +297,8 @@ def training_step(
 def seconds_to_make(path: str, by_path: dict[str, Checkpoint], directory: Path) -> dict[str, Any]:
     """How the checkpoint at `path` was made, and how many seconds that takes.
 
-    `how` is "training", "copy", or the operations that made it from another of `by_path`. A copy
-    and operations are done again, in a temporary directory inside `directory`.
+    `how` is "training", "copy", or the surgery operations that made it from another of
+    `by_path`. A copy and operations are made again, in a temporary directory inside `directory`.
     """
     if base := base_of(by_path[path], by_path):
         return _make_again(path, by_path, base, directory)
@@ -309,7 +309,7 @@ def seconds_to_make(path: str, by_path: dict[str, Checkpoint], directory: Path) 
 
 
 def base_of(checkpoint: Checkpoint, by_path: dict[str, Checkpoint]) -> str | None:
-    """The path of the checkpoint from which operations alone made this one, or None.
+    """The path of the checkpoint from which this one was made by surgery alone, or None.
 
     If there are several, it is the latest.
     """
@@ -327,7 +327,7 @@ def _make_again(
     path: str, by_path: dict[str, Checkpoint], base: str, directory: Path
 ) -> dict[str, Any]:
     """Make the checkpoint at `path` from `base` again, time it, and compare the weights bit for
-    bit. From itself it is copied."""
+    bit. If both are the same, it is copied."""
     records = [
         {k: v for k, v in record.items() if k != "sha256"}
         for record in by_path[path].history[len(by_path[base].history) :]
@@ -361,7 +361,7 @@ def _as_call(record: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Bars for each checkpoint: parameters by part, operations, speed, seconds to make."""
+    """Bars for each checkpoint: parameters by part, FLOPs, speed, seconds to make."""
     models, batch = result["models"], result["batch"]
     figure = style.new_figure(11, 3.4 + 0.9 * len(models))
     axes = figure.subplots(2, 2)
@@ -371,8 +371,8 @@ def draw(result: dict[str, Any]) -> Figure:
     measures: Any = (
         (
             axes[0, 1],
-            "million operations per token",
-            "Operations",
+            "MFLOPs per token",
+            "FLOPs",
             lambda m, what: m["flops_per_token"][what] / 1e6,
         ),
         (
@@ -401,10 +401,13 @@ def draw(result: dict[str, Any]) -> Figure:
     if min(made) > 0 and max(made) > 50 * min(made):
         panel.set_xscale("log")
         style.plain_ticks(panel.xaxis)
-    hows = [m["made"]["how"] for m in models]
-    most = drawing.NAME_LENGTH
-    hows = [how if len(how) <= most else f"{how[: most - 1]}…" for how in hows]
-    panel.set_yticks(places, [f"{n}\n{how}" for n, how in zip(names, hows, strict=True)])
+    labels = []
+    for model, name in zip(models, names, strict=True):
+        how = model["made"]["how"]
+        if len(how) > drawing.NAME_LENGTH:
+            how = f"{how[: drawing.NAME_LENGTH - 1]}…"
+        labels.append(f"{name}\n{how}")
+    panel.set_yticks(places, labels)
     panel.set(xlabel="seconds", title="Time to make")
     figure.suptitle(
         f"{batch['rows']} rows of {batch['length']} tokens, head {batch['head']}, "
@@ -430,7 +433,12 @@ def _draw_parameters(panel: Any, models: list[dict[str, Any]], places: np.ndarra
 def _label_bars(panel: Any, places: np.ndarray, values: list[float]) -> None:
     """Write the number at the end of each bar."""
     for place, value in zip(places, values, strict=True):
-        digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+        if value >= 100:
+            digits = 0
+        elif value >= 10:
+            digits = 1
+        else:
+            digits = 2 if value >= 0.1 else 3
         label = panel.text(value, place, f" {value:,.{digits}f}", va="center", fontsize=8)
         label.set_in_layout(False)
     panel.margins(x=0.2)

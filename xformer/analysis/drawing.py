@@ -1,4 +1,4 @@
-"""What the figures and messages of the analyses share: short names, counts, heat maps."""
+"""Shared by the figures and messages of the analyses: short names, counts, heat maps."""
 
 from __future__ import annotations
 

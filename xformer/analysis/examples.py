@@ -1,4 +1,4 @@
-"""The same examples of a store, read by one or several checkpoints.
+"""The same examples of a store, read by one or more checkpoints.
 
 T tokens of a batch, N rows, L tokens of a row, H heads, C hidden size.
 """
@@ -43,7 +43,7 @@ class ExamplesConfig(Output):
 
     names: NameList = ()
     """Names of the checkpoints in the result, in order, such as names=bert,scratch. Default: the
-    shortest ends of their paths that differ."""
+    shortest endings of their paths that are all different."""
     data: Paths
     """The store that the examples come from, or a list of stores to join."""
     split: str = "valid"
@@ -64,7 +64,7 @@ class ExamplesConfig(Output):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint that is examined: its model on the device, and how it reads the store's rows."""
+    """A checkpoint under analysis: its model on the device, and how it reads the store's rows."""
 
     name: str
     path: str
@@ -81,7 +81,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows of a split, in order of length, and the models that read them."""
+    """Rows of a split, sorted by length, and the models that read them."""
 
     store: Store
     split: str
@@ -105,12 +105,12 @@ class Examples:
         return {
             "checkpoints": [
                 {
-                    "name": r.name,
-                    "path": r.path,
-                    "weights": r.key,
-                    "history": list(r.checkpoint.history),
+                    "name": m.name,
+                    "path": m.path,
+                    "weights": m.key,
+                    "history": list(m.checkpoint.history),
                 }
-                for r in self.models
+                for m in self.models
             ],
             "data": {
                 "store": self.store.name,
@@ -124,7 +124,7 @@ class Examples:
 
 
 def names_of(paths: list[str], chosen: tuple[str, ...]) -> list[str]:
-    """The chosen names, or if there are none, the shortest ends of the paths that differ.
+    """The chosen names, or if there are none, the shortest path endings that are all different.
 
     Raises BadInput unless there is one name for each path, and all are different.
     """
@@ -189,7 +189,7 @@ def key_of(path: str) -> str:
 def check_length(max_tokens: int, path: str, most: int) -> None:
     """Raise BadInput if `max_tokens` is more than the `most` that the model at `path` accepts."""
     if max_tokens > most:
-        raise BadInput(f"max_tokens={max_tokens}: {path} takes rows of {most} at most")
+        raise BadInput(f"max_tokens={max_tokens}: {path} takes rows of at most {most} tokens")
 
 
 def _max_tokens(
@@ -286,7 +286,7 @@ def look_inside(
 def check_hidden_finite(
     x: Tensor, batch: Batch[np.ndarray], loaded: LoadedModel, what: str
 ) -> None:
-    """Raise BadInput if `x` (T, C) is not finite. It names the first row of the split with NaN."""
+    """Raise BadInput if `x` (T, C) is not finite. It names the first such row of the split."""
     bad = (~torch.isfinite(x)).any(1)
     if bad.any():
         token = int(bad.nonzero()[0])

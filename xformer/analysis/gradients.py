@@ -4,14 +4,14 @@
     python -m xformer.analysis gradients ckpt/bert ckpt/bert-clean data=stores/rte \\
       mapping=shift:1000 examples=64 out=figures
 
-For every two examples, the cosine between the gradients of their losses over all parameters; the
+For every pair of examples it computes the cosine between their gradients, over all parameters. The
 result is the distribution of these cosines, with its mean, median and minimum (Sankararaman et al.
 2020; Kao & Lee 2021, F.2 and figure 11). The store decides the loss: masked language modelling for
 texts, otherwise the task of its labels. If a checkpoint has no head for that loss, it gets a new
 one, initialised with `seed`.
 
-One packed backward pass serves all examples, and no gradient of a single example is stored. For a
-weight matrix, the inner product of two examples' gradients is the sum over their tokens s and t of
+One packed backward pass serves all examples, and no per-example gradient is stored. For a weight
+matrix, the inner product of two examples' gradients is the sum over their tokens s and t of
 (a_s . a_t) (g_s . g_t), where a is a token's input and g the gradient of its output.
 """
 
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 # Shapes: N examples, R rows of a matrix product, V rows and E columns of a weight.
 
-STRIP = 1024  # rows of the token by token matrix in memory at a time
-FORMED = 2**22  # gradient entries in memory at a time; more would not fit into the cache
-# A task may learn from several kinds of store. The first is its own.
+STRIP = 1024  # rows of the token-by-token matrix in memory at a time
+FORMED = 2**22  # gradient entries in memory at a time, few enough for the cache
+# A task may train on several kinds of store. The first is its own.
 TASK_OF_STORE = {task.stores[0]: task for task in TASKS.values()}
 
 
@@ -84,7 +84,7 @@ class Use:
 
 
 def gram(uses: list[Use], count: int) -> Tensor:
-    """Inner products of the examples' gradients of one weight, (N, N) float64; N is `count`.
+    """Inner products of the per-example gradients of one weight, (N, N) float64; N is `count`.
 
     It either sums over pairs of tokens, or forms the gradients of a few rows of the weight at a
     time, whichever takes fewer operations.
@@ -132,7 +132,7 @@ def _products(a: Use, b: Use, count: int) -> Tensor:
 
 
 def _by_forming(uses: list[Use], count: int) -> Tensor:
-    """`gram` by forming the examples' gradients, a block of the weight's rows at a time."""
+    """`gram` by forming the per-example gradients, a block of the weight's rows at a time."""
     products = torch.zeros(count, count, dtype=torch.float64)
     out, width = uses[0].left.size(1), uses[0].right.size(1)
     block = max(1, FORMED // (count * width))
@@ -150,18 +150,18 @@ def _by_forming(uses: list[Use], count: int) -> Tensor:
 
 
 def _bounds(owner: Tensor, count: int) -> list[int]:
-    """Where the rows of each example begin and end. The rows are in order of examples."""
+    """Where the rows of each example begin and end. The rows are sorted by example."""
     steps = torch.arange(count + 1, device=owner.device)
     return torch.searchsorted(owner, steps).tolist()
 
 
 class PerExample(TorchFunctionMode):
-    """Sums the inner products of the examples' gradients over all parameters.
+    """Sums the inner products of per-example gradients over all parameters.
 
-    While it is active, it intercepts every function of torch that a parameter enters, and puts a
-    hook on the result. During the backward pass the hooks add to `products` (N, N). It knows linear
-    maps, embeddings, LayerNorm, and sums and products with a vector. Any other use of a parameter
-    raises Failure, because leaving it out would give wrong cosines.
+    While it is active, it intercepts every torch function that is called with a parameter, and puts
+    a hook on the result. During the backward pass the hooks add to `products` (N, N). It handles
+    linear layers, embeddings, LayerNorm, and addition of or multiplication by a vector. Any other
+    use of a parameter raises Failure, because leaving it out would give wrong cosines.
     """
 
     def __init__(self, model: Model, batch: Batch[Tensor]):
@@ -242,7 +242,7 @@ class PerExample(TorchFunctionMode):
         return y
 
     def take_row(self, weight: Tensor, row: int) -> Tensor:
-        """A row of an embedding table that is added to every token (RoBERTa's only segment)."""
+        """A row of an embedding table that is added to every token (RoBERTa's only token type)."""
         taken = weight.detach()[row]
         self.rows[id(taken)] = (taken, weight, row)
         return taken
@@ -276,7 +276,7 @@ class PerExample(TorchFunctionMode):
     # ------------------------------------------------------------------------- what is gathered
 
     def _owner(self, name: str, x: Tensor) -> Tensor:
-        """The example that each row of `x` (R, d) belongs to. The part `name` reads `x`."""
+        """The example that each row of `x` (R, d), the input of parameter `name`, belongs to."""
         kind = "examples"
         if name.startswith("encoder."):
             kind = "tokens"
@@ -291,18 +291,18 @@ class PerExample(TorchFunctionMode):
         return owner
 
     def _expect(self, name: str) -> None:
-        """Count a use whose gradient must arrive in the backward pass."""
+        """Register a use whose gradient must arrive in the backward pass."""
         self.waiting[name] = self.waiting.get(name, 0) + 1
 
     def _matrix(self, name: str, use: Use) -> None:
-        """Take a use of a weight matrix. The last one adds the weight's share to `products`."""
+        """Record a use of a weight matrix. The last one adds the weight's share to `products`."""
         self.uses.setdefault(name, []).append(use)
         self.waiting[name] -= 1
         if not self.waiting[name]:  # a shared weight has several uses
             self.products += gram(self.uses.pop(name), self.count)
 
     def _vector(self, name: str, each: Tensor, owner: Tensor) -> None:
-        """Take a use of a vector. `each` (R, d) are the gradients of its rows."""
+        """Record a use of a vector. `each` (R, d) are its gradients, one for each row."""
         summed = each.new_zeros(self.count, each.size(1)).index_add_(0, owner, each)
         self.vectors[name] = self.vectors[name] + summed if name in self.vectors else summed
         self.waiting[name] -= 1
@@ -323,9 +323,9 @@ class PerExample(TorchFunctionMode):
 
 def _on_gradient(y: Tensor, gather: Callable[[Tensor], None]) -> None:
     """Call `gather` with the gradient of `y` when the backward pass has computed it."""
-    if not y.requires_grad:  # so inside an autograd function, which runs without gradients
+    if not y.requires_grad:  # so this is inside an autograd.Function, which runs without gradients
         raise Failure(
-            "a parameter is used inside an autograd function, which this analysis cannot look into"
+            "a parameter is used inside an autograd.Function, which this analysis cannot look into"
         )
     y.register_hook(gather)
 
@@ -343,7 +343,7 @@ RULES: dict[str, Callable[..., Tensor]] = {
 
 
 def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
-    """Inner products of the examples' gradients over all parameters, (N, N) float64 on the CPU.
+    """Inner products of per-example gradients over all parameters, (N, N) float64 on the CPU.
 
     It takes one forward and one backward pass of the packed batch. The model must be in evaluation
     mode. Raises Failure if a parameter is used in a way that `PerExample` does not know.

@@ -65,13 +65,13 @@ class JacobianConfig(ExamplesConfig):
 SUBCOMMAND = Subcommand("jacobian", JacobianConfig, __doc__ or "", 1, None)
 
 
-def from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function, Tensor]:
-    """The last hidden states of one example as a function of its word vectors, and these (L, E).
+def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function, Tensor]:
+    """The last hidden states of one example as a function of its word embeddings, and these (L, E).
 
-    The word vectors replace the embedding table: token k of the packed batch looks up row k. The
+    The word embeddings replace the embedding table: token k of the packed batch looks up row k. The
     copies of an example are a batch, so one backward pass gives the products for all of them;
-    `vmap` would loop over LayerNorm, GELU and softmax. Operations use their plain way, which has a
-    forward derivative too.
+    `vmap` would loop over LayerNorm, GELU and softmax. Operations run as plain PyTorch, which also
+    has forward-mode derivatives.
     """
     encoder, device = loaded.model.encoder, loaded.device
     L = len(batch.tokens)
@@ -93,7 +93,7 @@ def from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function, Tensor]:
     return last_hidden, encoder.embeddings.word.weight.detach()[tokens]
 
 
-def of_token(function: Function, x: Tensor, token: int) -> Tensor:
+def jacobian_of_token(function: Function, x: Tensor, token: int) -> Tensor:
     """The exact Jacobian of one output token of a function at x (L, E): (C, L E).
 
     One forward pass of B copies serves all C products, of which B are computed at a time.
@@ -131,7 +131,7 @@ def estimate(
     `weights` (P, m), which sum to 1. For a smooth f, the mean over probes of sum w f(s) estimates
     the mean of f over J's n singular values, which include zeros if n > L C. `largest` is the
     largest node. One of J's singular values is within `residual` of it: the method's bound, plus
-    the rounding of products in the type of x.
+    the rounding error of products in the dtype of x.
     """
     alphas, betas = _bidiagonalise(function, x, min(steps, x.numel()), probes, seed)
     nodes, weights, largest, residual = [], [], [], []
@@ -156,7 +156,7 @@ def _bidiagonalise(
 ) -> tuple[Tensor, Tensor]:
     """The diagonals and the superdiagonals of the probes' bidiagonal matrices, (m, P) each.
 
-    The last entry of a superdiagonal lies outside of its matrix: it bounds the error.
+    The last entry of a superdiagonal lies outside its matrix: it bounds the error.
     """
     copies = x.detach().expand(probes, -1, -1).clone().requires_grad_()
     y = function(copies)
@@ -187,12 +187,12 @@ def _bidiagonalise(
 
 
 def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Remove the directions `others` from x (P, n). Returns unit vectors, and the lengths (P,).
+    """Orthogonalise x (P, n) against `others`. Returns unit vectors and their former lengths (P,).
 
     Both are zero if nothing is left. That ends a probe early.
     """
     before = x.norm(dim=1)
-    for _ in range(2):  # once is not exact enough, twice is (Kahan)
+    for _ in range(2):  # twice is enough (Kahan)
         for other in others:
             x = x - (x * other).sum(1, keepdim=True) * other
     length = x.norm(dim=1)
@@ -236,10 +236,10 @@ def run(paths: list[str], config: JacobianConfig) -> None:
 
 
 def _of_example(loaded: LoadedModel, row: int, config: JacobianConfig) -> dict[str, Any]:
-    """The singular values for one row. `whole` is the estimate for all its output tokens."""
+    """The singular values for one row, and in `whole` the estimate for all its output tokens."""
     batch, _ = look_inside(loaded, np.array([row]))  # raises BadInput if a number is not finite
-    function, x = from_words(loaded, batch)
-    exact = singular_values(of_token(function, x, config.token))
+    function, x = last_hidden_from_words(loaded, batch)
+    exact = singular_values(jacobian_of_token(function, x, config.token))
     result: dict[str, Any] = {"row": row, "tokens": len(x), "values": exact.tolist()}
     if config.whole:
         whole = estimate(function, x, config.steps, config.probes, config.seed)
@@ -329,7 +329,7 @@ def _draw_one_token(axes: Any, spectra: list[dict[str, Any]], title: str) -> Non
                     alpha=0.7,
                 )
         panel.axvline(1, color=style.FAINT, ls="--", lw=1.2)
-        rest = "; first bar: all smaller ones" if kind == "log" and smallest < low else ""
+        rest = "; first bar: all smaller values" if kind == "log" and smallest < low else ""
         panel.set(xlabel=f"singular value{rest}", title=f"{title} ({kind} axis)")
         panel.set_ylim(bottom=0)
     axes[0].set_ylabel("share of singular values")
@@ -340,8 +340,8 @@ def _draw_one_token(axes: Any, spectra: list[dict[str, Any]], title: str) -> Non
 def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
     """The estimate for all output tokens, with a thin line for each example.
 
-    The nodes resolve the few large singular values, but only a lump or two stand for the many small
-    ones. So the share from a value up is drawn instead of a histogram.
+    The nodes resolve the few large singular values, but only one or two of them represent the many
+    small ones. So the share above each value is drawn instead of a histogram.
     """
     for i, spectrum in enumerate(spectra):
         for number, row in enumerate(spectrum["examples"]):
@@ -359,7 +359,7 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
         panel.set(
             xscale="log",
             xlabel="singular value s",
-            ylabel=f"share of {what} from s up",
+            ylabel=f"share of {what}, s and above",
             title="all output tokens, estimated",
         )
         panel.axvline(1, color=style.FAINT, ls="--", lw=1.2)

@@ -1,4 +1,4 @@
-"""Output variance: how far a model's outputs move when noise is added to its parameters.
+"""Output variance: how much a model's outputs change when noise is added to its parameters.
 
     python -m xformer.analysis perturbation CHECKPOINT [CHECKPOINT ...] data=STORE out=DIR
     python -m xformer.analysis perturbation ckpt/bert ckpt/bert-clean data=stores/rte \\
@@ -7,8 +7,9 @@
 Gaussian noise is added to every parameter of the encoder, with mean 0 and standard deviations
 1e-2, 1e-4, 1e-6 and 1e-8 (Liu et al. 2020; Kao & Lee 2021, F.3, figures 12 and 13). The result is
 the L2 distance between a token's last hidden states without and with noise, averaged over an
-example's tokens. Its mean and deviation are over examples and draws of the noise. Everything is
-float64, because noise of 1e-8 is smaller than the spacing of float32 numbers near 1.
+example's tokens. Its mean and standard deviation are over examples and draws of the noise.
+Everything is in float64, because noise of 1e-8 is smaller than the spacing of float32 numbers near
+1.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ class PerturbationConfig(ExamplesConfig):
     deviations: tuple[float, ...] = (1e-2, 1e-4, 1e-6, 1e-8)
     """Standard deviations of the noise, such as [1e-2,1e-4]."""
     draws: int = Field(3, ge=1)
-    """How often noise of each size is drawn. Apart from its scale, draw i is the same at all
-    sizes."""
+    """How many times noise of each size is drawn. Draw i is the same at all sizes, except for its
+    scale."""
 
 
 SUBCOMMAND = Subcommand("perturbation", PerturbationConfig, __doc__ or "", 1, None)
 
 
 def noise(name: str, weight: Tensor, seed: int, number: int) -> Tensor:
-    """Standard Gaussian noise for one parameter. It depends on (seed, number of the draw, name)."""
+    """Standard Gaussian noise for one parameter, from `seed`, `number` (of the draw) and `name`."""
     digest = hashlib.sha256(f"noise:{seed}:{number}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     values = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
@@ -86,7 +87,7 @@ def outputs(encoder: nn.Module, loaded: LoadedModel, examples: Examples) -> list
         packed = to_device(batch, loaded.device)
         hidden = encoder(packed)
         if not torch.isfinite(hidden).all():
-            look_inside(loaded, part)  # names the layer, unless only the noise is to blame
+            look_inside(loaded, part)  # names the layer, if it also fails without noise
         check_hidden_finite(hidden, batch, loaded, "the last layer")
         states += hidden.split(np.diff(batch.cu_seqlens).tolist())
     return states

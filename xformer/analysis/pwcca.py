@@ -47,7 +47,7 @@ MEASURES = ("pwcca", "svcca", "cca", "cka")
 
 @dataclass(frozen=True)
 class Similarity:
-    """How alike the representations of two networks are. A measure is 1 if they are equal.
+    """How similar the representations of two networks are. A measure is 1 if they are equal.
 
     `pwcca` takes its weights from the first network, `pwcca_reversed` from the second.
     `correlations` (k,) are the canonical correlations, largest first, and `weights` (k,) those of
@@ -76,7 +76,7 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
 
         alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
 
-    `variant` "svcca" or "anatome" gives what these two well-known programs compute instead (see
+    `variant` "svcca" or "anatome" gives what these two implementations compute instead (see
     docs/analysis.md). Raises ValueError if the arrays do not match, are constant, or are not
     finite. Warns if there are too few samples.
     """
@@ -84,8 +84,8 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
     measures = compare_networks(x, y)
     if variant == "definition":
         return measures.pwcca
-    pair = _joint(iter([(x, y)]))
-    return _svcca_code(pair) if variant == "svcca" else _anatome(pair, iter([x]))
+    pair = factor_together(iter([(x, y)]))
+    return _as_in_google_svcca(pair) if variant == "svcca" else _as_in_anatome(pair, iter([x]))
 
 
 def compare_networks(x: Any, y: Any) -> Similarity:
@@ -94,7 +94,7 @@ def compare_networks(x: Any, y: Any) -> Similarity:
     Raises ValueError and warns as `pwcca` does.
     """
     x, y = _matrices(x, y)
-    pair = _joint(iter([(x, y)]))
+    pair = factor_together(iter([(x, y)]))
     measures = similarity(pair.x, pair.y, pair.inner)
     if message := too_few(measures.samples, measures.ranks):
         warnings.warn(message, stacklevel=2)
@@ -140,7 +140,7 @@ class NetworkPair:
     inner: Tensor  # (r, r') U^T U' of the bases
 
 
-def _joint(chunks: Iterator[tuple[Tensor, Tensor]]) -> NetworkPair:
+def factor_together(chunks: Iterator[tuple[Tensor, Tensor]]) -> NetworkPair:
     """The bases of two matrices that arrive in chunks of rows, in one pass and constant memory.
 
     Both are factored as one matrix [X Y], so no second pass is needed for U^T U'.
@@ -165,7 +165,7 @@ def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
     # <h_i, x_j> for h_i = U p_i and x_j = U diag(scale) directions[:, j]
     weights = (p.T @ (x.scale[:, None] * x.directions)).abs().sum(1)
     reverse = (q @ (y.scale[:, None] * y.directions)).abs().sum(1)
-    a, b = _enough(x), _enough(y)
+    a, b = _svcca_rank(x), _svcca_rank(y)
     cross = x.scale[:, None] * inner * y.scale
     return Similarity(
         pwcca=float(weights @ rho / weights.sum()),
@@ -182,7 +182,7 @@ def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
     )
 
 
-def _enough(network: Basis) -> int:
+def _svcca_rank(network: Basis) -> int:
     """The number of directions that SVCCA keeps, those that hold 99 % of the variance."""
     share = torch.cumsum(network.scale**2, 0) / (network.scale**2).sum()
     return int((share < KEPT_VARIANCE).sum()) + 1
@@ -212,14 +212,13 @@ def chance(samples: int, rank_x: int, rank_y: int) -> float:
     return min(1.0, middle + ones)
 
 
-def _svcca_code(pair: NetworkPair) -> float:
+def _as_in_google_svcca(pair: NetworkPair) -> float:
     """What compute_pwcca of google/svcca computes.
 
-    The network with fewer neurons gives the weights. That program applies the canonical
-    coefficients to neurons that are not whitened, adds the neurons' means, orthonormalises the
-    directions in order, and projects neurons that are not centred on them. Once means are added,
-    the sign of a coefficient vector matters. There it is arbitrary; here its largest entry is
-    positive.
+    The network with fewer neurons gives the weights. That code applies the canonical coefficients
+    to unwhitened neurons, adds the neurons' means, orthonormalises the directions in order, and
+    projects the uncentred neurons onto them. Once means are added, the sign of a coefficient vector
+    matters. There it is arbitrary; here its largest entry is positive.
     """
     x, y, inner = pair.x, pair.y, pair.inner
     if x.width > y.width:
@@ -238,11 +237,11 @@ def _svcca_code(pair: NetworkPair) -> float:
     return float(weights @ rho / weights.sum())
 
 
-def _anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
+def _as_in_anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
     """What pwcca_distance of anatome computes.
 
-    That program orthonormalises the coefficients of the canonical vectors of x. A weight is the sum
-    over samples of the absolute values of x projected on them. `chunks` are the rows of x again.
+    That code orthonormalises the coefficients of the canonical vectors of x. A weight is the sum
+    over samples of the absolute value of x projected onto them. `chunks` are the rows of x again.
     """
     x = pair.x
     p, rho, _ = torch.linalg.svd(pair.inner, full_matrices=False)
@@ -311,12 +310,12 @@ class PwccaConfig(ExamplesConfig):
     layers_b: str | None = None
     """Layers of the second network. Default: as `layers`."""
     variant: Variant = "definition"
-    """PWCCA as defined by Morcos et al. 2018, or as the programs svcca or anatome compute it."""
+    """PWCCA as defined by Morcos et al. 2018, or as google/svcca or anatome compute it."""
     examples: int = Field(512, ge=1)
     """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     trust: bool = False
     """Read captures whose checksums are missing or wrong. A damaged or malicious HDF5 file can
-    crash the HDF5 library or keep it busy for ever."""
+    make the HDF5 library crash or hang."""
 
 
 SUBCOMMAND = Subcommand("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
@@ -354,7 +353,7 @@ def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any],
         pair = capture.open_pair(paths, config.trust)
         chosen_before = {"data", "split", "examples", "max_tokens", "mapping", "mapping_b", "seed"}
         if fixed := sorted(config.model_fields_set & chosen_before):
-            raise BadInput(f"{fixed[0]}= was chosen when the captures were made: leave it away")
+            raise BadInput(f"{fixed[0]}= was chosen when the captures were made: leave it out")
         return pair.describe(config.names), pair.layers, pair.stream
     if any(path.endswith(".h5") for path in paths):
         raise BadInput(
@@ -362,7 +361,7 @@ def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any],
             "examples must be the same"
         )
     if config.trust:
-        raise BadInput("trust= is for captures (.h5): leave it away")
+        raise BadInput("trust= is for captures (.h5): leave it out")
     if not config.data:
         raise BadInput("data= is missing: checkpoints read a store; give data=STORE")
     examples = open_examples(config, paths)
@@ -383,7 +382,7 @@ def _compare_layers(
 ) -> list[list[dict[str, Any]]]:
     """The similarity of each chosen layer of the first network with each of the second."""
     if len(chosen[0]) == len(chosen[1]) == 1:
-        pair = _joint((x[0], y[0]) for x, y in stream())
+        pair = factor_together((x[0], y[0]) for x, y in stream())
         rows = [[similarity(pair.x, pair.y, pair.inner)]]
         pairs = [[pair]]
     else:
@@ -395,9 +394,9 @@ def _compare_layers(
         say(f"warning: {message}", error=True)
     shown = [[_as_json(s, whole=len(rows) == len(row) == 1) for s in row] for row in rows]
     if variant == "svcca":
-        shown[0][0]["pwcca"] = _svcca_code(pairs[0][0])
+        shown[0][0]["pwcca"] = _as_in_google_svcca(pairs[0][0])
     elif variant == "anatome":
-        shown[0][0]["pwcca"] = _anatome(pairs[0][0], (x[0] for x, _ in stream()))
+        shown[0][0]["pwcca"] = _as_in_anatome(pairs[0][0], (x[0] for x, _ in stream()))
     return shown
 
 
@@ -484,7 +483,7 @@ def _draw_pair(result: dict[str, Any], names: list[str]) -> Any:
         color=style.FAINT,
         ls=":",
         lw=1.4,
-        label=f"mean of independent data {cell['chance']:.3f}",
+        label=f"chance {cell['chance']:.3f}",
     )
     axes.set(
         xlabel="canonical direction",

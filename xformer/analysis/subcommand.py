@@ -1,4 +1,4 @@
-"""What the sub-commands of `python -m xformer.analysis` share: arguments, progress, results."""
+"""Shared by all sub-commands of `python -m xformer.analysis`: arguments, progress, results."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Subcommand:
     name: str
     schema: type[Output]
     text: str
-    least: int = 1  # paths
+    least: int = 1  # number of paths
     most: int | None = 1  # None: any number
     path_kind: str = "checkpoint"  # what a path is called in messages
     directory: bool = True  # whether `out` is a directory for a JSON file and figures
 
 
 def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str], Any]:
-    """The paths, which come first, and the settings, which are `command.schema`.
+    """The paths, which come first, and the settings, an instance of `command.schema`.
 
     Raises BadInput if an argument is wrong or the result could not be written. With `--help` among
     the arguments it prints the help and exits.
@@ -70,8 +70,8 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
     if any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(command.schema, command.text).split("\n"))
         sys.exit(0)
-    keys = next((i for i, argument in enumerate(arguments) if "=" in argument), len(arguments))
-    paths = arguments[:keys]
+    first_key = next((i for i, text in enumerate(arguments) if "=" in text), len(arguments))
+    paths = arguments[:first_key]
     if len(paths) < command.least or (command.most is not None and len(paths) > command.most):
         several = command.most != 1
         wanted = str(command.least) if command.least == command.most else f"{command.least} or more"
@@ -81,7 +81,7 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
         )
     if command.most is None and (twice := [path for path in paths if paths.count(path) > 1]):
         raise BadInput(f"the {command.path_kind} {twice[0]} is given twice; give each one once")
-    config = validate(command.schema, parse_overrides(command.schema, arguments[keys:]))
+    config = validate(command.schema, parse_overrides(command.schema, arguments[first_key:]))
     if command.directory:
         check_writable(config, command.name)
     return paths, config
@@ -90,7 +90,7 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
 def check_writable(config: Output, name: str) -> None:
     """Raise BadInput if the result of the analysis `name` could not be written.
 
-    This comes before the work, which may take hours.
+    It is called before the work, which may take hours.
     """
     out = Path(config.out)
     check_place(out)
