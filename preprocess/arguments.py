@@ -131,7 +131,7 @@ def check_output(path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...
     if path.exists() and (
         not (path / mark).is_file() or any((path / name).exists() for name in foreign)
     ):
-        raise BadInput(f"{path} is something else than this command writes: it is not overwritten")
+        raise BadInput(f"{path} was not written by this command: it is not overwritten")
 
 
 def origin() -> dict[str, Any]:

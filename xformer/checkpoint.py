@@ -304,7 +304,7 @@ def check_output(out: Path, overwrite: bool, *read: Path) -> None:
         raise BadInput(f"{out} is no checkpoint: it is not overwritten")
     held = next((path for path in read if path.resolve().is_relative_to(out.resolve())), None)
     if held is not None:
-        raise BadInput(f"{out} holds {held}, which is read: give another output")
+        raise BadInput(f"{out} contains the input {held}: give another output")
 
 
 def resolve(path: str | Path) -> Path:
