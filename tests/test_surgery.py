@@ -696,7 +696,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["transplant(source={tmp}/wide)"], ["word embeddings 9 wide, the checkpoint 6"]),
     (["transplant(source={tmp}/cnn)"], ["cnn has no word embeddings"]),
     (["substitute_unused(store={tmp}/none)"], ["substitute_unused", "is not a store"]),
-    (["substitute_unused(store={tmp}/letters)"], ["was made with another tokenizer"]),
+    (["substitute_unused(store={tmp}/letters)"], ["was made with a different tokenizer"]),
     (["substitute_unused(store={tmp}/full)"], ["uses every piece: there is none to replace"]),
     (["substitute_unused(store={tmp}/unknown)"], ["contains only special tokens"]),
     (["substitute_unused(store={tmp}/full, split=test)"], ["no split 'test'; it has train"]),

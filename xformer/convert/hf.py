@@ -112,7 +112,8 @@ def from_hf(directory: Path) -> Imported:
         "sha256": file_checksum(file),
         **_dtypes(source, used),
     }
-    record |= {"sentence": sentence} if sentence else {}
+    if sentence:
+        record["sentence"] = sentence
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
     left += foreign_modules
     return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
@@ -283,7 +284,8 @@ def _find_heads(
         labels = _read_labels(source, meta, family.head(task)) if task.named_classes else ()
         own = family.pooler if task.reads_pooled else pooler
         return Head(task.name, labels, max_tokens=longest), own | family.head(task), ["MLM head"]
-    table, lacking = pooler, [] if pooler else ["pooler"]
+    table = pooler
+    lacking = [] if pooler else ["pooler"]
     if has(family.pair):
         table |= family.pair
     if has(family.span):
@@ -447,7 +449,9 @@ def _dtypes(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
     dtypes = {name: str(source[name].dtype).removeprefix("torch.") for name in sorted(used)}
     common = Counter(dtypes.values()).most_common(1)[0][0]
     others = {name: dtype for name, dtype in dtypes.items() if dtype != common}
-    return {"dtype": common} | ({"other_dtypes": others} if others else {})
+    if not others:
+        return {"dtype": common}
+    return {"dtype": common, "other_dtypes": others}
 
 
 def import_report(imported: Imported) -> list[str]:

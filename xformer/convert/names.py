@@ -29,7 +29,7 @@ class Family:
     tied: dict[str, str]  # {copy: original}: tied tensors, of which we store the original
     config: dict[str, str]  # {our setting: their key}
     model: str = ""  # the beginning of its class names, such as "Bert" in BertModel
-    pair_classes: tuple[str, str] = ("", "")  # with a pair head: and an MLM head, and none
+    pair_classes: tuple[str, str] = ("", "")  # of pair head and MLM head, of a pair head alone
     pair: Table = field(default_factory=dict)
     span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
     tag: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})

@@ -58,11 +58,11 @@ def build(spec: str, store: Store, model: Tokenizer, embeddings: int = 0) -> np.
 
 def check_other(spec: str, store: object) -> None:
     """Raise BadInput where a mapping does not serve a store, named `store`, that was made with
-    another tokenizer than the checkpoint's."""
+    a different tokenizer from the checkpoint's."""
     name, _ = parse(spec)
     if name == "none":
         raise BadInput(
-            f"{store} was made with another tokenizer than the checkpoint's; make it anew "
+            f"{store} was made with a different tokenizer from the checkpoint's; make it anew "
             f"with --tokenizer CHECKPOINT, or say what its ids mean, by mapping=: "
             f"{', '.join(FORMS[1:])}"
         )

@@ -123,8 +123,8 @@ class Fit:
             return
         if store.words.is_other(trained.words):
             raise BadInput(
-                f"{store.name} was made with another tokenizer than {trained.name}, which the run "
-                "is trained on"
+                f"{store.name} was made with a different tokenizer from {trained.name}, which the "
+                "run is trained on"
             )
 
     def _analysis(self, arguments: Sequence[str]) -> None:

@@ -63,7 +63,8 @@ def main() -> None:
         after = apply(before, steps, arguments.seed)
         checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
     for record in after.history[len(before.history) :]:
-        say(" ".join(f"{k}={v}" if k != "op" else str(v) for k, v in record.items()))
+        values = [f"{key}={value}" for key, value in record.items() if key != "op"]
+        say(" ".join([record["op"], *values]))
     say(f"{arguments.out}: {summary(before, after)}, {time.perf_counter() - began:.2f} s")
 
 

@@ -88,13 +88,15 @@ def operation(function: Function, check: Callable[..., None] = accept_any) -> Fu
 
 def _schema(function: Callable[..., Checkpoint], signature: inspect.Signature) -> type[Operation]:
     """The settings class of an operation, built from its signature and docstring."""
-    name, (about, sentences) = function.__name__, split_docstring(function)
+    name = function.__name__
+    about, sentences = split_docstring(function)
     fields: dict[str, Any] = {"op": (Literal[name], name)}
     for argument in list(signature.parameters.values())[1:]:
-        annotation, default = argument.annotation, argument.default
-        if argument.name == "seed":  # a recipe or a command that gives none uses its own
-            annotation, default = annotation | None, None
-        default = ... if default is argument.empty else default
+        annotation = argument.annotation
+        default = ... if argument.default is argument.empty else argument.default
+        if argument.name == "seed":  # None: the seed of the recipe or of the command line
+            annotation = annotation | None
+            default = None
         fields[argument.name] = annotation, Field(default, description=sentences[argument.name])
     return create_model(
         name,

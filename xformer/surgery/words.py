@@ -157,7 +157,7 @@ def _occurring(checkpoint: Checkpoint, store: Store, split: str) -> np.ndarray:
 def check_source(store: object, same: bool) -> None:
     """Raise BadInput that names the store unless it has the `same` tokenizer as the checkpoint."""
     if not same:
-        raise BadInput(f"store={store} was made with another tokenizer than the checkpoint's")
+        raise BadInput(f"store={store} was made with a different tokenizer from the checkpoint's")
 
 
 def _word_embeddings(checkpoint: Checkpoint) -> Tensor:
