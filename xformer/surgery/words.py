@@ -33,7 +33,7 @@ def clean_embeddings(
         seed: Seed of the random values (default: the run's, or --seed).
         distribution: Normal or truncated, as in clean.
     """
-    _word_embeddings(checkpoint)
+    refuse_cnn(checkpoint.config, "which has no word embeddings")
     return reinitialise(checkpoint, [WORD], seed, distribution, "clean_embeddings")
 
 
