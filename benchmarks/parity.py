@@ -34,10 +34,10 @@ NAMES = ["loss", "logits", "embeddings", "hidden states", "maps", "gradients"]
 HEADS = {
     "mlm": "MLM",
     "pair": "MLM and pairs",
-    "classify": "classes",
-    "regress": "scores",
-    "span": "spans",
-    "tag": "words",
+    "classify": "classification",
+    "regress": "regression",
+    "span": "question answering",
+    "tag": "tagging",
     "": "none",
 }
 
@@ -80,8 +80,8 @@ def outputs() -> Iterator[str]:
         "Tiny models with weights from N(0, 0.3^2), without dropout; `transformers` uses eager "
         "attention. Each number is the largest relative error over four batches: one row of 1 "
         "token, one row of the longest length, mixed lengths, and all lengths from 1 to "
-        f"{oracle.LONGEST}. The loss of a span is computed for each row alone, because in a padded "
-        "batch of `transformers` padding competes with the tokens of shorter rows. MiniLM is "
+        f"{oracle.LONGEST}. The span loss is computed for each row alone, because `transformers` "
+        "includes the padding of a batch in the softmax over positions. MiniLM is "
         f"all-MiniLM-L6-v2 with its real weights, on {len(oracle.SENTENCES)} sentences; its logits "
         "are the pooled first token."
     )
@@ -132,13 +132,13 @@ def trajectories() -> Iterator[str]:
 
 def round_trips() -> Iterator[str]:
     """The lines of the table of models that were imported and exported again."""
-    yield from ("", "## There and back", "")
+    yield from ("", "## Round trip", "")
     yield (
         "`from-hf`, then `to-hf`: the class that `AutoModel...` loads the export as, how many "
         "tensors of the source come back byte for byte, and how far the outputs are from those of "
         "the source."
     )
-    yield from ("", "| loaded as | tensors the same | of | outputs |", "|---|---|---|---|")
+    yield from ("", "| loaded as | identical tensors | of | outputs |", "|---|---|---|---|")
     for name, kind in [*oracle.CASES, *((name, "") for name in [*oracle.FAMILIES, "XLMRoberta"])]:
         yield round_trip(name, kind)
 

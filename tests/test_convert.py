@@ -94,8 +94,8 @@ def test_every_tensor_is_accounted_for(plain: Path) -> None:
     parameters = sum(w.numel() for w in weights_of(plain).values())
     lines = hf.import_report(imported)
     assert lines[0] == f"bert: 2 layers, 39 wide, 3 heads, {parameters:,} parameters, 97 pieces"
-    assert "left over: none" in lines
-    assert "not in the source, new when trained: pooler" in lines
+    assert "not imported: none" in lines
+    assert "not in the source, initialised when trained: pooler" in lines
 
 
 def rename_old(weights: Weights) -> Weights:
@@ -146,7 +146,7 @@ def test_what_is_left_over_is_named(source: Path) -> None:
     put(source, {**weights_of(source), **extra})
     imported = hf.from_hf(source)
     assert imported.left == ["classifiers.weight", "strange"]
-    assert "left over: classifiers.weight, strange" in hf.import_report(imported)
+    assert "not imported: classifiers.weight, strange" in hf.import_report(imported)
 
 
 def test_heads_are_recognised(tmp_path: Path) -> None:
@@ -336,8 +336,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "malicious pickle": (evil_pickle, "pytorch_model.bin is refused"),
     "malicious tensor file": (evil_zip, "pytorch_model.bin is refused"),
     "strange pickle": (strange_pickle, "pytorch_model.bin is refused"),
-    "a list": (lambda s: put_bin(s, [torch.ones(2)]), "is not a table of tensors"),
-    "numbered tensors": (lambda s: put_bin(s, {1: torch.ones(2)}), "is not a table of tensors"),
+    "a list": (lambda s: put_bin(s, [torch.ones(2)]), "is not a state dict"),
+    "numbered tensors": (lambda s: put_bin(s, {1: torch.ones(2)}), "is not a state dict"),
     "cut pickle": (truncated("pytorch_model.bin", 0.7), "pytorch_model.bin is refused"),
     "cut early": (truncated("pytorch_model.bin", 0.01), "pytorch_model.bin is refused"),
     "empty pickle": (truncated("pytorch_model.bin", 0), "pytorch_model.bin is refused"),
@@ -414,7 +414,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         config(num_attention_heads=4),
         "model.hidden=39 is not a multiple of model.heads=4",
     ),
-    "no width": (config(hidden_size=...), "is not of the family bert: no 'hidden_size'"),
+    "no width": (config(hidden_size=...), "is not a config of bert: it lacks 'hidden_size'"),
     "a wrong width": (config(intermediate_size="wide"), "intermediate input should be a valid int"),
     "more layers than there are": (
         config(num_hidden_layers=3),
@@ -471,11 +471,11 @@ def doubled(places: dict[str, str], source: Path) -> None:
 BAD |= {
     "a shard missing": (
         sharded(lambda places, source: (source / places[QUERY]).unlink()),
-        "does not exist; model.safetensors.index.json names it",
+        "does not exist, although model.safetensors.index.json names it",
     ),
     "a shard of a pickle missing": (
         sharded(lambda places, source: (source / places[QUERY]).unlink(), "bin"),
-        "does not exist; pytorch_model.bin.index.json names it",
+        "does not exist, although pytorch_model.bin.index.json names it",
     ),
     "a shard cut": (
         sharded(lambda places, source: truncated(places[QUERY], 0.9)(source)),
@@ -485,7 +485,7 @@ BAD |= {
     "a tensor in two shards": (sharded(doubled), f"holds {QUERY}, and so does another shard"),
     "a shard elsewhere": (
         sharded(lambda places, source: places.update({QUERY: "../x.safetensors"})),
-        "names '../x.safetensors', which is not a file of its directory",
+        "names '../x.safetensors', which is not a file in its directory",
     ),
     "a shard above": (
         sharded(lambda places, source: places.update({QUERY: ".."})),
@@ -497,11 +497,11 @@ BAD |= {
     ),
     "an absolute shard": (
         sharded(lambda places, source: places.update({QUERY: "/etc/passwd"})),
-        "names '/etc/passwd', which is not a file of its directory",
+        "names '/etc/passwd', which is not a file in its directory",
     ),
     "an empty index": (
         sharded(lambda places, source: places.clear()),
-        "index.json holds no weight_map",
+        "index.json has no weight_map",
     ),
     "several labels at once": (
         config(problem_type="multi_label_classification"),
@@ -509,7 +509,7 @@ BAD |= {
     ),
     "more positions than there are numbers": (
         config(max_position_embeddings=2**63),
-        "is not of the family bert",
+        "is not a config of bert",
     ),
     "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
     "too wide by far": (config(hidden_size=3 * 10**9), "hidden input should be less than 16777216"),
@@ -575,11 +575,11 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         config(hidden_act="relu"),
         "not that of roberta's MLM head, which is always gelu",
     ),
-    "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is not an id"),
+    "no padding": ("roberta", config(pad_token_id=None), "pad_token_id None is not a token id"),
     "words for positions": (
         "roberta",
         config(max_position_embeddings="many"),
-        "is not of the family roberta",
+        "is not a config of roberta",
     ),
     "too few positions": (
         "roberta",
@@ -609,12 +609,12 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "fewer layers than weights": (
         "bert",
         config(num_hidden_layers=1),
-        "beyond the 1 layers of config.json",
+        "beyond the 1 layers in config.json",
     ),
     "fewer layers than distilled weights": (
         "distilbert",
         config(n_layers=1),
-        "beyond the 1 layers of config.json",
+        "beyond the 1 layers in config.json",
     ),
     "no merges": ("roberta", without("merges.txt"), "merges.txt does not exist"),
     "NaN": (
@@ -627,7 +627,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         changed("vocab_transform.weight", lambda w: w.to(torch.int8)),
         "vocab_transform.weight holds torch.int8",
     ),
-    "no dim": ("distilbert", config(dim=...), "is not of the family distilbert: no 'dim'"),
+    "no dim": ("distilbert", config(dim=...), "is not a config of distilbert: it lacks 'dim'"),
     "another name of activation": (
         "distilbert",
         config(activation="swish"),
@@ -718,7 +718,7 @@ def test_the_command_refuses_a_malicious_pickle(source: Path) -> None:
     evil_pickle(source)
     out = source.parent / "out"
     done = command("-m", "xformer.convert", "from-hf", source, out)
-    assert_refused(done, "is refused: it is damaged, or holds more than tensors", source.parent)
+    assert_refused(done, "it is damaged, or holds objects other than tensors", source.parent)
 
 
 @pytest.mark.parametrize(
@@ -774,13 +774,13 @@ def test_only_its_own_output_is_overwritten(
     precious.mkdir()
     (precious / "thesis.txt").write_text("keep")
     done = run_here(capfd, command, source, precious, "--overwrite")
-    assert (done.status, "something else than this command writes" in done.err) == (2, True)
+    assert (done.status, "was not written by this command" in done.err) == (2, True)
     assert (precious / "thesis.txt").read_text() == "keep"
     if command == "to-hf":
         for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
             (tmp_path / "nest" / name).write_text("{}")
         done = run_here(capfd, command, source, tmp_path / "nest", "--overwrite")
-        assert (done.status, "which is read" in done.err) == (2, True)
+        assert (done.status, "contains the input" in done.err) == (2, True)
         assert checkpoints.load(checkpoint).head is not None
 
 
@@ -865,7 +865,7 @@ def test_halve_copies_with_16_bits(
     checkpoints.save(replace(imported, weights=weights), tmp_path / "large")
     refused(
         command("-m", "xformer.convert", "halve", tmp_path / "large", tmp_path / "no"),
-        f"the weight {name} does not fit into 16 bits",
+        f"the weight {name} overflows fp16",
     )
     assert not (tmp_path / "no").exists()
 

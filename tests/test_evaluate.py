@@ -250,9 +250,9 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("classes", ["data={others}/swapped"], ["other classes than the checkpoint's: yes, no"]),
     ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),
     ("scores", ["data={data}/classes"], ["head=regress needs a store of kind score"]),
-    ("text", ["data={data}/splice"], ["splice was made with another tokenizer"]),
+    ("text", ["data={data}/splice"], ["splice was made with a different tokenizer"]),
     ("splice", ["data={data}/splice", "mapping=symbol:1"], ["mapping='symbol:1'"]),
-    ("splice", ["data={data}/splice", "mapping=none"], ["made with another tokenizer"]),
+    ("splice", ["data={data}/splice", "mapping=none"], ["made with a different tokenizer"]),
     ("text", ["data={data}/text", "predictions={others}/p.tsv"], ["an MLM head has no table"]),
     ("text", ["text=no mask"], ["write [MASK] for each missing word"]),
     ("text", ["text="], ["write [MASK] for each missing word"]),
@@ -377,7 +377,7 @@ def test_a_mapping_belongs_to_its_tokenizer(
             split.append("label", np.zeros(1, np.int64))
         store.finish("class", checkpoint.head.labels if checkpoint.head else [], "accuracy", {})
     done = evaluate(forks, learned["splice"], f"data={tmp_path / 'other'}")
-    refused(done, "another tokenizer than the data this checkpoint")
+    refused(done, "a different tokenizer from the data this checkpoint")
 
 
 def test_keys_of_another_form_are_refused(forks: Forks, learned: dict[str, Path]) -> None:

@@ -278,7 +278,7 @@ def surgery(operation: str) -> tuple[str, str]:
 
 TRANSPLANT = '{ op = "transplant", source = "{stage.wide}" }'
 SUBSTITUTE = '{ op = "substitute_unused", store = "{made.wordy}" }'
-OTHER = "made.task was made with another tokenizer than the checkpoint's"
+OTHER = "made.task was made with a different tokenizer from the checkpoint's"
 BY_WORDS = ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"')
 TINY = ("{ hidden = 16, intermediate = 16, layers = 1 }", "{ vocab_size = 8 }")
 MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
@@ -310,7 +310,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ),
     ([corpus("four"), TINY], ["pretrain: model.vocab_size=8 is below the tokenizer's 9"]),
     ([surgery(TRANSPLANT)], ["start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
-    ([surgery(SUBSTITUTE)], ["store=made.wordy was made with another tokenizer"]),
+    ([surgery(SUBSTITUTE)], ["store=made.wordy was made with a different tokenizer"]),
     # commands
     (
         [("max_tokens=64", "max_tokens=200")],
@@ -371,7 +371,7 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     ended = forks.run(*line, f"needs.model={tmp_path / 'model'}")
     refused(ended, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
     changed(file, finetune("batch.max_tokens = 20"))
-    refused(forks.run(*line, f"needs.model={tmp_path / 'model'}"), "another tokenizer")
+    refused(forks.run(*line, f"needs.model={tmp_path / 'model'}"), "a different tokenizer")
     changed(file, finetune("mapping = 'symbols:0'"))
     good(forks.run(*line, f"needs.model={tmp_path / 'model'}"))
 
@@ -385,7 +385,7 @@ def test_a_transplant_reads_what_its_tokenizer_wrote(
     line = training(
         CLASSIFY, data.classes, tmp_path / "run", f"init={tmp_path / 'letters'}", "train.steps=1"
     )
-    refused(forks.run(*line), "made with another tokenizer than the checkpoint's")
+    refused(forks.run(*line), "made with a different tokenizer from the checkpoint's")
     words = f"surgery=[{{op='transplant', source='{learned['text']}'}}]"
     good(forks.run(*line, words))
 

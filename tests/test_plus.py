@@ -196,7 +196,7 @@ def change(**changes: Any) -> dict[str, Any]:
         (change(transformer__embed__tok_embed__weight=torch.ones(25)), H, "not a PLUS-TFM check"),
         (change(cls__weight=torch.ones(2)), H, "not a PLUS-TFM checkpoint"),
         (change(transformer__embed__pos_embed__pe=torch.zeros(1, LONGEST, C)), H, "sines and cos"),
-        ([1, 2], H, "not a table of tensors"),
+        ([1, 2], H, "not a state dict"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, source: Any, heads: int, phrase: str) -> None:

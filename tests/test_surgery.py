@@ -255,7 +255,7 @@ def test_english_like_pieces_of_other_vocabularies() -> None:
     known = counted(SHAPE, bpe)
     assert {i for seed in range(20) for i in moved(known, seed=seed)[0]} == {6, 7, 9}
     letters = counted(SHAPE, vocabularies.symbols("ACGT"))
-    with pytest.raises(BadInput, match="needs a tokenizer of words"):
+    with pytest.raises(BadInput, match="needs a subword tokenizer"):
         surgery.shuffle_embeddings(letters)
     shuffled = {"english_only": False}
     assert {i for s in range(20) for i in moved(letters, seed=s, **shuffled)[0]} == {5, 6, 7, 8}
@@ -661,11 +661,11 @@ def test_unchanged_weights_are_not_loaded(saved: Path, tmp_path: Path) -> None:
 
 BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["revers_layers"], ["unknown operation 'revers_layers'", "did you mean reverse_layers?"]),
-    (["xyz"], ["unknown operation 'xyz'", "there are clean,"]),
+    (["xyz"], ["unknown operation 'xyz'", "the operations are clean,"]),
     (["keep_layers(frist=2)"], ["keep_layers: unknown key frist", "did you mean first?"]),
     (["keep_layers"], ["keep_layers takes exactly one of first, every and layers"]),
     (["keep_layers(first=2, every=2)"], ["keep_layers takes exactly one of"]),
-    (["keep_layers(layers=[1,4)"], ["a bracket that is not closed"]),
+    (["keep_layers(layers=[1,4)"], ["unbalanced brackets"]),
     (["keep_layers(first=true)"], ["first", "integer"]),
     (["keep_layers(2)"], ["keep_layers: '2' is not argument=value", "first=..., every=..."]),
     (["reverse_layers(1)"], ["'1' is not argument=value; it takes no arguments"]),
@@ -675,7 +675,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["keep_layers(layers=[1,5])"], ["layers=5: the model has layers 1 to 4"]),
     (
         ["keep_layers(layers=[2,1])"],
-        ["layers=[2, 1]: give at least one layer, each once, in rising"],
+        ["layers=[2, 1]: give at least one layer, each once, in ascending"],
     ),
     (["keep_layers(layers=[])"], ["keep_layers: layers=[]: give at least one layer"]),
     (["keep_layers(first=x)"], ["keep_layers: first='x'", "integer"]),
@@ -696,9 +696,9 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["transplant(source={tmp}/wide)"], ["word embeddings 9 wide, the checkpoint 6"]),
     (["transplant(source={tmp}/cnn)"], ["cnn has no word embeddings"]),
     (["substitute_unused(store={tmp}/none)"], ["substitute_unused", "is not a store"]),
-    (["substitute_unused(store={tmp}/letters)"], ["was made with another tokenizer"]),
+    (["substitute_unused(store={tmp}/letters)"], ["was made with a different tokenizer"]),
     (["substitute_unused(store={tmp}/full)"], ["uses every piece: there is none to replace"]),
-    (["substitute_unused(store={tmp}/unknown)"], ["uses no piece but special tokens"]),
+    (["substitute_unused(store={tmp}/unknown)"], ["contains only special tokens"]),
     (["substitute_unused(store={tmp}/full, split=test)"], ["no split 'test'; it has train"]),
     ([], ["OPERATION", "--help"]),
     (["clean", "--seed", "-1"], ["--seed -1 is not allowed"]),
@@ -738,7 +738,7 @@ def test_outputs_that_are_refused(operate: Operate, saved: Path, tmp_path: Path)
     (tmp_path / "other/thesis.tex").write_text("x")
     checkpoints.save(counted(), tmp_path / "deep/new")
     refused(operate(saved, saved, "clean"), "old exists", "--overwrite")
-    refused(operate(saved, saved, "clean", "--overwrite"), "which is read: give another output")
+    refused(operate(saved, saved, "clean", "--overwrite"), "contains the input")
     refused(operate(saved, tmp_path / "other", "clean", "--overwrite"), "is not a checkpoint")
     refused(operate(tmp_path / "none", tmp_path / "new", "clean"), "none does not exist")
     assert same(checkpoints.load(saved), counted())

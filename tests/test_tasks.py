@@ -1241,7 +1241,7 @@ def test_a_parquet_file_whose_text_is_not_utf_8(make: Make, tmp_path: Path) -> N
 
 def test_overwrite_spares_other_directories(make: Make, tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"train.tsv": TSV})
-    with pytest.raises(BadInput, match="is something else than this command writes"):
+    with pytest.raises(BadInput, match="was not written by this command"):
         make(*T, "--input", raw, "--overwrite", name="raw")
     assert (raw / "train.tsv").read_text() == TSV
     make(*T, "--input", raw)

@@ -460,7 +460,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim..lr=5"], ["'optim..lr=5' is not of the form key=value"]),
     (["data={toys}/absent"], ["absent is not a store"]),
     (["data={toys}/raw"], ["raw is not a store"]),
-    (["data={toys}/splice", "init={trained}"], ["splice was made with another tokenizer"]),
+    (["data={toys}/splice", "init={trained}"], ["splice was made with a different tokenizer"]),
     (
         ["data={toys}/splice", "init={trained}", "mapping=symbol:0"],
         ["mapping='symbol:0'", "symbols:SEED"],

@@ -312,7 +312,7 @@ def check_output(out: Path, overwrite: bool, *read: Path) -> None:
         raise BadInput(f"{out} is not a checkpoint, so it is not overwritten; give another output")
     inside = next((path for path in read if path.resolve().is_relative_to(out.resolve())), None)
     if inside is not None:
-        raise BadInput(f"{out} holds {inside}, which is read: give another output")
+        raise BadInput(f"{out} contains the input {inside}: give another output")
 
 
 def resolve(path: str | Path) -> Path:

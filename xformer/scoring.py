@@ -104,8 +104,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     if spec is None and checkpoint.source is not None:  # the mapping of training
         if store.fingerprint != checkpoint.source.fingerprint:
             raise BadInput(
-                f"{store.name} was made with another tokenizer than the data this checkpoint was "
-                "trained on; make the store again with that one, or give mapping="
+                f"{store.name} was made with a different tokenizer from the data this checkpoint "
+                "was trained on; make the store again with that one, or give mapping="
             )
         array = checkpoint.mapping
     else:

@@ -1,4 +1,4 @@
-"""Import checkpoints of Hugging Face and PLUS, export them, and show what a directory holds.
+"""Import checkpoints from Hugging Face and PLUS, export them, and show what a directory holds.
 
 python -m xformer.convert from-hf HF_DIR OUT
 python -m xformer.convert from-plus FILE OUT
@@ -21,7 +21,7 @@ from xformer.data.files import refuse_existing
 from xformer.start import run
 
 PROGRAM = "python -m xformer.convert"
-# the files by which we recognise an output of ours, which --overwrite may replace
+# the files by which --overwrite recognises a directory that this command wrote
 CHECKPOINT = ("manifest.json", "model.safetensors")
 EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
 
@@ -37,11 +37,11 @@ def main() -> None:
     """`python -m xformer.convert COMMAND ...`"""
     parser = ConvertParser(
         prog=typed(PROGRAM),
-        description="Import checkpoints of Hugging Face and PLUS, export them, and show what a "
+        description="Import checkpoints from Hugging Face and PLUS, export them, and show what a "
         "directory holds.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=ConvertParser)
-    functions = {  # for each command: add its arguments, run it
+    functions = {  # command: (add its arguments, run it)
         "from-hf": (_add_from_hf, _import_hf),
         "from-plus": (_add_from_plus, _import_plus),
         "to-hf": (_add_to_hf, _export_hf),
@@ -53,7 +53,9 @@ def main() -> None:
     first = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
     if first is not None and first not in functions:
         near = difflib.get_close_matches(first, functions, 1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(functions)}"
+        hint = (
+            f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(functions)}"
+        )
         raise BadInput(f"unknown command {first!r}{hint}")
     arguments = parser.parse_args()
     _, convert = functions[arguments.command]
@@ -67,13 +69,12 @@ def _add_from_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, ALBERT or "
         "DistilBERT: its config.json, its weights, the head that it has, and its tokenizer. The "
         "weights are model.safetensors or pytorch_model.bin, whole or in shards; a .bin may hold "
-        "tensors only. The command says how many tensors it imported, and names those that it did "
-        "not.",
+        "tensors only. The command reports how many tensors it imported, and names the others.",
     )
     command.add_argument(
         "source",
         metavar="HF_DIR",
-        help="The directory to import, or the name of a repository of the Hugging Face hub, such "
+        help="The directory to import, or the name of a repository on the Hugging Face hub, such "
         "as bert-base-uncased. A name needs the package huggingface_hub.",
     )
     _add_output(command, "The checkpoint to write.")
@@ -83,9 +84,9 @@ def _add_from_plus(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     command = commands.add_parser(
         "from-plus",
         help="Import a PLUS-TFM checkpoint from the public PLUS repository.",
-        description="Import a PLUS-TFM checkpoint (Min et al. 2019) with its heads: MLM and same "
-        "family, or the classifier of a fine-tuned model. The file holds tensors only; all sizes "
-        "but the number of attention heads are read from them.",
+        description="Import a PLUS-TFM checkpoint (Min et al. 2019) with its heads: MLM and "
+        "same-family prediction, or the classifier of a fine-tuned model. The file holds tensors "
+        "only; all sizes but the number of attention heads are read from their shapes.",
     )
     command.add_argument(
         "source", metavar="FILE", type=Path, help="The file to import, such as PLUS-TFM.pt."
@@ -112,7 +113,7 @@ def _add_to_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         help="Export a checkpoint as a directory that transformers loads.",
         description="Export a checkpoint as a directory that transformers loads with AutoModel, "
         "the AutoModelFor... class of its head, and AutoTokenizer. A checkpoint that was imported "
-        "and not trained since is exported with exactly the tensors that it was imported from.",
+        "and not trained since is exported with exactly the tensors of the original.",
     )
     _add_checkpoint(command)
     _add_output(command, "The directory to write.")
@@ -141,7 +142,7 @@ def _add_inspect(commands: argparse._SubParsersAction[ConvertParser]) -> None:
 
 
 def _add_checkpoint(command: argparse.ArgumentParser) -> None:
-    about = "The checkpoint to read, or a finished run: then its selected checkpoint is read."
+    about = "The checkpoint to read, or a finished run, whose selected checkpoint is read."
     command.add_argument("checkpoint", metavar="CHECKPOINT", help=about)
 
 
@@ -153,17 +154,17 @@ def _add_output(command: argparse.ArgumentParser, text: str) -> None:
 
 
 def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:
-    """Raise BadInput unless `out` is free, or may be overwritten: it holds the files `marks`, which
-    this command writes, and does not contain `source`."""
+    """Raise BadInput unless `out` does not exist or may be overwritten: it holds the files `marks`,
+    which this command writes, and does not contain `source`."""
     refuse_existing(out, overwrite)
     if out.exists() and not all((out / name).is_file() for name in marks):
-        raise BadInput(f"{out} is something else than this command writes: it is not overwritten")
+        raise BadInput(f"{out} was not written by this command: it is not overwritten")
     if out.exists() and source.exists() and source.resolve().is_relative_to(out.resolve()):
-        raise BadInput(f"{out} holds {source}, which is read: give another output")
+        raise BadInput(f"{out} contains the input {source}: give another output")
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:
-    """Import a directory, or a repository of the hub."""
+    """Import a directory, or a repository on the hub."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
 
@@ -189,8 +190,8 @@ def _import_plus(arguments: argparse.Namespace) -> None:
 
 
 def _directory(source: str) -> Path:
-    """The directory of this path, or the one that the hub's repository of this name was downloaded
-    to."""
+    """The path if it is one, else the directory that the hub's repository of this name was
+    downloaded to."""
     path = Path(source)
     if path.exists() or source.count("/") > 1 or source.startswith((".", "/", "~")):
         return path
@@ -236,7 +237,7 @@ def _halve(arguments: argparse.Namespace) -> None:
     weights = {name: weight.half() for name, weight in checkpoint.weights.items()}
     for name, weight in weights.items():
         if not weight.isfinite().all():
-            raise BadInput(f"{arguments.checkpoint}: the weight {name} does not fit into 16 bits")
+            raise BadInput(f"{arguments.checkpoint}: the weight {name} overflows fp16")
     small = replace(checkpoint, weights=weights)
     checkpoints.save(small, arguments.out, arguments.overwrite)
     size = (arguments.out / "model.safetensors").stat().st_size

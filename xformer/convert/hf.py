@@ -83,7 +83,8 @@ def from_hf(directory: Path) -> Imported:
     source = _with_current_names(tensors, family, file)
     tied = drop_tied_copies(source, family, file)
     head, head_names, lacking = _find_heads(source, meta, config, family)
-    if config.stored_layers > len(source):  # before a table with a line for each layer is made
+    # config.json may claim any number of layers: checked before `expand` makes entries for each
+    if config.stored_layers > len(source):
         raise BadInput(
             f"{file} holds {len(source)} tensors: too few for the config's "
             f"{config.stored_layers} layers"
@@ -94,7 +95,7 @@ def from_hf(directory: Path) -> Imported:
     layer_name = _layer_name(family)
     if extra := next((name for name in left if layer_name.match(name)), None):
         raise BadInput(
-            f"{file} holds {extra}, which is beyond the {config.layers} layers of config.json"
+            f"{file} holds {extra}, which is beyond the {config.layers} layers in config.json"
         )
     check_complete(weights, config, head, file)
     tokenizer = published.import_tokenizer(directory)
@@ -111,7 +112,8 @@ def from_hf(directory: Path) -> Imported:
         "sha256": file_checksum(file),
         **_dtypes(source, used),
     }
-    record |= {"sentence": sentence} if sentence else {}
+    if sentence:
+        record["sentence"] = sentence
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
     left += foreign_modules
     return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
@@ -148,19 +150,19 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         if theirs in meta:
             values[ours] = meta[theirs]
         elif ours not in values:
-            raise BadInput(f"{file} is not of the family {family.name}: no {theirs!r}")
+            raise BadInput(f"{file} is not a config of {family.name}: it lacks {theirs!r}")
     if str(values["activation"]) not in ACTIVATIONS:
         key, value = family.config["activation"], values["activation"]
         raise BadInput(f"{file}: {key} {value!r} is not one of {', '.join(ACTIVATIONS)}")
     values["activation"] = ACTIVATIONS[str(values["activation"])]
     form = family.name.removeprefix("xlm-")
     try:
-        if form == "roberta":  # its position ids start after the id of padding
+        if form == "roberta":  # its position ids start after the padding id
             pad = meta.get("pad_token_id", 1)
             if not isinstance(pad, int) or pad < 0:
                 raise BadInput(
-                    f"{file}: pad_token_id {pad!r} is not an id; it must be a number from 0, "
-                    "because positions start after it"
+                    f"{file}: pad_token_id {pad!r} is not a token id; it must be an integer from "
+                    "0, because position ids start after it"
                 )
             values["first_position"] = pad + 1
             values["max_positions"] -= pad + 1
@@ -170,7 +172,7 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = " ".join(map(str, (*first["loc"], first["msg"].lower())))
-        raise BadInput(f"{file} is not of the family {family.name}: {reason}") from None
+        raise BadInput(f"{file} is not a config of {family.name}: {reason}") from None
 
 
 def _read_tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
@@ -187,25 +189,25 @@ def _read_tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
 def _read_shards(
     index: Path, read: Callable[[Path], dict[str, Tensor]]
 ) -> tuple[list[Path], dict[str, Tensor]]:
-    """The tensors of all shards. Raises BadInput unless each is in the shard that the index says,
-    and in no other."""
-    places = read_json(index)
-    places = places.get("weight_map") if isinstance(places, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise BadInput(f"{index} holds no weight_map")
-    shards = sorted({str(shard) for shard in places.values()})
+    """The tensors of all shards. Raises BadInput unless each tensor is in the shard that the index
+    names, and in no other."""
+    content = read_json(index)
+    shard_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise BadInput(f"{index} has no weight_map")
+    shards = sorted({str(shard) for shard in shard_of.values()})
     if outside := [s for s in shards if s in ("", "..") or Path(s).name != s]:
-        raise BadInput(f"{index} names {outside[0]!r}, which is not a file of its directory")
+        raise BadInput(f"{index} names {outside[0]!r}, which is not a file in its directory")
     if lost := [s for s in shards if not (index.parent / s).is_file()]:
-        raise BadInput(f"{index.parent / lost[0]} does not exist; {index.name} names it")
+        raise BadInput(f"{index.parent / lost[0]} does not exist, although {index.name} names it")
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         own = read(index.parent / shard)
         if twice := sorted(set(own) & set(tensors)):
             raise BadInput(f"{index.parent / shard} holds {twice[0]}, and so does another shard")
         tensors |= own
-        for name in (name for name, place in places.items() if place == shard):
-            if name not in own:
+        for name, place in shard_of.items():
+            if place == shard and name not in own:
                 raise BadInput(
                     f"{index.parent / shard} lacks the tensor {name}, which {index.name} says it "
                     "holds"
@@ -224,12 +226,14 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged file raises anything: struct.error, IndexError, ...
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise BadInput(f"{file} is refused: it is damaged, or holds more than tensors") from None
+        raise BadInput(
+            f"{file} is refused: it is damaged, or holds objects other than tensors"
+        ) from None
     if isinstance(tensors, dict) and all(
         isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()
     ):
         return tensors
-    raise BadInput(f"{file} is not a table of tensors")
+    raise BadInput(f"{file} is not a state dict, a table of tensors by name")
 
 
 def _with_current_names(
@@ -280,7 +284,8 @@ def _find_heads(
         labels = _read_labels(source, meta, family.head(task)) if task.named_classes else ()
         own = family.pooler if task.reads_pooled else pooler
         return Head(task.name, labels, max_tokens=longest), own | family.head(task), ["MLM head"]
-    table, lacking = pooler, [] if pooler else ["pooler"]
+    table = pooler
+    lacking = [] if pooler else ["pooler"]
     if has(family.pair):
         table |= family.pair
     if has(family.span):
@@ -299,30 +304,33 @@ def _find_heads(
 def _find_classifier(
     source: dict[str, Tensor], meta: dict[str, Any], family: Family
 ) -> type[Task] | None:
-    """The task of the source's classifier; None if there is none, or its task cannot be told.
+    """The task of the source's classifier; None if it has none, or its task cannot be determined.
 
     `architectures` in config.json names the task. Without it the tensors decide: a classifier of
-    texts has a pooler, a classifier of words has none. One output on a pooler is a score only if
-    the config speaks of a single label, because multiple choice has the same tensors.
+    texts has a pooler, a classifier of words has none. A single output on a pooler is a score only
+    if the config has a single label, because multiple choice has the same tensors.
     """
 
-    def has(table: Table, part: str) -> bool:
+    def has_part(table: Table, part: str) -> bool:
         names = (name.removesuffix("*") for name in table.get(part, ()))
         return any(name + kind in source for name in names for kind in ("weight", "bias"))
 
-    # "['BertForTokenClassification']" -> "TokenClassification"
-    architecture = str(meta.get("architectures") or "").strip("[]'").rpartition("For")[2]
-    texts, words = has(family.classify, "task_head.*"), has(family.tag, "task_head.*")
-    pooled = has(family.pooler | family.classify, "pooler.*")
+    architectures = meta.get("architectures")
+    if isinstance(architectures, list):
+        architectures = architectures[-1] if architectures else None
+    # "BertForTokenClassification" -> "TokenClassification"
+    architecture = str(architectures or "").rpartition("For")[2]
+    texts, words = has_part(family.classify, "task_head.*"), has_part(family.tag, "task_head.*")
+    pooled = has_part(family.pooler | family.classify, "pooler.*")
     if architecture == Tag.hf_class and words:
         return Tag
-    if architecture == Choice.hf_class and has(family.choice, "task_head.*"):
+    if architecture == Choice.hf_class and has_part(family.choice, "task_head.*"):
         return Choice
     if architecture == "NextSentencePrediction" or not (texts or words):
         return None
     is_named = architecture == Classify.hf_class
     if not is_named and not (texts and pooled):
-        return Tag if words and not has(family.pooler, "pooler.*") else None
+        return Tag if words and not has_part(family.pooler, "pooler.*") else None
     labels = meta.get("id2label")
     label_count = len(labels) if isinstance(labels, dict) else meta.get("num_labels")
     one_output = _count_outputs(source, family.classify) == 1
@@ -332,7 +340,7 @@ def _find_classifier(
 
 
 def _count_outputs(source: dict[str, Tensor], table: Table) -> int:
-    """The number of rows of a head's last matrix; 0 if the source does not have it."""
+    """The number of outputs of a head; 0 if the source does not have it."""
     weight = source.get(table["task_head.*"][0].replace("*", "weight"))
     return len(weight) if weight is not None and weight.ndim else 0
 
@@ -414,10 +422,11 @@ def _layer_name(family: Family) -> re.Pattern[str]:
 
 
 def _read_sentence_files(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """The files by which sentence-transformers turns hidden states into the vector of a sentence.
+    """The config files by which sentence-transformers pools hidden states to a sentence embedding.
 
-    Returns their content by name, and the modules that have weights of their own. We have no place
-    for those: with one of them, no file is kept. Raises BadInput if modules.json is damaged.
+    Returns their content by name, and the modules with weights of their own, which cannot be
+    imported. If there is such a module, no file is kept. Raises BadInput if modules.json is
+    damaged.
     """
     if not (directory / "modules.json").is_file():
         return {}, []
@@ -440,7 +449,9 @@ def _dtypes(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
     dtypes = {name: str(source[name].dtype).removeprefix("torch.") for name in sorted(used)}
     common = Counter(dtypes.values()).most_common(1)[0][0]
     others = {name: dtype for name, dtype in dtypes.items() if dtype != common}
-    return {"dtype": common} | ({"other_dtypes": others} if others else {})
+    if not others:
+        return {"dtype": common}
+    return {"dtype": common, "other_dtypes": others}
 
 
 def import_report(imported: Imported) -> list[str]:
@@ -456,9 +467,9 @@ def import_report(imported: Imported) -> list[str]:
         lines.append(f"tied, equal to the tensors they copy: {', '.join(imported.tied)}")
     if spare := config.vocab_size - len(checkpoint.tokenizer):
         lines.append(f"embeddings without a piece: the last {spare:,}")
-    lines.append(f"left over: {', '.join(imported.left) or 'none'}")
+    lines.append(f"not imported: {', '.join(imported.left) or 'none'}")
     if imported.lacking:
-        lines.append(f"not in the source, new when trained: {', '.join(imported.lacking)}")
+        lines.append(f"not in the source, initialised when trained: {', '.join(imported.lacking)}")
     return lines
 
 
@@ -468,9 +479,8 @@ def import_report(imported: Imported) -> list[str]:
 def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
 
-    Tensors are written once, without tied copies. They have the types that they were imported with
-    if no tensor loses precision by that, else float32. Raises BadInput if no family has the shape
-    of the checkpoint.
+    Tied tensors are written once. All tensors have the types that they were imported with if none
+    loses precision, else float32. Raises BadInput if the checkpoint fits no family.
     """
     family = family_of(checkpoint)
     tensors: dict[str, Tensor] = {}
@@ -492,7 +502,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
-    """The family whose models have the shape of this checkpoint. Raises BadInput if none has."""
+    """The family whose architecture this checkpoint has. Raises BadInput if there is none."""
     config = checkpoint.config
     if config.norm != "post":
         raise BadInput("no family has LayerNorm before attention and MLP (model.norm='pre')")
@@ -516,20 +526,20 @@ def family_of(checkpoint: Checkpoint) -> Family:
         if field == "pooler" and "pooler.weight" not in checkpoint.weights and value != "none":
             continue
         if value != getattr(expected, field):
-            raise BadInput(f"model.{field}={value} is not {name}'s: no family has this mixture")
+            raise BadInput(f"model.{field}={value} is not {name}'s: no family has this combination")
     if bool(config.embedding) != ("embedding" in family.config):
         raise BadInput(
             f"model.embedding={config.embedding} is not {name}'s: its embeddings are projected"
         )
     if config.token_types == 0 and name != "distilbert":
-        raise BadInput(f"model.token_types=0 is not {name}'s: no family has this mixture")
+        raise BadInput(f"model.token_types=0 is not {name}'s: no family has this combination")
     if checkpoint.task is not None and checkpoint.task.predicts_masked:
         _check_activation(config, family)
     pad = checkpoint.tokenizer.special["pad"]
     if name == "roberta" and pad != config.first_position - 1:
         raise BadInput(
-            f"model.first_position={config.first_position} is not roberta's: its positions start "
-            f"after the id of padding, {pad}"
+            f"model.first_position={config.first_position} is not roberta's: its position "
+            f"ids start after the padding id, {pad}"
         )
     is_xlm = checkpoint.tokenizer.meta.get("normalisation") == XLM_ROBERTA
     return FAMILIES["xlm-roberta"] if name == "roberta" and is_xlm else family
@@ -544,10 +554,10 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> Table:
     if "pooler.weight" in weights and "pooler.*" not in own:
         bare |= family.pooler
     heads = own | (family.pair if "pair_head.weight" in weights else {})
-    # a bare model has no prefix; inside a model with heads its tensors are "bert. ..."
+    # BertModel's tensors have no prefix; in a model with heads they are named "bert.embeddings..."
     prefix = family.prefix if heads else ""
-    layers = checkpoint.config.stored_layers
-    names = {o: [prefix + name for name in t] for o, t in expand(bare, layers).items()}
+    names = expand(bare, checkpoint.config.stored_layers)
+    names = {ours: [prefix + name for name in theirs] for ours, theirs in names.items()}
     names |= expand(heads, 1)
     if lost := sorted(set(weights) - set(names)):
         raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
@@ -557,9 +567,9 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> Table:
 def _in_their_dtypes(
     checkpoint: Checkpoint, family: Family, tensors: dict[str, Tensor]
 ) -> tuple[str, dict[str, Tensor]]:
-    """The tensors in the types that they were imported with, and the name of the commonest type.
+    """The most common of the types that the tensors were imported with, and the tensors in them.
 
-    If one of them would lose precision, as it does after training in float32, all are float32.
+    If a tensor would lose precision, as after training in float32, all are float32.
     """
     default: dict[str, Any] = {"dtype": "float32"}
     record = next((record for record in checkpoint.history if "dtype" in record), default)
@@ -567,12 +577,13 @@ def _in_their_dtypes(
     converted = {}
     for name, tensor in tensors.items():
         dtype = getattr(torch, others.get(name.removeprefix(family.prefix), record["dtype"]))
-        # an imported float64 is float64 still; a tensor that is not was made since, as float32
+        # imported float64 tensors still are float64; others were made later, in float32
         same = tensor if dtype == torch.float64 else tensor.to(dtype)
         if not torch.equal(same.to(tensor.dtype), tensor):
             return "float32", {n: t.float().contiguous() for n, t in tensors.items()}
         converted[name] = same.contiguous()
-    (common, _), *_ = Counter(str(tensor.dtype) for tensor in converted.values()).most_common(1)
+    dtypes = Counter(str(tensor.dtype) for tensor in converted.values())
+    common = dtypes.most_common(1)[0][0]
     return common.removeprefix("torch."), converted
 
 
@@ -580,11 +591,11 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     """The content of config.json."""
     config, task, special = checkpoint.config, checkpoint.task, checkpoint.tokenizer.special
     values = config.model_dump()
-    # two of their names mean gelu_tanh; reversed, the first of them wins
+    # two of their names mean gelu_tanh; going backwards, the first one is kept
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     values["activation"] = activations[config.activation]
     values["max_positions"] += config.first_position
-    if family.defaults["head_dropout"] is not None:  # cannot express "the same as dropout"
+    if family.defaults["head_dropout"] is not None:  # None would not mean "the same as dropout"
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
     architecture = family.class_of(task, "pair_head.weight" in checkpoint.weights)
@@ -600,8 +611,8 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
 def _sentence_files(checkpoint: Checkpoint) -> dict[str, Any]:
     """The files of sentence-transformers that an encoder was imported with, by name.
 
-    Models with another head get none. Without these files sentence-transformers takes the mean over
-    the tokens.
+    Models with another head get none. Without these files sentence-transformers averages over the
+    tokens.
     """
     if checkpoint.task is not None and not checkpoint.task.predicts_masked:
         return {}

@@ -1,9 +1,9 @@
 """The tensor names of each family: ours on the left, those of Hugging Face (or PLUS) on the right.
 
 `{}` stands for the number of the layer, `*` for weight and bias. Import reads the tables from right
-to left, export from left to right. If three of their tensors belong to one of ours, they are its
-rows in order: query, key, value. In a model with heads, the names of the bare model have a prefix
-such as "bert."; the tables leave it out.
+to left, export from left to right. Where three of their tensors make one of ours, they are
+concatenated in order: query, key, value. In a model with heads, the names of the encoder's tensors
+have a prefix such as "bert."; the tables leave it out.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Table = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: the names of its tensors by part, and how its config.json reads."""
+    """One architecture: the names of its tensors by part, and the keys of its config.json."""
 
     name: str  # `model_type` in config.json
-    prefix: str  # of the bare model's tensors in a model with heads
+    prefix: str  # of the encoder's tensors in a model with heads
     encoder: Table
     pooler: Table
     mlm: Table
     classify: Table
-    tied: dict[str, str]  # {copy: original}: equal tensors, of which we store the original
+    tied: dict[str, str]  # {copy: original}: tied tensors, of which we store the original
     config: dict[str, str]  # {our setting: their key}
-    model: str = ""  # what the names of its classes begin with
-    pair_classes: tuple[str, str] = ("", "")  # classes with a pair head: with MLM head, without
+    model: str = ""  # the beginning of its class names, such as "Bert" in BertModel
+    pair_classes: tuple[str, str] = ("", "")  # of pair head and MLM head, of a pair head alone
     pair: Table = field(default_factory=dict)
     span: Table = field(default_factory=lambda: {"task_head.*": ["qa_outputs.*"]})
     tag: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
     choice: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
     mlm_activation: str | None = None  # of the MLM head, if it does not follow the config
-    fixed: dict[str, Any] = field(default_factory=dict)  # our settings that all its models have
+    fixed: dict[str, Any] = field(default_factory=dict)  # our settings that all its models share
     defaults: dict[str, Any] = field(default_factory=dict)  # of settings that a config may omit
 
     def head(self, task: Task | type[Task] | None) -> Table:
@@ -49,7 +49,8 @@ class Family:
         """The class of transformers for a model with this task's head and, with `pairs`, a pair
         head."""
         if pairs and (task is None or task.predicts_masked):
-            return self.pair_classes[task is None]
+            with_mlm, without_mlm = self.pair_classes
+            return without_mlm if task is None else with_mlm
         return f"{self.model}For{task.hf_class}" if task else f"{self.model}Model"
 
 
@@ -271,12 +272,13 @@ FAMILIES = {family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, ALBER
 
 
 def expand(table: Table, layers: int) -> Table:
-    """The table with `{}` and `*` written out: one entry for each weight of each layer."""
+    """The table with `{}` and `*` expanded: one entry for each weight of each layer."""
     full = {}
     for ours, theirs in table.items():
-        for kind in ("weight", "bias") if ours.endswith("*") else ("",):
-            for layer in range(layers) if "{}" in ours else (0,):
-                full[ours.replace("*", kind).format(layer)] = [
-                    t.replace("*", kind).format(layer) for t in theirs
-                ]
+        kinds = ("weight", "bias") if "*" in ours else ("",)
+        numbers = range(layers) if "{}" in ours else range(1)
+        for kind in kinds:
+            for layer in numbers:
+                name = ours.replace("*", kind).format(layer)
+                full[name] = [their.replace("*", kind).format(layer) for their in theirs]
     return full

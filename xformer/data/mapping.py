@@ -64,8 +64,8 @@ def check_foreign_store(spec: str, store: object) -> None:
     name, _ = parse(spec)
     if name == "none":
         raise BadInput(
-            f"{store} was made with another tokenizer than the checkpoint's; make it again with "
-            f"--tokenizer CHECKPOINT, or say what its ids mean with mapping=: "
+            f"{store} was made with a different tokenizer from the checkpoint's; make it again "
+            f"with --tokenizer CHECKPOINT, or say what its ids mean with mapping=: "
             f"{', '.join(FORMS[1:])}"
         )
     if name in ("shift", "random"):

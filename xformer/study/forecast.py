@@ -314,7 +314,7 @@ class Forecast:
             return
         if store.words.is_other(trained.words):
             raise BadInput(
-                f"{store.name} was made with another tokenizer than {trained.name}, which the run "
+                f"{store.name} was made with a different tokenizer from {trained.name}, which the run "
                 "is trained on"
             )
 

@@ -3,9 +3,9 @@
     python -m xformer.surgery CHECKPOINT OUT reverse_layers
     python -m xformer.surgery CHECKPOINT OUT 'keep_layers(first=6)' 'shuffle_embeddings(seed=1)'
 
-An operation without arguments is its name. One with arguments is name(argument=value, ...), which a
-shell needs in quotes. The operations are applied in the order given and recorded in the history of
-the new checkpoint; `python -m xformer.convert inspect` shows it.
+An operation is a name, or name(argument=value, ...) in quotes. The operations are applied in the
+order given and recorded in the history of the new checkpoint, which `python -m xformer.convert
+inspect` shows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from xformer.start import run
 from xformer.surgery.registry import FUNCTIONS, SCHEMAS, apply, parse_operation, split_docstring
 
 PROGRAM = "python -m xformer.surgery"
-CHECKPOINT = "The checkpoint to read, or a finished run: then its selected checkpoint is read."
-SEED = "Seed for each operation that has a seed and is given none (default: 0)."
+CHECKPOINT = "The checkpoint to read, or a finished run, whose selected checkpoint is read."
+SEED = "Seed of the operations that take a seed and are given none (default: 0)."
 
 
 class SurgeryParser(argparse.ArgumentParser):
@@ -46,7 +46,9 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     parser.add_argument("out", metavar="OUT", type=Path, help="The checkpoint to write.")
-    parser.add_argument("operations", metavar="OPERATION", nargs="+", help="What to do, in order.")
+    parser.add_argument(
+        "operations", metavar="OPERATION", nargs="+", help="The operations to apply, in order."
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=SEED)
     about = "Replace OUT if it is a checkpoint (default: refuse)."
     parser.add_argument("--overwrite", action="store_true", help=about)
@@ -61,7 +63,8 @@ def main() -> None:
         after = apply(before, steps, arguments.seed)
         checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
     for record in after.history[len(before.history) :]:
-        say(" ".join(f"{k}={v}" if k != "op" else str(v) for k, v in record.items()))
+        values = [f"{key}={value}" for key, value in record.items() if key != "op"]
+        say(" ".join([record["op"], *values]))
     say(f"{arguments.out}: {summary(before, after)}, {time.perf_counter() - began:.2f} s")
 
 

@@ -35,10 +35,10 @@ def clean(
 def reinit_scaled(
     checkpoint: Checkpoint, match: Scale, seed: Seed = 0, distribution: Distribution = "normal"
 ) -> Checkpoint:
-    """Re-initialise every weight, then scale each matrix to the size that it had (Zhang et al.
-    2021, section 5.1).
+    """Re-initialise every weight, then scale each matrix to its old magnitude or variance (Zhang et
+    al. 2021, section 5.1).
 
-    Query, key and value are three matrices. Biases and LayerNorms, which are vectors, get the
+    Query, key and value are scaled separately. Biases and LayerNorms, which are vectors, get the
     values of `clean`.
 
     Args:
@@ -72,7 +72,7 @@ def oracle_shuffle(checkpoint: Checkpoint, seed: Seed = 0) -> Checkpoint:
     section 5.2).
 
     Each weight keeps the exact distribution of its values and nothing else. Query, key and value
-    are three matrices. Biases and LayerNorms are shuffled too.
+    are shuffled separately. Biases and LayerNorms are shuffled too.
 
     Args:
         seed: Seed of the shuffles (default: the run's, or --seed).

@@ -22,7 +22,7 @@ LAYERS = "encoder.layers."
 
 @operation
 def reverse_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """Put the layers in the opposite order (Zhang et al. 2021, section 3, table 1)."""
+    """Reverse the order of the layers (Zhang et al. 2021, section 3, table 1)."""
     return _with_layers(checkpoint, range(count_layers(checkpoint.config), 0, -1))
 
 
@@ -49,7 +49,7 @@ def keep_layers(
     Args:
         first: Keep this many layers, starting at the first.
         every: Keep the first of every N layers: 2 keeps the 1st, 3rd, 5th and so on.
-        layers: Keep the layers with these numbers, in rising order.
+        layers: Keep the layers with these numbers, in ascending order.
     """
     return _with_layers(checkpoint, layers_to_keep(checkpoint.config, first, every, layers))
 
@@ -58,7 +58,7 @@ def layers_to_keep(
     config: ModelConfig, first: int | None, every: int | None, layers: Sequence[int] | None
 ) -> Sequence[int]:
     """The numbers of the layers that keep_layers keeps. Raises BadInput if a layer does not exist,
-    or if `layers` is empty or not in rising order."""
+    or if `layers` is empty or not in ascending order."""
     count = count_layers(config)
     if first is not None:
         layers = range(1, _check_layer("first", first, count) + 1)
@@ -68,7 +68,7 @@ def layers_to_keep(
         _check_layer("layers", layer, count)
     if not layers or list(layers) != sorted(set(layers)):
         raise BadInput(
-            f"layers={list(layers or ())}: give at least one layer, each once, in rising order"
+            f"layers={list(layers or ())}: give at least one layer, each once, in ascending order"
         )
     return layers
 
@@ -85,8 +85,8 @@ def reinit_last_layers(
     Embeddings, pooler and heads keep their values.
 
     Args:
-        from_layer: The first layer to re-initialise, Huang's k. Of 12 layers, 1 re-initialises all,
-            12 the last one, 13 none.
+        from_layer: The first layer to re-initialise, k in the paper. In a model of 12 layers, 1
+            re-initialises all of them, 12 only the last, and 13 none.
         seed: Seed of the random values (default: the run's, or --seed).
         distribution: Normal or truncated, as in clean.
     """
@@ -96,10 +96,12 @@ def reinit_last_layers(
 
 
 def check_from_layer(config: ModelConfig, from_layer: int) -> None:
-    """Raise BadInput unless `from_layer` is a layer of the model, or the number after the last."""
-    none = count_layers(config) + 1
-    if not 1 <= from_layer <= none:
-        raise BadInput(f"from_layer={from_layer}: give 1 to {none}; {none} re-initialises none")
+    """Raise BadInput unless `from_layer` is a layer of the model, or one more than the last."""
+    largest = count_layers(config) + 1
+    if not 1 <= from_layer <= largest:
+        raise BadInput(
+            f"from_layer={from_layer}: give 1 to {largest}; {largest} re-initialises none"
+        )
 
 
 @operation
@@ -112,8 +114,8 @@ def reinit_head(
 ) -> Checkpoint:
     """Re-initialise one attention head (Huang et al. 2021, section 4.3).
 
-    A head is its rows of query, key and value, their biases (set to 0), and its columns of the
-    output projection. The bias of the output projection is shared by all heads and stays.
+    A head consists of its rows of query, key and value, their biases (set to 0), and its columns of
+    the output projection. The bias of the output projection is shared by all heads and is kept.
 
     Args:
         layer: The layer of the head, from 1.
@@ -123,8 +125,8 @@ def reinit_head(
     """
     check_attention_head(checkpoint.config, layer, head)
     attention = f"{LAYERS}{layer - 1}.attention."
-    # the leading dimension of each weight; the next one is the heads: (3, H, D, C), (3, H, D) and
-    # (C, H, D)
+    # the first dimension of each weight when the heads are the second: qkv.weight is viewed as
+    # (3, H, D, C), qkv.bias as (3, H, D) and out.weight as (C, H, D)
     leading = {"qkv.weight": 3, "qkv.bias": 3, "out.weight": checkpoint.config.hidden}
 
     def with_fresh_head(name: str, weight: Tensor) -> Tensor:
@@ -145,9 +147,10 @@ def check_attention_head(config: ModelConfig, layer: int, head: int) -> None:
 
 
 def shape_after(config: ModelConfig, steps: Sequence[Operation]) -> ModelConfig:
-    """The shape of a model after these operations. Only the number of layers is followed.
+    """The config of a model after these operations, with its new number of layers. Other changes to
+    the config, such as the vocabulary of a transplant, are not tracked.
 
-    Raises BadInput naming the first operation that needs a layer or head that does not exist.
+    Raises BadInput that names the first operation on a layer or head that does not exist.
     """
     for step in steps:
         with naming(step.op):
@@ -173,7 +176,7 @@ def count_layers(config: ModelConfig) -> int:
 
 
 def _check_layer(argument: str, layer: int, count: int) -> int:
-    """The layer, or BadInput if there is none with this number."""
+    """Return `layer`. Raises BadInput if the model has no layer with this number."""
     if not 1 <= layer <= count:
         raise BadInput(f"{argument}={layer}: the model has layers 1 to {count}")
     return layer
@@ -187,9 +190,10 @@ def _layer_of(name: str) -> int:
 def _with_layers(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
     """The checkpoint with these layers in this order. Weights are renamed, not copied."""
     weights = {name: weight for name, weight in checkpoint.weights.items() if not _layer_of(name)}
-    for place, layer in enumerate(order):
+    for new_index, layer in enumerate(order):
+        old_prefix, new_prefix = f"{LAYERS}{layer - 1}.", f"{LAYERS}{new_index}."
         for name, weight in checkpoint.weights.items():
-            if _layer_of(name) == layer:
-                weights[name.replace(f".{layer - 1}.", f".{place}.", 1)] = weight
+            if name.startswith(old_prefix):
+                weights[new_prefix + name.removeprefix(old_prefix)] = weight
     config = checkpoint.config.model_copy(update={"layers": len(order)})
     return replace(checkpoint, config=config, weights=weights)

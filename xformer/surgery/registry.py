@@ -1,7 +1,7 @@
-"""What makes a plain function an operation that Python, recipes and the shell call alike.
+"""The decorator `operation`, which lets Python, recipes and the shell call one plain function.
 
-Its signature is the schema of its arguments, and its docstring is their help. A function becomes an
-operation by the decorator `operation`; nothing else lists it.
+The function's signature is the schema of its arguments, and its docstring is their help. No
+other list of operations is needed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from xformer.data.store import open_store
 
 Function = TypeVar("Function", bound=Callable[..., Checkpoint])
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-# one of "a=1, b=[2, 3]": up to a comma that is outside of brackets and quotes
+# one argument of "a=1, b=[2, 3]": everything up to a comma outside brackets and quotes
 ARGUMENT = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|[^,])+""")
-FIRST = ("seed", "op")  # config.json has always listed these keys first
+FIRST = ("seed", "op")  # fields that come first, as config.json has always written them
 
 
 class Operation(Settings):
@@ -43,7 +43,7 @@ class Operation(Settings):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name, as JSON values. A `seed` of None stands for the run's."""
+        """The arguments by name, as JSON values. A `seed` of None means the run's."""
         return self.model_dump(mode="json", exclude={"op"})
 
     @model_validator(mode="after")
@@ -55,21 +55,28 @@ class Operation(Settings):
 
 SCHEMAS: dict[str, type[Operation]] = {}
 FUNCTIONS: dict[str, Callable[..., Checkpoint]] = {}
-CHECKS: dict[str, Callable[..., object]] = {}
+CHECKS: dict[str, Callable[..., None]] = {}
 
 
-def operation(function: Function, check: Callable[..., object] = dict) -> Function:
+def accept_any(**arguments: object) -> None:
+    """The check of an operation whose arguments cannot contradict each other."""
+
+
+def operation(function: Function, check: Callable[..., None] = accept_any) -> Function:
     """Register a function that takes a checkpoint and arguments, and returns another checkpoint.
 
     Each argument needs a type annotation and an entry `name: Sentence.` in the section `Args:` of
     the docstring. `check` gets the arguments by name and raises BadInput if they contradict each
-    other; the default, `dict`, accepts any arguments.
+    other.
 
-    Calling the decorated function checks its arguments like a recipe's, and records the operation
-    in the history of the checkpoint that it returns.
+    A call of the decorated function checks its arguments as a recipe's are checked, and adds the
+    operation to the history of the checkpoint that it returns.
     """
-    name, signature = function.__name__, inspect.signature(function, eval_str=True)
-    SCHEMAS[name], FUNCTIONS[name], CHECKS[name] = _schema(function, signature), function, check
+    name = function.__name__
+    signature = inspect.signature(function, eval_str=True)
+    SCHEMAS[name] = _schema(function, signature)
+    FUNCTIONS[name] = function
+    CHECKS[name] = check
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Checkpoint:
@@ -80,26 +87,28 @@ def operation(function: Function, check: Callable[..., object] = dict) -> Functi
 
 
 def _schema(function: Callable[..., Checkpoint], signature: inspect.Signature) -> type[Operation]:
-    """The settings class of an operation, made from its signature and its docstring."""
-    name, (about, sentences) = function.__name__, split_docstring(function)
+    """The settings class of an operation, built from its signature and docstring."""
+    name = function.__name__
+    about, sentences = split_docstring(function)
     fields: dict[str, Any] = {"op": (Literal[name], name)}
     for argument in list(signature.parameters.values())[1:]:
-        annotation, default = argument.annotation, argument.default
-        if argument.name == "seed":  # a recipe or a command that gives none uses its own
-            annotation, default = annotation | None, None
-        default = ... if default is argument.empty else default
+        annotation = argument.annotation
+        default = ... if argument.default is argument.empty else argument.default
+        if argument.name == "seed":  # None: the seed of the recipe or of the command line
+            annotation = annotation | None
+            default = None
         fields[argument.name] = annotation, Field(default, description=sentences[argument.name])
     return create_model(
         name,
         __base__=Operation,
         __doc__=about.partition("\n\n")[0],
         __module__=function.__module__,
-        **dict(sorted(fields.items(), key=lambda field: (*FIRST, field[0]).index(field[0]))),
+        **{field: fields[field] for field in (*FIRST, *fields) if field in fields},
     )
 
 
 def split_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The description in an operation's docstring, and the sentences under `Args:` by name."""
+    """The description in an operation's docstring, and the entries under `Args:` by name."""
     about, _, rest = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
     return about, dict(entries)
@@ -142,7 +151,7 @@ def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0
 
 
 def content(step: Operation) -> dict[str, str]:
-    """The content key of the checkpoint or store that an operation reads, as {"sha256": key}."""
+    """{"sha256": key} of the checkpoint or store that an operation reads; {} if it reads none."""
     if step.op == "transplant":
         return {"sha256": checkpoints.content_key(checkpoints.resolve(step.arguments["source"]))}
     if step.op == "substitute_unused":
@@ -151,18 +160,18 @@ def content(step: Operation) -> dict[str, str]:
 
 
 def parse_operation(text: str) -> Operation:
-    """Read an operation as the command line spells it: "shuffle_embeddings(seed=1)".
+    """Parse an operation as it is written on the command line: "shuffle_embeddings(seed=1)".
 
-    Values are TOML, or bare strings if they are not valid TOML. Raises BadInput naming the
-    operation, the argument, and the nearest valid name.
+    Values are TOML, or bare strings if they are not valid TOML. Raises BadInput that names the
+    operation and the argument, and suggests the nearest valid name.
     """
     if not (match := re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\)\s*)?", text, re.DOTALL)):
         raise BadInput(f"{text!r} is not of the form name or name(argument=value, ...)")
     name, inside = match[1], match[2] or ""
     if inside.count("[") != inside.count("]"):
-        raise BadInput(f"{text!r} has a bracket that is not closed, or not opened")
+        raise BadInput(f"{text!r} has unbalanced brackets")
     if name not in SCHEMAS:
-        hint = nearest(name, list(SCHEMAS)) or f"; there are {', '.join(SCHEMAS)}"
+        hint = nearest(name, list(SCHEMAS)) or f"; the operations are {', '.join(SCHEMAS)}"
         raise BadInput(f"unknown operation {name!r}{hint}")
     types = {key: f.annotation for key, f in SCHEMAS[name].model_fields.items() if key != "op"}
     values: dict[str, Any] = {}
@@ -178,11 +187,14 @@ def parse_operation(text: str) -> Operation:
 
 
 def _value(text: str, wanted: Any) -> Any:
-    """A value as TOML, or the bare string. A string argument keeps 2026 as text, and only a boolean
-    argument reads `true` as a truth value: pydantic would take it for the number 1."""
+    """A value as TOML, or the bare string. 2026 stays a string where the argument is a string, and
+    `true` where it is not a boolean: pydantic would read it as the number 1."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
-    is_other = wanted is str and not isinstance(value, str)
-    return text if is_other or (isinstance(value, bool) and wanted is not bool) else value
+    if wanted is str and not isinstance(value, str):
+        return text
+    if isinstance(value, bool) and wanted is not bool:
+        return text
+    return value

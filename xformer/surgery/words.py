@@ -1,4 +1,4 @@
-"""Operations on the word embeddings. V pieces, E embedding size."""
+"""Operations on the word embeddings, a table of V pieces by E, the embedding size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clean_embeddings(
         seed: Seed of the random values (default: the run's, or --seed).
         distribution: Normal or truncated, as in clean.
     """
-    _word_embeddings(checkpoint)
+    refuse_cnn(checkpoint.config, "which has no word embeddings")
     return reinitialise(checkpoint, [WORD], seed, distribution, "clean_embeddings")
 
 
@@ -50,8 +50,8 @@ def shuffle_embeddings(
     """Shuffle the word embeddings among the pieces of the vocabulary (Zhang et al. 2021, section
     4.2).
 
-    Entries such as [unused7], whose vectors were never trained, keep their vectors, and so do
-    vectors beyond the vocabulary.
+    Entries such as [unused7], which were never trained, keep their vectors. So do rows of the table
+    beyond the vocabulary.
 
     Args:
         seed: Seed of the shuffle (default: the run's, or --seed).
@@ -62,8 +62,8 @@ def shuffle_embeddings(
     table, tokenizer = _word_embeddings(checkpoint), checkpoint.tokenizer
     if english_only and tokenizer.kind == "symbols":
         raise BadInput(
-            "english_only=true needs a tokenizer of words, and this one has symbols; give "
-            "english_only=false to shuffle all symbols"
+            "english_only=true needs a subword tokenizer, but this one has an alphabet of symbols; "
+            "give english_only=false to shuffle all symbols"
         )
     fixed = set(tokenizer.special.values()) if keep_special else set()
     trained = {i for i, piece in enumerate(tokenizer.pieces) if not UNUSED.fullmatch(piece)}
@@ -79,11 +79,11 @@ def shuffle_embeddings(
 
 @operation
 def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
-    """Replace the tokenizer and the word embeddings by those of another checkpoint (Zhang et al.
+    """Replace the tokenizer and the word embeddings with those of another checkpoint (Zhang et al.
     2021, section 4.3: English ones in a foreign model).
 
-    The bias of an MLM head, which has one number for each piece, is replaced too. It becomes 0 if
-    the other checkpoint has no MLM head. Both embeddings must have the same width.
+    The bias of an MLM head, which has one value per piece, is replaced too. It becomes 0 if the
+    other checkpoint has no MLM head. Both embeddings must have the same width.
 
     Args:
         source: The checkpoint to take them from, or a finished run.
@@ -95,7 +95,7 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
     theirs = other.weights[WORD]
     check_width(source, theirs.size(1), ours.size(1))
     if checkpoint.mapping is not None:
-        raise BadInput("the checkpoint maps its raw input to the pieces that would be replaced")
+        raise BadInput("the checkpoint maps raw input to the pieces that would be replaced")
     weights = {**checkpoint.weights, WORD: theirs}
     if BIAS in weights:
         weights[BIAS] = other.weights.get(BIAS, torch.zeros(len(theirs)))
@@ -113,8 +113,8 @@ def check_width(source: str, theirs: int, ours: int) -> None:
 def substitute_unused(
     checkpoint: Checkpoint, store: str, seed: Seed = 0, split: str = "train"
 ) -> Checkpoint:
-    """Replace the word embeddings that pre-training never used by copies of used ones (Chiang & Lee
-    2020, section 4.3: 50-substitute).
+    """Replace the word embeddings that pre-training never used with copies of used ones (Chiang &
+    Lee 2020, section 4.3: 50-substitute).
 
     A piece is used if it occurs in the given split of the store, after the checkpoint's mapping if
     it has one. Special tokens are neither copied nor replaced. The paper does not say which vector
@@ -131,7 +131,7 @@ def substitute_unused(
     used = np.setdiff1d(occurring, special)
     unused = np.setdiff1d(np.arange(len(table)), [*used, *special])
     if not len(used):
-        raise BadInput(f"the split {split} of {store} uses no piece but special tokens")
+        raise BadInput(f"the split {split} of {store} contains only special tokens")
     if not len(unused):
         raise BadInput(f"the split {split} of {store} uses every piece: there is none to replace")
     donors = generator_of(seed, "substitute_unused").permutation(len(unused)) % len(used)
@@ -155,10 +155,9 @@ def _occurring(checkpoint: Checkpoint, store: Store, split: str) -> np.ndarray:
 
 
 def check_source(store: object, same: bool) -> None:
-    """Raise BadInput unless the store, which has this name, was made with the same tokenizer as the
-    checkpoint."""
+    """Raise BadInput that names the store unless it has the `same` tokenizer as the checkpoint."""
     if not same:
-        raise BadInput(f"store={store} was made with another tokenizer than the checkpoint's")
+        raise BadInput(f"store={store} was made with a different tokenizer from the checkpoint's")
 
 
 def _word_embeddings(checkpoint: Checkpoint) -> Tensor:
