@@ -314,8 +314,8 @@ class Forecast:
             return
         if store.words.is_other(trained.words):
             raise BadInput(
-                f"{store.name} was made with a different tokenizer from {trained.name}, which the run "
-                "is trained on"
+                f"{store.name} was made with a different tokenizer from {trained.name}, which the "
+                "run is trained on"
             )
 
     def _check_analysis(self, arguments: Sequence[str]) -> None:
