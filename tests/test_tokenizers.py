@@ -184,7 +184,7 @@ def test_a_vocabulary_without_a_line_end_needs_no_mark_between_words(tmp_path: P
 
 @pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
 def test_the_word_table_starts_again_when_full(learned, kind, monkeypatch):
-    monkeypatch.setattr(words, "LIMIT", 20)
+    monkeypatch.setattr(words, "TABLE_CHARACTERS", 20)
     encoder = CachedEncoder(learned[kind])
     for text in TEXTS * 2:
         same_as_direct(encoder, [text])
