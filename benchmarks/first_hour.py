@@ -325,6 +325,7 @@ class Peer:
         )
         theirs._attn_implementation = "sdpa"
         self.model = getattr(transformers, kind)(theirs).to(DEVICE).train()
+        torch.compiler.reset()  # another length would be compiled for any length, which is slower
         self.forward = torch.compile(self.model) if CUDA else self.model
         self.how = "compiled" if CUDA else "not compiled"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
