@@ -1,7 +1,7 @@
 """The training loop alone: without a store, a run directory, a log or checkpoints.
 
-It trains on batches that lie on the device already. So a measurement holds the step and nothing
-else, and a step can run where there are no files and no content (benchmarks/fake_cuda.py).
+It trains on batches that are already on the device. So a measurement contains only the step, and a
+step can run without files and on tensors without content (benchmarks/fake_cuda.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from xformer.train import loop
 
 
 class Session:
-    """What the loop needs of a session: a recipe, where the run stands, and nothing that is due."""
+    """The part of a session that the loop needs. Nothing is ever due: no log, no checkpoint."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks, steps: int):
         self.setup = SimpleNamespace(recipe=recipe, ranks=ranks)
         self.state, self.steps, self.told = State(), steps, 0.0
         self.snapshot = SimpleNamespace(before_change=lambda: None)
-        self.monitor = None  # hears of numerical trouble alone, which is an error here
+        self.monitor = None  # used only at numerical trouble, which is an error here
 
     @property
     def done(self) -> bool:
@@ -65,8 +65,8 @@ class Session:
 
 
 class Trainer:
-    """A model with an optimizer, whose steps the loop takes. `settings` are those of a recipe, such
-    as "optim.name=adam"."""
+    """A model and its optimizer, trained by the project's own loop. `settings` are those of a
+    recipe, such as "optim.name=adam"."""
 
     def __init__(self, model: Model, *settings: str):
         self.recipe = load(Recipe, ["pretrain/smoke", "data=none", "run=none", *settings])
@@ -88,7 +88,7 @@ class Trainer:
 def full_rows(
     rows: int, length: int, masked: float, vocab_size: int, device: str = "cuda"
 ) -> Batch[Tensor]:
-    """A batch of full rows of random tokens, of which a share is masked, with a class each."""
+    """A batch of full rows of random tokens, a share of them masked, with a class for each row."""
     tokens, places = rows * length, int(rows * length * masked)
 
     def numbers(count: int, below: int) -> Tensor:
@@ -107,7 +107,7 @@ def full_rows(
 
 
 def lines(lengths: Sequence[int], vocab_size: int, device: str = "cuda") -> Batch[Tensor]:
-    """A batch of rows of these lengths, of random tokens, with a class each."""
+    """A batch of rows of these lengths, of random tokens, with a class for each row."""
     tokens = sum(lengths)
     ends = [0]
     for length in lengths:

@@ -1,9 +1,9 @@
 """A CUDA device without memory or kernels, on a machine without a GPU.
 
 Under FakeTensorMode a tensor has a shape, a type and a device, but no content. A whole training
-step runs on such tensors in seconds. It shows which operations a GPU would be given, and at which
-of them the host would wait for it. PyTorch without CUDA also needs the library that `start`
-compiles from fake_cuda.cpp.
+step runs on such tensors in seconds. It shows which operations would run on a GPU, and which of
+them would make the host wait. PyTorch without CUDA also needs the library that `start` compiles
+from fake_cuda.cpp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOADED = "XFORMER_FAKE_CUDA"  # set in the environment of a process that has the
 
 
 def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `python -m MODULE ARGUMENTS` with a fake CUDA device. The compiled library lies in
+    """Start `python -m MODULE ARGUMENTS` with a fake CUDA device. The library is compiled into
     `folder`."""
     spec = find_spec("torch")
     assert spec is not None
@@ -56,7 +56,7 @@ def device() -> Iterator[None]:
     from torch.utils import _foreach_utils
 
     assert LOADED in os.environ, "this process was not started by fake_cuda.start"
-    # PyTorch takes its operations on lists of tensors only for types that it knows.
+    # PyTorch uses its foreach operations only for the tensor types that it knows.
     lists = optimizer._foreach_supported_types
     tensor = torch.tensor
 
@@ -81,7 +81,7 @@ def device() -> Iterator[None]:
 
 @dataclass
 class Operation:
-    """One operation that a GPU was given. `bytes` counts what it reads and writes."""
+    """One operation on the fake device. `bytes` counts what it reads and writes."""
 
     name: str
     bytes: int
@@ -90,8 +90,8 @@ class Operation:
 
 
 class Recorder:
-    """Within the block, records every operation on the fake device in `operations`, and in `waits`
-    every one for whose end the host would have to wait."""
+    """Within the block, records every operation on the fake device in `operations`, and counts in
+    `waits` those that would make the host wait for the device."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []

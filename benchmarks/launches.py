@@ -1,10 +1,10 @@
-"""How many kernels a training step launches, how many of them are casts, and what they move.
+"""How many kernels a training step launches, how many are casts, and how many bytes they move.
 
     python -m benchmarks.launches
 
 It needs no GPU: the step runs on tensors without content (benchmarks/fake_cuda.py). An operation of
-PyTorch counts as one launch, unless it is a view or an allocation. Bytes are those of each
-operation's inputs and outputs, products and attention aside.
+PyTorch counts as one launch, unless it is a view or an allocation. Bytes are those of
+the inputs and outputs of every operation except matrix products and attention.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 def step(
     layers: int, hidden: int, heads: int, intermediate: int, rows: int, length: int
 ) -> fake_cuda.Recorder:
-    """What a pre-training step of a shape gives a GPU to do."""
+    """The operations that a pre-training step of this shape runs on a GPU."""
     import torch
 
     from benchmarks import bare

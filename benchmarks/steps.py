@@ -1,9 +1,9 @@
-"""A training step of every task, optimizer and shape, for a check on CUDA.
+"""Training steps of every task, optimizer and shape, to find where the host waits for CUDA.
 
     benchmarks.fake_cuda.start("benchmarks.steps", FOLDER)
 
-prints as lines of JSON at which operations the host would wait for a fake device. On a real one
-benchmarks/first_hour.py lets PyTorch refuse to wait.
+prints, as lines of JSON, the operations at which the host would wait for a fake device. On a real
+one, benchmarks/first_hour.py makes PyTorch raise an error at every wait.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=lambda: SHAPE)
 
     def trainer(self, device: str = "cuda") -> bare.Trainer:
-        """What takes the steps, with random weights."""
+        """A trainer of the model, with random weights."""
         with torch.device(device):
             model = Model(ModelConfig(**self.model), self.task).train()
             for weight in model.parameters():

@@ -6,6 +6,8 @@ A mix of devices is an error there too, and so is an operation that does not tak
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,6 @@ from benchmarks import fake_cuda, first_hour
 from benchmarks.steps import CASES, STEPS
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
-# These optimizers ask the host whether to drop a step. Adam and AdamW ask the device.
-ASK_THE_HOST = ("adagrad", "adamax", "radam", "novograd")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
@@ -33,7 +33,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     assert told == {READ: STEPS, "a blocking copy": 2 * STEPS, "index by a mask": STEPS}
     told = waits.pop("a step that mixes devices")
     assert "Expected all tensors to be on the same device" in told
-    expected = {case: {READ: STEPS} if case in ASK_THE_HOST else {} for case in CASES}
+    expected = {case: {READ: STEPS} if case in first_hour.ASK_THE_HOST else {} for case in CASES}
     for case in ("Hilbert-CNN", "class weights"):
         expected[case] = {"a blocking copy": 1}  # the curve and the weights, in the first step
     assert waits == expected
@@ -54,13 +54,43 @@ def test_the_first_hour_measures_beside_transformers() -> None:
     pytest.importorskip("transformers")
     ours, theirs = first_hour.speed_of("MiniLM")(True)
     assert ours.value.endswith("tokens/s")
-    assert theirs.what == f"{ours.what}: transformers, SDPA, compiled"
+    how = "compiled" if torch.cuda.is_available() else "not compiled"
+    assert theirs.what == f"{ours.what}: transformers, SDPA, {how}"
     assert theirs.note.startswith("ours is ")
 
 
+def test_the_first_hour_does_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    peer = first_hour.Peer("BertForMaskedLM", first_hour.shape("tiny", 8))
+
+    def cannot_compile(**given: torch.Tensor) -> None:
+        raise FileNotFoundError("gcc")
+
+    monkeypatch.setattr(peer, "forward", cannot_compile)
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    peer.warm_up([{"input_ids": tokens, "attention_mask": tokens, "labels": tokens}])
+    assert (peer.forward, peer.how) == (peer.model, "not compiled (FileNotFoundError)")
+
+
+def test_the_first_hour_keeps_the_rows_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is killed says so, and what it has measured stays."""
+    code = """import json, os, signal
+print(json.dumps({"what": "a", "value": "1", "note": ""}), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)"""
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda line, **given: start([sys.executable, "-c", code], **given)
+    )
+    result = first_hour.of_part("waits", True, False)
+    assert first_hour.table("waits", result) == [
+        "| a | 1 |  |",
+        "| waits | **failed** | it was ended by SIGKILL |",
+    ]
+
+
 def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(first_hour.tasks(True)) == 2 * 7
+    assert len(list(first_hour.tasks(True))) == 2 * 7
     right = first_hour.gradient
     monkeypatch.setattr(first_hour, "gradient", lambda *given: right(*given) * (given[3].itemsize))
     with pytest.raises(AssertionError, match=r"mlm, fp32, torch\.bfloat16: the gradient is off by"):
-        first_hour.tasks(True)
+        list(first_hour.tasks(True))

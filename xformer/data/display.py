@@ -1,4 +1,4 @@
-"""Everything that a command prints: lines, data, and how far its work is. No other module prints.
+"""Everything that a command prints: lines, data and progress. No other module prints.
 
 The user's names and data may hold any character. They are escaped here, so that they cannot control
 the terminal. A message never breaks a progress bar.
@@ -49,7 +49,7 @@ def put(text: str) -> None:
 
 
 class Progress:
-    """Shows on standard error how much of some work is done.
+    """Shows the progress of some work on standard error.
 
     On a terminal it is a bar. In a log it is a line every EVERY seconds, so short work prints
     nothing. Both show `done` of `total` units, the time left, and the caller's newest numbers, such
@@ -123,7 +123,7 @@ class Progress:
         return seconds * max(self.total - self.done, 0) / (self.done - self.before)
 
     def state(self) -> str:
-        """How far the work is: `25%, 20 of 80 steps, 9 s left, loss 7.12`."""
+        """The progress in words: `25%, 20 of 80 steps, 9 s left, loss 7.12`."""
         share = [f"{min(self.done / self.total, 1):.0%}"] if self.total else []
         return ", ".join(share + self._parts(" of "))
 

@@ -22,7 +22,7 @@ def mask(
     ordinary: np.ndarray,
     probability: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose tokens of a packed batch and replace them in place.
+    """Choose tokens of a packed batch to predict, and mask them in place.
 
     tokens: (T,) int32. positions: (T,) int32, from 0 in each row. row_keys: (N,) uint64, from
     `row_keys`. lengths: (N,) of the rows. special: (V,) bool, tokens that are never chosen.

@@ -87,7 +87,7 @@ class Tokenizer:
             state["model"] = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         elif self.kind != "symbols":
             state["model"] = rules = self.rules
-            if self.kind == "unigram":  # the library reads some scores back with another last bit
+            if self.kind == "unigram":  # the library reads some scores back with a wrong last bit
                 scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
                 rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
@@ -270,7 +270,7 @@ def _fast_model(path: Path) -> Any:
 
 
 def _restore_scores(model: Any, path: Path) -> None:
-    """Set a unigram's scores again: the library reads some of its own numbers one bit off."""
+    """Set a unigram's scores again: the library reads some scores with a wrong last bit."""
     from tokenizers import models
 
     unigram = read_json(path)["model"]

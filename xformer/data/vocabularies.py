@@ -85,9 +85,9 @@ def albert(
     """ALBERT's tokenizer: SentencePiece's unigram model on normalised text.
 
     `scores` are the pieces in the order of ids with their log-probabilities. `charsmap` is the
-    model's own normalisation table. No text gets one of the `controls`. One of `symbols` is never
-    joined with its neighbours, and the text after it begins a word. Raises BadInput unless id 1 is
-    "<unk>".
+    model's own normalisation table. No text is encoded to one of the `controls`. One of `symbols`
+    is never merged with its neighbours, and the text after it begins a word. Raises BadInput unless
+    id 1 is "<unk>".
     """
     from tokenizers import AddedToken, normalizers
 

@@ -64,14 +64,14 @@ class ModelConfig(Settings):
     dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on embeddings, and on the outputs of attention and MLP."""
     head_dropout: float | None = Field(None, ge=0, lt=1)
-    """Dropout before a head of classes or scores. By default it equals `dropout`."""
+    """Dropout before a classification or regression head. By default it equals `dropout`."""
     attention_dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on attention probabilities."""
     dropout_form: Literal["bert", "roberta", "albert", "distilbert"] = "bert"
     """Where dropout is applied. All families apply it where BERT does, with these exceptions.
     RoBERTa also applies it before the pooler of a head. ALBERT does not apply it to the output of
-    the feed-forward network, but before a head of pairs. DistilBERT does not apply it to the output
-    of attention, but before heads of spans and words."""
+    the feed-forward network, but before the sentence-pair head of pre-training. DistilBERT does not
+    apply it to the output of attention, but before span and token-classification heads."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
 
@@ -82,7 +82,7 @@ class ModelConfig(Settings):
 
     @property
     def before_head(self) -> float:
-        """Dropout before a head of classes or scores."""
+        """Dropout before a classification or regression head."""
         return self.dropout if self.head_dropout is None else self.head_dropout
 
     @property

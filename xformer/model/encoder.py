@@ -2,7 +2,7 @@
 
 The sequences of a batch lie one after another, without padding between them.
 
-T tokens in the batch, N sequences, P places (tokens whose hidden states are wanted), C hidden size,
+T tokens in the batch, N sequences, P places (tokens whose hidden states are needed), C hidden size,
 E embedding size, H heads, D = C / H, F inner size of the MLP, V vocabulary.
 """
 
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward network, which treats every token alone."""
+    """The feed-forward network, applied to each token separately."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -165,7 +165,7 @@ class Encoder(nn.Module):
     def forward(self, batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
         """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
 
-        With `places` the last layer computes these tokens alone after its attention.
+        With `places`, the last layer computes only these tokens after its attention.
         """
         count = len(batch.tokens if places is None else places)
         layout = Layout(batch.cu_seqlens, batch.longest)

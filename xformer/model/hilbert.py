@@ -86,7 +86,7 @@ def image(batch: Batch[Tensor], letters: tuple[int, ...], k: int, size: tuple[in
     curve = _curve_on(X, codes.device)
     y, x = curve[(batch.positions - 1).clamp(0, len(curve) - 1)].unbind(1)  # (T,) each
     places = ((rows * C + words) * Y + y) * X + x
-    # A word that has no cell goes to one more place at the end, which is cut off.
+    # Words without a cell go to one extra place at the end, which is cut off.
     out = torch.zeros(len(sizes) * C * Y * X + 1, device=codes.device)
     out[torch.where(whole, places, len(out) - 1)] = 1.0
     return out[:-1].view(len(sizes), C, Y, X)

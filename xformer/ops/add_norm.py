@@ -22,8 +22,8 @@ def add_norm(
 
     A post-LN layer uses the first result (Vaswani et al. 2017, section 5.4). A pre-LN layer uses
     both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight, bias: (C,). `rate`
-    is the dropout rate of y. Returns two tensors (T, C). It can be differentiated once, and `plain`
-    twice. Raises ValueError for other shapes.
+    is the dropout rate of y. Returns two tensors (T, C). It has a first derivative, `plain` also
+    a second one. Raises ValueError for other shapes.
     """
     if x.dim() != 2 or x.shape != y.shape or not x.shape[1:] == weight.shape == bias.shape:
         shapes = [tuple(tensor.shape) for tensor in (x, y, weight, bias)]

@@ -55,8 +55,9 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
 
     qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` is
     the rate at which probabilities are dropped. On the CPU there may be tokens after the last
-    sequence; their output is 0. The result can be differentiated once, the result of `plain` twice.
-    Raises ValueError if qkv has another shape, and on the CPU if the layout does not fit it.
+    sequence; their output is 0. The result has a first derivative, that of `plain` also a second
+    one. Raises ValueError if qkv has another shape, and on the CPU if the layout does not fit
+    it.
     """
     if qkv.dim() != 4 or qkv.size(1) != 3:
         raise ValueError(f"attention takes (T, 3, H, D), not {tuple(qkv.shape)}")
@@ -147,7 +148,7 @@ def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def _dropped(weights: Tensor, bounds: Tensor, rate: float, seed: Tensor | None) -> Tensor:
-    """Dropout on the probabilities (N, H, L, L), on the CPU with the same masks as the C++ way.
+    """Dropout on the probabilities (N, H, L, L), on the CPU with the same masks as in C++.
     `bounds` (N + 1,) are the numbers of the sequences' first tokens in the batch."""
     if weights.device.type != "cpu":
         return F.dropout(weights, rate)

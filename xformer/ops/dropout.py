@@ -1,8 +1,8 @@
 """Dropout: each element becomes 0 with a given probability; the others are scaled up.
 
 On the CPU a mask is computed, not drawn: a hash of a seed, the row and the column decides whether
-an element is kept. The backward pass computes the mask again, so none is stored. The C++ way and
-the plain way have the same masks. On other devices PyTorch's own kernel draws them.
+an element is kept. The backward pass computes the mask again, so none is stored. The C++
+and the plain implementation use the same masks. On other devices PyTorch's own kernel draws them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def dropout(x: Tensor, rate: float) -> Tensor:
     al. 2014).
 
     x: (..., C), of any floating type. Returns the same shape. `rate` is in [0, 1); at 0 the result
-    is x itself. The device's generator decides which elements are dropped. It can be
-    differentiated.
+    is x itself. The device's generator decides which elements are dropped. It is
+    differentiable.
     """
     if rate == 0.0:
         return x

@@ -1,8 +1,8 @@
-"""Loads the C++ ways of the operations (native.cpp), and calls their functions.
+"""Loads the C++ implementations of the operations (native.cpp), and calls their functions.
 
 setup.py compiles the library when the package is installed, for the processor of that machine. It
 is loaded when this module is imported. If it is missing, cut off, or made from another source or
-for another processor, `absent` says why and every operation takes its plain way.
+for another processor, `absent` says why, and every operation uses its plain implementation.
 """
 
 from __future__ import annotations
@@ -119,10 +119,11 @@ _only_plain = False
 
 @contextmanager
 def only_plain() -> Iterator[None]:
-    """A context in which every operation of this process takes its plain way, on every device.
+    """A context in which every operation of this process uses its plain implementation, on every
+    device.
 
-    The plain ways consist of PyTorch's own operations: they can be differentiated twice, in forward
-    mode and by torch.func, and every mode of PyTorch sees what they do.
+    The plain implementations consist of PyTorch's own operations: they support second derivatives,
+    forward mode and torch.func, and every mode of PyTorch sees what they do.
     """
     global _only_plain
     before, _only_plain = _only_plain, True
@@ -138,7 +139,7 @@ def plain_is_asked() -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the C++ ways accept these tensors: on the CPU, fp32 or bf16, contiguous."""
+    """Whether the C++ implementations accept these tensors: CPU, fp32 or bf16, contiguous."""
     if absent or _only_plain:
         return False
     return all(x.device.type == "cpu" and x.dtype in TYPES and x.is_contiguous() for x in tensors)
@@ -162,12 +163,12 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def note(device: torch.device) -> str:
-    """A line for a user on the CPU whose machine could run the C++ ways but does not, or ""."""
+    """A line for a user on the CPU who could have the C++ operations but does not, or ""."""
     if device.type != "cpu" or absent in ("", OFF, ELSEWHERE):
         return ""
     return f"no C++ operations ({absent}): steps take up to twice as long"
 
 
 def cpu_kernels() -> str:
-    """Which kernels run on the CPU: the C++ ways, by the name of their build, or torch's alone."""
+    """Which kernels run on the CPU: the C++ ones, by the name of their build, or only torch's."""
     return "torch's kernels alone" if absent else f"native kernels {_build}"

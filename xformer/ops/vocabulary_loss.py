@@ -1,4 +1,4 @@
-"""The loss of masked language modelling: a product with the vocabulary, and its cross-entropy.
+"""The loss of masked language modelling: the projection to the vocabulary, and its cross-entropy.
 
 M masked tokens, E width of the embeddings, V vocabulary.
 """
@@ -20,13 +20,13 @@ ALIGNED = 16  # floats: a product is faster if the rows it writes begin at multi
 def vocabulary_loss(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of the logits h W^T + b, summed over M, and how many targets are hit.
+    """Cross-entropy of the logits h W^T + b, summed over M, and the number of correct predictions.
 
     h: (at least M, E); rows beyond M do not count, but must be finite. word: (V, E). bias: (V,).
     targets: (M,) in [0, V), M may be 0. Returns two scalars: the sum in fp32 (in fp64 if h is
     fp64), and how often the target has the largest logit (the first of equal ones), which is not
-    differentiable. The sum can be differentiated once, that of `plain` twice. Raises ValueError for
-    other shapes, and IndexError if a target is not in [0, V).
+    differentiable. The sum has a first derivative, that of `plain` also a second one. Raises
+    ValueError for other shapes, and IndexError if a target is not in [0, V).
     """
     shapes = [tuple(tensor.shape) for tensor in (h, word, bias, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1, 1] or (
@@ -45,7 +45,7 @@ def vocabulary_loss(
 
 
 def plain(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's operations, which hold all logits in memory."""
+    """The same with PyTorch's operations, which keep all logits in memory."""
     logits = F.linear(h.narrow(0, 0, len(targets)), word, bias.to(word.dtype))  # (M, V)
     logits = logits.double() if logits.dtype == torch.float64 else logits.float()
     correct = (logits.detach().argmax(1) == targets).sum().float()
@@ -58,7 +58,7 @@ def plain(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tenso
 def _vocabulary_loss(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum, the number of hits, and the gradients of the logits and of the bias."""
+    """The sum, the number of correct predictions, and the gradients of logits and bias."""
     V, M = len(word), len(targets)
     _, _, gradient, d_bias = _empty_results(h, word, bias, targets)
     d_bias.zero_()

@@ -46,8 +46,8 @@ def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
 
 
 def one_thread(device: torch.device) -> ThreadPoolExecutor:
-    """A thread that works on a device. Without set_device a new thread uses the first GPU, so that
-    every rank would take memory there."""
+    """A thread that uses a device. Without set_device a new thread uses the first GPU, so every
+    rank would take memory there."""
     if device.type != "cuda":
         return ThreadPoolExecutor(1)
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
@@ -170,7 +170,7 @@ class Feed:
         return iter(self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks))
 
     def sample(self) -> Batch[Tensor]:
-        """The first example as a micro-batch on the device, for a pass without effect."""
+        """The first example as a micro-batch on the device, for a pass that changes nothing."""
         first = np.zeros(1, np.int64)
         return to_device(next(self._batches([(first, first)])), self.ranks.device)
 

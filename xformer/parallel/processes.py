@@ -25,7 +25,7 @@ from xformer.data.errors import BadInput, Failure
 from xformer.parallel.watch import Watch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
-GRACE = 20  # seconds that a failing rank leaves to rank 0 to say why
+GRACE = 20  # seconds that a failing rank waits for rank 0 to report the error
 LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 
 
@@ -135,8 +135,8 @@ def keep_memory() -> None:
 
 
 def start(config: SystemConfig) -> Ranks:
-    """Join the ranks that torchrun started, or be the only rank, and take a device."""
-    # oneDNN keeps a compiled product for every shape, and packed batches have many shapes
+    """Join the process group of torchrun, or run as a single process, and choose a device."""
+    # oneDNN caches a compiled matrix product for every shape, and packed batches have many shapes
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     keep_memory()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

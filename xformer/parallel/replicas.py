@@ -1,4 +1,4 @@
-"""One model on several ranks (DistributedDataParallel), and the sums beside its gradient."""
+"""Data parallelism (DistributedDataParallel), and the sums that are reduced with the gradient."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Replicas:
     """A model of which every rank has a copy. A call returns the loss of a micro-batch.
 
     The gradients are averaged over the ranks during the backward pass of a step's last micro-batch.
-    On a single rank this is the model itself. `sample` makes some micro-batch, and `precision` is
-    that of training.
+    On a single rank this is the model itself. `sample` returns any valid micro-batch, and
+    `precision` is the precision of training.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Replicas:
         # 2.11 has no other.)
         self.copy.broadcast_buffers = False
         # The first backward pass decides the order in which gradients are summed. Make it a pass
-        # without effect, so that a run that continues has the same order as one that begins.
+        # whose gradient is discarded, so that a continued run has the same order as a new one.
         self.begin()
         with ranks.autocast(precision):
             self.copy(sample()).total.backward()

@@ -3,8 +3,8 @@
 A collective waits for all ranks. If one of them is killed or stopped, or its machine is lost, the
 others would wait for the collective's time limit, half an hour. So every rank reports once a second
 that it is alive, and its step, to a small server on rank 0. If a rank has not reported for SILENCE
-seconds, the others end with a line that names it. The newest checkpoint holds what they had done;
-`torchrun --max-restarts N` continues from it without help.
+seconds, the others end with a line that names it. Their work is in the newest checkpoint, from
+which `torchrun --max-restarts N` continues automatically.
 """
 
 from __future__ import annotations
@@ -93,14 +93,16 @@ class Watch:
         if self.rank == min(set(range(self.world_size)) - set(gone)):
             say(f"error: {self.message(gone)}", error=True)
         else:
-            time.sleep(2 * BEAT)  # torchrun ends all when one ends: let the message come first
+            time.sleep(
+                2 * BEAT
+            )  # torchrun ends all ranks when one ends: let the message appear first
         os._exit(1)
 
     def message(self, gone: dict[int, int]) -> str:
         """The line about the ranks that are gone."""
         ranks = ", ".join(f"rank {rank} at step {step}" for rank, step in sorted(gone.items()))
         return (
-            f"{ranks} ended or hangs: nothing is heard of it; the same command continues from the "
+            f"{ranks} ended or hangs: it no longer reports; the same command continues from the "
             "newest checkpoint"
         )
 
@@ -116,7 +118,7 @@ class Watch:
         return ""
 
     def close(self) -> None:
-        """Report that this rank ends as it should.
+        """Report that this rank ends normally.
 
         Its threads end first: if one is in a call of the store while Python ends, the process
         aborts.
