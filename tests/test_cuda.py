@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import command
+from torch import Tensor
 
 from benchmarks import fake_cuda, first_hour
 from benchmarks.steps import CASES, STEPS
+from xformer.data.errors import BadInput
+from xformer.ops import attention
+from xformer.parallel import processes
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
 
@@ -94,3 +98,42 @@ def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(first_hour, "gradient", lambda *given: right(*given) * (given[3].itemsize))
     with pytest.raises(AssertionError, match=r"mlm, fp32, torch\.bfloat16: the gradient is off by"):
         list(first_hour.tasks(True))
+
+
+CPU = torch.device("cpu")
+
+
+def test_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_flash", "_efficient"):
+        monkeypatch.setattr(attention, name, attention.plain)
+    monkeypatch.setattr(attention, "untrusted", set())
+    assert attention.check_kernels(CPU) == ""
+    assert attention.untrusted == set()
+
+
+def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its gradient is wrong."""
+
+    def wrong(qkv: Tensor, layout: attention.Layout, dropout: float) -> Tensor:
+        return attention.plain(qkv, layout) + (qkv - qkv.detach()).sum(1)
+
+    def absent(qkv: Tensor, layout: attention.Layout, dropout: float) -> Tensor:
+        return torch.ops.aten.no_such_attention(qkv)
+
+    monkeypatch.setattr(attention, "_flash", wrong)
+    monkeypatch.setattr(attention, "_efficient", absent)
+    monkeypatch.setattr(attention, "untrusted", set())
+    note = attention.check_kernels(CPU)
+    assert note.startswith("PyTorch's flash attention is off by ")
+    assert "PyTorch's efficient attention fails (" in note
+    assert "no_such_attention" in note
+    assert note.endswith("on this device: the plain way is used, which is slower")
+    assert attention.untrusted == {"flash", "efficient"}
+
+
+def test_more_ranks_than_devices_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(BadInput, match=r"this machine has 2; .* --nproc-per-node 2"):
+        processes.start(processes.SystemConfig())

@@ -332,3 +332,32 @@ def test_the_formatter_is_on_everywhere() -> None:
         if re.search(r"#\s*fmt:", line)
     ]
     assert len(off) <= 10, f"only tables of data may switch the formatter off: {off}"
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    places: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_imported_name_is_shadowed(name: str) -> None:
+    """A reader who has seen `from x import y` takes every later `y` for it."""
+    tree = TREES[name]
+    imported = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assigned = {
+        node.id if isinstance(node, ast.Name) else node.arg
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    }
+    assert imported & assigned == set()
+    assert "found" not in assigned, "say what was found"

@@ -6,7 +6,7 @@ T tokens in the batch, N sequences, H heads, D size of a head, L length of the l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from xformer.ops import dropout as dropouts
 from xformer.ops import native
 from xformer.ops.library import define, differentiate
 
+SINGLE = torch.float32
 SIMILAR = 16  # tokens: lengths between the same two multiples of it are padded together
 
 
@@ -65,9 +66,10 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
         seed = dropouts.new_seed() if dropout > 0.0 else None
         return _in_cpp(qkv, layout.cu_seqlens, layout.longest, dropout, seed)[0]
     if qkv.is_cuda and layout.longest and not native.plain_is_asked():
-        if qkv.dtype in (torch.bfloat16, torch.float16) and qkv.size(3) <= 256:
+        half = qkv.dtype in (torch.bfloat16, torch.float16)
+        if half and qkv.size(3) <= 256 and "flash" not in untrusted:
             return _flash(qkv, layout, dropout)
-        if qkv.dtype == torch.float32 and dropout == 0.0:
+        if qkv.dtype == torch.float32 and dropout == 0.0 and "efficient" not in untrusted:
             return _efficient(qkv, layout)
     if qkv.device.type == "cpu" and type(qkv) is Tensor and not torch.compiler.is_compiling():
         return _run_by_run(qkv, layout, dropout)
@@ -164,6 +166,41 @@ def _dropped(weights: Tensor, bounds: Tensor, rate: float, seed: Tensor | None) 
 # --------------------------------------------------------------------------------------- CUDA
 
 
+untrusted: set[str] = set()  # kernels that check_kernels has ruled out in this process
+
+
+def check_kernels(device: torch.device) -> str:
+    """Compare the two kernels below, which are private operations of PyTorch, with the plain way.
+
+    A kernel that fails or differs is not used in this process. Returns a sentence that says so, or
+    "" if both agree. It takes a tiny batch, once at the start of a command.
+    """
+    kernels = {"flash": (_flash, torch.bfloat16, 2e-2), "efficient": (_efficient, SINGLE, 1e-4)}
+    problems = []
+    for name, (kernel, dtype, bound) in kernels.items():
+        where = layout([0, 4, 4, 11], device)
+        qkv = torch.linspace(-2.0, 2.0, 11 * 3 * 2 * 20, device=device).sin().view(11, 3, 2, 20)
+        wanted = _with_gradient(plain, qkv.to(dtype).float(), where)
+        try:
+            error = (_with_gradient(kernel, qkv.to(dtype), where) - wanted).abs().max().item()
+            problem = "" if error < bound else f"is off by {error:.1e}"
+        except (RuntimeError, TypeError, AttributeError) as failure:
+            problem = f"fails ({str(failure).strip().splitlines()[0]})"
+        if problem:
+            untrusted.add(name)
+            problems.append(f"PyTorch's {name} attention {problem} on this device")
+    return f"{' and '.join(problems)}: the plain way is used, which is slower" if problems else ""
+
+
+def _with_gradient(way: Callable[..., Tensor], qkv: Tensor, layout: Layout) -> Tensor:
+    """The output and the gradient of its squared sum, as one fp32 vector."""
+    qkv = qkv.clone().requires_grad_()
+    out = way(qkv, layout, 0.0)
+    out.float().square().sum().backward()
+    assert qkv.grad is not None
+    return torch.cat([out.detach().float().flatten(), qkv.grad.float().flatten()])
+
+
 def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     """FlashAttention-2 (Dao 2023), as PyTorch ships it: for 16 bits and heads of at most 256."""
     D = qkv.size(3)
@@ -175,12 +212,13 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     return out.narrow(2, 0, D)
 
 
-def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
+def _efficient(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: for fp32.
 
     It is not used with dropout: on packed sequences its forward and backward passes number the
     random draws differently (pytorch issue 115590), so that their masks would differ.
     """
+    assert dropout == 0.0
     D = qkv.size(3)
     q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
     # not by the argument `scale`: PyTorch 2.13 cannot trace the backward pass of a call with it

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from xformer.config import Settings
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
+from xformer.ops import attention
 from xformer.parallel.watch import Watch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
@@ -144,6 +145,11 @@ def start(config: SystemConfig) -> Ranks:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise BadInput(
+                f"rank {rank} has no GPU of its own: this machine has {count}; start as many "
+                f"processes, with --nproc-per-node {count}"
+            )
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, as in PyTorch's matrix products
         if config.deterministic:
@@ -160,6 +166,8 @@ def start(config: SystemConfig) -> Ranks:
     if world_size > 1 and not dist.is_initialized():
         _join("nccl" if cuda else "gloo", rank, world_size)
         _watches.append(Watch(rank, world_size, device))
+    if cuda and (note := attention.check_kernels(device)) and rank == 0:
+        say(note, error=True)
     return Ranks(rank, world_size, device, _watches[-1] if _watches else None)
 
 
