@@ -45,7 +45,7 @@ class Arguments(Settings):
     """Where to run: processes of this machine, or jobs of a Slurm cluster."""
     output: str = "runs/studies"
     """Directory of all studies: their reports, and the runs they share. While it holds a file PAUSE
-    no work runs: those that run stop, training at a checkpoint, and continue when the file is
+    no job runs: those that run stop, training at a checkpoint, and continue when the file is
     gone."""
     kept: str = ""
     """Directory of finished results, a small file each, that are taken as done and added to. If you
@@ -53,7 +53,7 @@ class Arguments(Settings):
     needs: dict[str, str] = Field({})
     """The path of something that the study needs: needs.NAME=PATH."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
-    """Run only works at these levels, and what they wait for: only.corpus=english, or
+    """Run only jobs at these levels, and what they wait for: only.corpus=english, or
     only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
     """Runs at once; 0: one for each GPU, or one for each core."""
@@ -95,7 +95,7 @@ def main() -> None:
         costs = Costs(forecast, ledger.results)
         say(*listing(plan, costs, ledger.results, slots).split("\n"))
         return
-    if plan.missing() and not any(not w.missing and w.stage for w in plan.works.values()):
+    if plan.missing() and not any(not w.missing and w.stage for w in plan.jobs.values()):
         raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan))}")
     directory = root / f"{study.path.stem}-{settings.scale}"
     executor = executor_of(settings)
@@ -111,8 +111,8 @@ def main() -> None:
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
         why = first.why.splitlines()[-1] if first.why else "no word"
-        count = f"{len(bad)} of {len(outcomes)} works did not succeed"
-        raise Failure(f"{count}; {first.work.name}: {why}")
+        count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
+        raise Failure(f"{count}; {first.job.name}: {why}")
 
 
 def executor_of(settings: Arguments) -> pool.Executor:
@@ -156,27 +156,27 @@ def _lacking(plan: Plan) -> list[str]:
 
 
 def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1) -> str:
-    """What --dry-run prints: every work, its state and cost; what is missing; the sum, and how long
-    `slots` works at once would take. `kept` are the keys of works whose results are kept."""
-    todo = to_do(plan.works.values(), plan.wanted, kept)
+    """What --dry-run prints: every job, its state and cost; what is missing; the sum, and how long
+    `slots` jobs at once would take. `kept` are the keys of jobs whose results are kept."""
+    todo = to_do(plan.jobs.values(), plan.wanted, kept)
     lines = []
-    for key, work in plan.works.items():
+    for key, job in plan.jobs.items():
         state, cost = "not needed", ""
         if key in todo:
-            state = "missing" if work.missing else "to do"
-            cost = duration(costs.seconds(work)) if costs.known(work) else "?"
-        elif work.done or key in kept:
+            state = "missing" if job.missing else "to do"
+            cost = duration(costs.seconds(job)) if costs.known(job) else "?"
+        elif job.done or key in kept:
             state = "there"
-        lines.append(f"{key}  {state:<10} {cost:>9}  {work.name}")
+        lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
     known = [w for w in todo.values() if costs.known(w)]
     estimate = "no estimate of their time"
     if known:
-        total = sum(costs.seconds(work) for work in known)
+        total = sum(costs.seconds(job) for job in known)
         estimate = f"about {duration(total)} of work for {len(known)} of them"
         if slots > 1:
             estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"
     rest = estimate if todo else "all is there"
-    lines.append(f"{len(plan.works)} works, {len(todo)} to do, {rest}")
+    lines.append(f"{len(plan.jobs)} jobs, {len(todo)} to do, {rest}")
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(
             f"{number} runs are not checked yet: the model that they start from is missing"

@@ -176,10 +176,10 @@ def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
     if not set(columns) <= set(table.chance):
         return True
     for side in (claim.better, claim.than):
-        for work in results.runs(table, side):
-            levels = {**work.levels, **side}
+        for job in results.runs(table, side):
+            levels = {**job.levels, **side}
             for column in [levels[table.columns]] if table.columns in levels else columns:
-                if work.key in results.metrics and not results.at_chance(work, table, column):
+                if job.key in results.metrics and not results.at_chance(job, table, column):
                     return True
     return False
 
@@ -269,11 +269,11 @@ def first_result(plan: Plan) -> datetime | None:
     """When the first of the study's runs ended, in UTC; None if none has. For a command it is the
     time of its result's file."""
     ends = []
-    for work in plan.works.values():
-        if work.stage and work.done:
-            has_log = (work.path / "log.jsonl").is_file()
-            logged = [float(record["time"]) for record in records(work.path)] if has_log else []
-            ends.append(max(logged, default=work.proof.stat().st_mtime))
+    for job in plan.jobs.values():
+        if job.stage and job.done:
+            has_log = (job.path / "log.jsonl").is_file()
+            logged = [float(record["time"]) for record in records(job.path)] if has_log else []
+            ends.append(max(logged, default=job.proof.stat().st_mtime))
     return datetime.fromtimestamp(min(ends), UTC) if ends else None
 
 

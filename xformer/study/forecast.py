@@ -32,7 +32,7 @@ from xformer.prepare import check_data, check_model
 from xformer.prepare import with_settings as with_dropout
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
-from xformer.study.plan import Plan, Work
+from xformer.study.plan import Job, Plan
 from xformer.study.spec import Deviation, Levels, within
 from xformer.surgery.layers import shape_after
 from xformer.surgery.registry import Operation, parse_operation
@@ -51,7 +51,7 @@ UNKNOWN = "?"
 UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
 MOST = 4  # values that are listed; more numbers become a range
 RATE = 40e9  # operations a second of one CPU core, as long as no run has been measured
-OTHER = 20.0  # seconds that any other work is taken for
+OTHER = 20.0  # seconds that any other job is taken for
 START = 1.0  # seconds that a run needs before and after its steps; imports are paid before
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
 
@@ -89,7 +89,7 @@ class StoreFacts:
 
 
 class Forecast:
-    """The models, stores and tokenizers of a plan, by work or by path.
+    """The models, stores and tokenizers of a plan, by job or by path.
 
     Raises BadInput naming the first run with an operation on a layer or head that its initial
     checkpoint does not have.
@@ -97,60 +97,60 @@ class Forecast:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self._by_path = {str(work.path): work for work in plan.works.values()}
+        self._by_path = {str(job.path): job for job in plan.jobs.values()}
         self._recipes: dict[str, Recipe] = {}
         self._shapes: dict[str, ModelConfig | None] = {}
         self._stores: dict[str, StoreFacts] = {}
         self._words: dict[str, Words] = {}
-        for work in plan.works.values():
-            with within(plan.study.path), within(work.name):
-                self.shape(work)
+        for job in plan.jobs.values():
+            with within(plan.study.path), within(job.name):
+                self.shape(job)
 
-    def recipe(self, work: Work) -> Recipe:
+    def recipe(self, job: Job) -> Recipe:
         """The recipe of a run, with its defaults."""
-        assert work.recipe is not None
-        if work.key not in self._recipes:
-            self._recipes[work.key] = validate(Recipe, work.recipe)
-        return self._recipes[work.key]
+        assert job.recipe is not None
+        if job.key not in self._recipes:
+            self._recipes[job.key] = validate(Recipe, job.recipe)
+        return self._recipes[job.key]
 
     # ------------------------------------------------------------------------- shapes of models
 
-    def shape(self, work: Work) -> ModelConfig | None:
-        """The shape of the model that a work makes; None if it makes no model, or is not known."""
-        if work.key not in self._shapes:
-            self._shapes[work.key] = self._made_shape(work)
-        return self._shapes[work.key]
+    def shape(self, job: Job) -> ModelConfig | None:
+        """The shape of the model that a job makes; None if it makes no model, or is not known."""
+        if job.key not in self._shapes:
+            self._shapes[job.key] = self._made_shape(job)
+        return self._shapes[job.key]
 
     def shape_at(self, path: str) -> ModelConfig | None:
-        """The shape of a checkpoint, as it lies there or as the work that makes it will make it."""
+        """The shape of a checkpoint, as it lies there or as the job that makes it will make it."""
         shape = _read_shape(Path(path))
         if shape is None and path in self._by_path:
             return self.shape(self._by_path[path])
         return shape
 
-    def start(self, work: Work) -> ModelConfig | None:
+    def start(self, job: Job) -> ModelConfig | None:
         """The shape that a run starts from, with its own dropout; None if it is not known."""
-        recipe = self.recipe(work)
+        recipe = self.recipe(job)
         if recipe.init is None:
             return recipe.model
         shape = self.shape_at(recipe.init)
         return None if shape is None else with_dropout(shape, recipe.model)
 
-    def unchecked(self, works: Iterable[Work]) -> int:
-        """How many of the works are runs from a model that is not there, so it is not known yet
+    def unchecked(self, jobs: Iterable[Job]) -> int:
+        """How many of the jobs are runs from a model that is not there, so it is not known yet
         whether they can use it."""
-        return sum(work.recipe is not None and self.start(work) is None for work in works)
+        return sum(job.recipe is not None and self.start(job) is None for job in jobs)
 
-    def _made_shape(self, work: Work) -> ModelConfig | None:
+    def _made_shape(self, job: Job) -> ModelConfig | None:
         shape: ModelConfig | None = None
         operations: tuple[Operation, ...] = ()
-        if work.recipe is not None:
-            shape, operations = self.start(work), self.recipe(work).surgery
-        match work.command:
+        if job.recipe is not None:
+            shape, operations = self.start(job), self.recipe(job).surgery
+        match job.command:
             case ("-m", "xformer.convert", "from-hf", source, _):
                 with suppress(BadInput, KeyError, TypeError, OSError):
                     shape = hf.read_shape(Path(source))
-            case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
+            case ("-m", "xformer.surgery", before, out, *given) if out == str(job.path):
                 shape = self.shape_at(before)
                 operations = tuple(
                     parse_operation(text)
@@ -191,37 +191,37 @@ class Forecast:
             self._stores[path] = self._read_store(path, self._by_path.get(path))
         return self._stores[path]
 
-    def _read_store(self, path: str, work: Work | None) -> StoreFacts:
-        name = path if work is None else work.name
+    def _read_store(self, path: str, job: Job | None) -> StoreFacts:
+        name = path if job is None else job.name
         with suppress(BadInput, KeyError, TypeError):
             meta = read_json(Path(path) / "store.json")
             return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.words(path))
-        kind = None if work is None else made_kind(work.command)
+        kind = None if job is None else made_kind(job.command)
         return StoreFacts(name, kind, words=self.words(path) if kind else None)
 
     def words(self, path: str) -> Words:
-        """The tokenizer in a tokenizer, store or checkpoint, or in what a work makes there."""
+        """The tokenizer in a tokenizer, store or checkpoint, or in what a job makes there."""
         if path not in self._words:
-            work = self._by_path.get(path)
-            made = Words(path) if work is None else self._made_words(work)
+            job = self._by_path.get(path)
+            made = Words(path) if job is None else self._made_words(job)
             self._words[path] = _read_words(path) or made
         return self._words[path]
 
-    def _made_words(self, work: Work) -> Words:
-        """The tokenizer that a work leaves at its path."""
-        if work.recipe is not None:
-            recipe = self.recipe(work)
+    def _made_words(self, job: Job) -> Words:
+        """The tokenizer that a job leaves at its path."""
+        if job.recipe is not None:
+            recipe = self.recipe(job)
             moved = [o.arguments["source"] for o in recipe.surgery if o.op == "transplant"]
             return self.words([recipe.init or each(recipe.data)[0], *moved][-1])
-        unknown = Words(work.key)
+        unknown = Words(job.key)
         source: str | None = None
-        match work.command:
+        match job.command:
             case ("preprocess.py", "tokenizer", *options):
                 return _learned(unknown, options)
             case ("preprocess.py", "synthetic", _, *options):
                 size, source = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
                 most = int(size) if size else self.words(source).size if source else None
-                return Words(f"numbers {most or work.key}", most, letters=True)
+                return Words(f"numbers {most or job.key}", most, letters=True)
             case ("preprocess.py", "pairs", *options):
                 source = _option(options, "--store")
             case ("preprocess.py", "text" | "task", *options):
@@ -240,25 +240,25 @@ class Forecast:
         """Raise BadInput naming the first run whose rows, vocabulary, kind of store or head do not
         fit the model that it starts from. What is not known yet is not judged (see `unchecked`).
 
-        The rules are those of training, evaluation and the analyses. A finished work is not
+        The rules are those of training, evaluation and the analyses. A finished job is not
         checked: it could use what it read.
         """
-        for work in self.plan.works.values():
-            with within(self.plan.study.path), within(work.name):
-                if not work.done:
-                    self._check(work)
+        for job in self.plan.jobs.values():
+            with within(self.plan.study.path), within(job.name):
+                if not job.done:
+                    self._check(job)
 
-    def _check(self, work: Work) -> None:
-        if work.recipe is not None:
-            self._check_training(work, self.recipe(work))
-        match work.command:
+    def _check(self, job: Job) -> None:
+        if job.recipe is not None:
+            self._check_training(job, self.recipe(job))
+        match job.command:
             case ("evaluate.py", source, *settings):
                 self._check_scoring(source, _settings(settings))
             case ("-m", "xformer.analysis", _, *settings):
                 self._check_analysis(settings)
 
-    def _check_training(self, work: Work, recipe: Recipe) -> None:
-        start = self.start(work)
+    def _check_training(self, job: Job, recipe: Recipe) -> None:
+        start = self.start(job)
         store = self.store(recipe.data)
         if start is not None:
             check_model(recipe, start)
@@ -274,7 +274,7 @@ class Forecast:
             return
         if store.words.is_other(own):
             mapping.check_foreign_store(recipe.mapping, store.name)
-        shape = self.shape(work)
+        shape = self.shape(job)
         pieces = (shape.vocab_size if shape is not None else 0) or own.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and store.words.size and store.words.size > pieces:
@@ -390,44 +390,44 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 class Costs:
-    """Expected seconds of a plan's works, at the rate of its finished runs: those that are there,
+    """Expected seconds of a plan's jobs, at the rate of its finished runs: those that are there,
     and those whose results are `kept`, by key. Raises BadInput where Forecast does."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
         self.forecast = forecast
-        runs = [work for work in forecast.plan.works.values() if work.recipe is not None]
-        self.operations = {work.key: self._operations(work) for work in runs}
+        runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
+        self.operations = {job.key: self._operations(job) for job in runs}
         rates = []
         spent: dict[str, list[float]] = {}  # by stage
-        for work in runs:
-            if not work.done and work.key not in (kept or {}):
+        for job in runs:
+            if not job.done and job.key not in (kept or {}):
                 continue
-            content = read_run_json(work.proof) if work.done else (kept or {})[work.key]
+            content = read_run_json(job.proof) if job.done else (kept or {})[job.key]
             seconds = content.get("seconds") if isinstance(content, dict) else None
             if not isinstance(seconds, int | float):
-                raise BadInput(f"{work.proof} is damaged: it does not say how many seconds it took")
-            spent.setdefault(work.stage, []).append(seconds)
-            if operations := self.operations[work.key]:
+                raise BadInput(f"{job.proof} is damaged: it does not say how many seconds it took")
+            spent.setdefault(job.stage, []).append(seconds)
+            if operations := self.operations[job.key]:
                 rates.append(operations / max(seconds, 1e-3))
         self.measured, self.rate = bool(rates), median(rates or [RATE])
         # also for stages whose finished runs have no store here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
-    def known(self, work: Work) -> bool:
+    def known(self, job: Job) -> bool:
         """Whether the seconds are more than a guess."""
-        return self.operations.get(work.key) is not None or work.stage in self.usual
+        return self.operations.get(job.key) is not None or job.stage in self.usual
 
-    def seconds(self, work: Work) -> float:
-        """Expected seconds of a work. For a run whose store is not made yet, those of its stage's
+    def seconds(self, job: Job) -> float:
+        """Expected seconds of a job. For a run whose store is not made yet, those of its stage's
         finished runs, or else a guess."""
-        operations = self.operations.get(work.key)
-        usual = self.usual.get(work.stage)
+        operations = self.operations.get(job.key)
+        usual = self.usual.get(job.stage)
         if operations is not None and (self.measured or usual is None):
             return START + operations / self.rate
         return OTHER if usual is None else START + usual
 
-    def _operations(self, work: Work) -> float | None:
-        recipe, shape = self.forecast.recipe(work), self.forecast.shape(work)
+    def _operations(self, job: Job) -> float | None:
+        recipe, shape = self.forecast.recipe(job), self.forecast.shape(job)
         sizes = [size for path in each(recipe.data) if (size := _store_size(Path(path)))]
         if shape is None or len(sizes) < len(each(recipe.data)):
             return None
@@ -526,7 +526,7 @@ class Notes:
             return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
         return listed(self._product(run, key) for run in runs)
 
-    def _runs(self, stage: str, where: str) -> list[Work]:
+    def _runs(self, stage: str, where: str) -> list[Job]:
         """The planned runs of a stage at the levels that "task=mrpc, seed=0" says."""
         wanted: Levels = {}
         for part in filter(None, where.split(",")):
@@ -554,15 +554,15 @@ class Notes:
 
     def _made_shape(self, name: str, key: str) -> str:
         """A part of the shape of the checkpoint {made.NAME}."""
-        works = [work for work in self.plan.works.values() if work.name == f"made.{name}"]
-        if not works:
+        jobs = [job for job in self.plan.jobs.values() if job.name == f"made.{name}"]
+        if not jobs:
             near = nearest(name, list(self.study.made))
             raise BadInput(f"no run of the study needs made.{name}{near}")
         _check_key(key)
-        shapes = [self.forecast.shape(work) for work in works]
+        shapes = [self.forecast.shape(job) for job in jobs]
         return listed(getattr(shape, key.removeprefix("model."), None) for shape in shapes)
 
-    def _product(self, run: Work, key: str) -> Any:
+    def _product(self, run: Job, key: str) -> Any:
         values = [self._setting(run, part.strip()) for part in key.split("*")]
         if len(values) == 1 or None in values:
             return None if None in values else values[0]
@@ -570,7 +570,7 @@ class Notes:
             raise BadInput(f"{key} is a product of something that is no number")
         return prod(values)
 
-    def _setting(self, run: Work, key: str) -> Any:
+    def _setting(self, run: Job, key: str) -> Any:
         """A setting of a run; None if it is not known yet."""
         if run.recipe is None:
             if (value := _settings(run.command).get(key)) is None:

@@ -24,7 +24,7 @@ from xformer.config import toml_text
 from xformer.data import style
 from xformer.study.claims import Verdict, verdicts
 from xformer.study.forecast import Forecast, Notes
-from xformer.study.plan import Work
+from xformer.study.plan import Job
 from xformer.study.pool import Outcome
 from xformer.study.results import (
     LEVEL,
@@ -86,7 +86,7 @@ class Section:
     title: str
     about: str = ""
     figure: Drawing | None = None
-    run: Work | None = None  # that the figure is of
+    run: Job | None = None  # that the figure is of
     grid: Grid | None = None
     note: str = ""
     deviations: Grid | None = None
@@ -104,9 +104,9 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A work of the study: how it stands, its scores, and how to make it."""
+    """A job of the study: how it stands, its scores, and how to make it."""
 
-    work: Work
+    job: Job
     state: str
     scores: str
     curve: LossCurve | None
@@ -125,7 +125,7 @@ class Report:
     notes: Sequence[str]
     sections: Sequence[Section]
     failed: Sequence[Outcome]
-    waiting: dict[str, int]  # why works were not run, and how many
+    waiting: dict[str, int]  # why jobs were not run, and how many
     runs: Sequence[RunEntry]
 
 
@@ -149,7 +149,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         sections,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
-        [_run(work, results, outcomes, directory) for work in plan.works.values()],
+        [_run(job, results, outcomes, directory) for job in plan.jobs.values()],
     )
 
 
@@ -340,11 +340,11 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
 
 def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Section]:
     if drawn := results.picture(picture):
-        work, path = drawn
+        job, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
         drawing = Drawing(f"{picture.name}.svg", "", *images)
-        yield Section(picture.title, "", drawing, work, deviations=_deviations(notes, picture))
+        yield Section(picture.title, "", drawing, job, deviations=_deviations(notes, picture))
 
 
 def _data(path: Path) -> str:
@@ -361,22 +361,22 @@ def _deviations(notes: Notes, shown: Shown) -> Grid | None:
 # -------------------------------------------------------------------------------------- its runs
 
 
-def _run(work: Work, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
-    metrics = results.metrics.get(work.key, {})
+def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
+    metrics = results.metrics.get(job.key, {})
     scores = [
         f"{s} {m} {value:.4g}" for s, values in metrics.items() for m, value in values.items()
     ]
     config = ""
-    if work.recipe is not None and (work.path / "config.json").exists():
-        config = str(Path("..") / work.path.relative_to(directory.parent) / "config.json")
+    if job.recipe is not None and (job.path / "config.json").exists():
+        config = str(Path("..") / job.path.relative_to(directory.parent) / "config.json")
     return RunEntry(
-        work,
-        state_of(work, outcomes),
+        job,
+        state_of(job, outcomes),
         "; ".join(scores),
-        None if work.recipe is None else _loss_curve(work.path),
-        "" if work.recipe is None else toml_text(work.recipe),
+        None if job.recipe is None else _loss_curve(job.path),
+        "" if job.recipe is None else toml_text(job.recipe),
         config,
-        shlex.join(["python", *work.command]),
+        shlex.join(["python", *job.command]),
     )
 
 
