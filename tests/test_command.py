@@ -170,7 +170,7 @@ def test_a_copied_study_plans_the_same_runs(tmp_path: Path) -> None:
 
 
 def test_works_need_no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Beside an installed package there are no doors: the jobs of a study are sub-commands."""
+    """An installed package has no scripts next to it: the jobs of a study are sub-commands."""
     recipe = ("train.py", "recipe.toml")
     job = Job("a", "a", tmp_path, tmp_path, recipe)
     assert line_of(job) == (sys.executable, str(ROOT / "train.py"), "recipe.toml")

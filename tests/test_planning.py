@@ -96,7 +96,7 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
         ("{finetune: optim}", "there is no key 'optim'"),
         ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
-        ("{finetune: mapping * seed.all}", "is no number"),
+        ("{finetune: mapping * seed.all}", "is not a number"),
         ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
         ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),
@@ -181,7 +181,7 @@ def test_deviations_stand_below_what_they_concern(
 
 def test_a_deviation_of_no_table_is_refused(file: Path, tmp_path: Path) -> None:
     changed(file, ("[needs.data]", DEVIATIONS.replace('["main"]', '["mian"]')))
-    with pytest.raises(BadInput, match="there is no 'mian' among its names; did you mean main"):
+    with pytest.raises(BadInput, match="there is no 'mian'; did you mean main"):
         plan_of(file, tmp_path)
     # a study laid over another shows other tables, and inherits the deviations
     other = file.with_name("other.toml")
@@ -511,9 +511,9 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
             config, store = forecast.shape(job), forecast.store(recipe.data)
             assert config is not None, f"{path}: {job.name}: its model is not known"
             assert store.kind is not None
-            assert store.words is not None
+            assert store.tokenizer is not None
             if config.vocab_size == 0:  # the tokenizer's
-                size = forecast.words(str(job.path)).size
+                size = forecast.tokenizer(str(job.path)).size
                 assert size, f"{path}: {job.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
             config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike

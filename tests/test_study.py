@@ -205,7 +205,7 @@ def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path
         ),
         ('columns = "rate"', 'columns = "start"', "rows and columns are both 'start'"),
         ('columns = ["low", "high"]', 'columns = ["low", "low"]', "two published columns"),
-        ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is no number"),
+        ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is not a number"),
         ('each = "rate"', 'each = "start"', "compares a level with itself"),
         ('than.start = "scratch"', 'than.start = "pretrained"', "compares a level with itself"),
         ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
@@ -710,11 +710,11 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
     )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
     assert told == [
-        f"paused: nothing was running; remove {pause} to go on",
-        "going on",
-        "paused: 1 run stopped at its checkpoint, 1 command to be started again; "
+        f"paused: nothing was running; remove {pause} to continue",
+        "resumed",
+        "paused: runs stopped with a checkpoint: 1, commands to be restarted: 1; "
         f"remove {pause} to go on",
-        "going on",
+        "resumed",
     ]
 
 
@@ -891,7 +891,7 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
     ledger = Ledger(kept, again)
     assert set(ledger.results) == again.wanted
     text = listing(again, Costs(Forecast(again), ledger.results), ledger.results)
-    assert "11 jobs, 0 to do, all is there" in text
+    assert "11 jobs, 0 to do, everything is done" in text
     assert not plan.root.exists()  # a dry run writes nothing
     run, empty, *_ = again.runs("finetune")
     (run.path / "checkpoints").mkdir(parents=True)  # a run that has begun here goes on

@@ -271,7 +271,7 @@ def make_in_processes(
                 process.join()
                 raise Failure(
                     f"a worker process ended with status {process.exitcode} before its work was "
-                    "done; --workers 1 does without worker processes"
+                    "done; --workers 1 uses none"
                 ) from None
             yield np.frombuffer(data, table.step.dtype)
     finally:
@@ -355,7 +355,7 @@ def write_corpus(
 
 
 def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
-    """How often each id occurs in a store's training split, without special tokens: (size,)."""
+    """How often each id occurs in a store's training split, special tokens excluded: (size,)."""
     if size < frequencies.vocab_size:
         raise BadInput(
             f"--vocab-size {size} is less than the {frequencies.vocab_size} of --frequencies; "

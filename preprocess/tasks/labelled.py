@@ -238,7 +238,7 @@ def _fault(task: TaskSource, row: Row) -> str | None:
         return None if finite else f"the score {row.label!r} is not a number"
     for label in _classes(task, row.label):
         if task.labels and label not in task.labels:
-            return f"label {label!r} is none of {', '.join(task.labels)}"
+            return f"label {label!r} is not one of {', '.join(task.labels)}"
     return None
 
 
@@ -306,7 +306,7 @@ def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
         for earlier, count in counts.items()
     ]
     if parts:
-        say(f"note: equal texts are kept in two splits: {'; '.join(parts)}", error=True)
+        say(f"note: the same texts are in two splits: {'; '.join(parts)}", error=True)
     return shared
 
 

@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> None:
         say(
             f"{name}: {len(count.articles):,} articles, {count.questions:,} questions, "
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
-            f"one; the tokens of {count.exact:,} answers give back the exact text"
+            f"one; the tokens of {count.exact:,} answers reproduce the exact text"
         )
     say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
 

@@ -1,4 +1,4 @@
-"""Run a whole study, and report it beside the published numbers.
+"""Run a whole study, and report its results next to the published numbers.
 
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
@@ -6,8 +6,8 @@
         needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
     python -m xformer.study verify runs/english steps=20    # make a run's first steps again
 
-The same command again runs only what is not done. A run that was killed continues, one that failed
-is tried again, another seed adds its own runs, and studies share the runs that they have in common.
+The same command again runs only what is not done yet. A killed run resumes, a failed one is
+retried, a further seed adds its own runs, and studies share the runs that they have in common.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Arguments(Settings):
     """How to run a study."""
 
     scale: str = ""
-    """A scale of the study file: mini, minutes to hours of two CPU cores; small, full fine-tuning
-    sets with the micro family, hours to days; paper, exactly as published."""
+    """A scale of the study file: mini, minutes to hours on two CPU cores; small, the micro family
+    on full fine-tuning sets, hours to days; paper, exactly as published."""
     executor: Literal["local", "slurm"] = "local"
-    """Where to run: processes of this machine, or jobs of a Slurm cluster."""
+    """Where to run: as processes on this machine, or as jobs on a Slurm cluster."""
     output: str = "runs/studies"
-    """Directory of all studies: their reports, and the runs they share. While it holds a file PAUSE
-    no job runs: those that run stop, training at a checkpoint, and continue when the file is
+    """Directory of all studies: their reports, and the runs they share. While it holds a file named
+    PAUSE nothing runs: running jobs stop, training with a checkpoint, and resume once the file is
     gone."""
     kept: str = ""
-    """Directory of finished results, a small file each, that are taken as done and added to. If you
-    commit it, no result depends on a directory of runs."""
+    """Directory of finished results, one small file each. They count as done, and new ones are
+    added. If you commit it, no result depends on a directory of runs."""
     needs: dict[str, str] = Field({})
     """The path of something that the study needs: needs.NAME=PATH."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
     """Run only jobs at these levels, and what they wait for: only.corpus=english, or
     only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
-    """Runs at once; 0: one for each GPU, or one for each core."""
+    """Jobs to run at once; 0: one per GPU, or one per core."""
     per_device: int = Field(1, ge=1)
     """Runs that share a GPU."""
     dry_run: bool = False
@@ -110,7 +110,7 @@ def main() -> None:
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
-        why = first.why.splitlines()[-1] if first.why else "no word"
+        why = first.why.splitlines()[-1] if first.why else "no reason given"
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
         raise Failure(f"{count}; {first.job.name}: {why}")
 
@@ -123,7 +123,7 @@ def executor_of(settings: Arguments) -> pool.Executor:
 
 
 def report(plan: Plan, outcomes: dict[str, pool.Outcome], directory: Path) -> None:
-    """Write and say what the runs of a study show."""
+    """Write the report of a study, and print it."""
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
     names = ("report.html", "report.md", "results.csv")
     say("report   " + "   ".join(str(directory / name) for name in names))
@@ -169,13 +169,13 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
             state = "there"
         lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
     known = [w for w in todo.values() if costs.known(w)]
-    estimate = "no estimate of their time"
+    estimate = "no time estimate"
     if known:
         total = sum(costs.seconds(job) for job in known)
         estimate = f"about {duration(total)} of work for {len(known)} of them"
         if slots > 1:
             estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"
-    rest = estimate if todo else "all is there"
+    rest = estimate if todo else "everything is done"
     lines.append(f"{len(plan.jobs)} jobs, {len(todo)} to do, {rest}")
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(

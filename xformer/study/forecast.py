@@ -1,7 +1,7 @@
 """What is known of a plan before it runs: models, stores, tokenizers, costs, and numbers in notes.
 
-What lies on disk is read. What a command will make is deduced from the command. What neither tells
-is None: it is never guessed.
+What exists on disk is read. What a command will make is inferred from the command. What cannot be
+known from either is None, never guessed.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ OF_STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
 UNKNOWN = "?"
 UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
 MOST = 4  # values that are listed; more numbers become a range
-RATE = 40e9  # operations a second of one CPU core, as long as no run has been measured
-OTHER = 20.0  # seconds that any other job is taken for
-START = 1.0  # seconds that a run needs before and after its steps; imports are paid before
+RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
+OTHER = 20.0  # seconds assumed for any other job
+START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizerFacts:
     """A tokenizer. Two of one `maker` are the same. `size` counts its pieces, special ones
     included; `letters`: one id a symbol; `learned`: `preprocess.py tokenizer` makes it."""
 
@@ -67,7 +67,7 @@ class Words:
     learned: bool = False
     fingerprint: str | None = None
 
-    def is_other(self, than: Words) -> bool:
+    def is_other(self, than: TokenizerFacts) -> bool:
         """Whether the two are known to be different tokenizers."""
         if self.fingerprint and than.fingerprint:
             return self.fingerprint != than.fingerprint
@@ -85,7 +85,7 @@ class StoreFacts:
     name: str
     kind: str | None = None
     splits: tuple[str, ...] | None = None
-    words: Words | None = None
+    tokenizer: TokenizerFacts | None = None
 
 
 class Forecast:
@@ -101,7 +101,7 @@ class Forecast:
         self._recipes: dict[str, Recipe] = {}
         self._shapes: dict[str, ModelConfig | None] = {}
         self._stores: dict[str, StoreFacts] = {}
-        self._words: dict[str, Words] = {}
+        self._tokenizers: dict[str, TokenizerFacts] = {}
         for job in plan.jobs.values():
             with within(plan.study.path), within(job.name):
                 self.shape(job)
@@ -122,7 +122,7 @@ class Forecast:
         return self._shapes[job.key]
 
     def shape_at(self, path: str) -> ModelConfig | None:
-        """The shape of a checkpoint, as it lies there or as the job that makes it will make it."""
+        """The shape of a checkpoint: of the one on disk, or of the one that a job will make."""
         shape = _read_shape(Path(path))
         if shape is None and path in self._by_path:
             return self.shape(self._by_path[path])
@@ -161,7 +161,7 @@ class Forecast:
             return None
         shape = shape_after(shape, operations)
         for operation in operations:
-            if operation.op == "transplant":  # the words of another model, and their number
+            if operation.op == "transplant":  # takes another model's tokenizer and vocabulary size
                 other = self.shape_at(operation.arguments["source"])
                 size = 0 if other is None else other.vocab_size
                 shape = shape.model_copy(update={"vocab_size": size})
@@ -177,14 +177,14 @@ class Forecast:
             line = f"{first.name} and {other.name} cannot be read as one: they differ in"
             if first.kind and other.kind and first.kind != other.kind:
                 raise BadInput(f"{line} kind ({first.kind}; {other.kind})")
-            if first.words and other.words and first.words.is_other(other.words):
+            if first.tokenizer and other.tokenizer and first.tokenizer.is_other(other.tokenizer):
                 raise BadInput(f"{line} tokenizer")
         splits = None
         if all(store.splits is not None for store in every):
             splits = tuple(dict.fromkeys(name for store in every for name in store.splits or ()))
         kind = next((store.kind for store in every if store.kind), None)
-        words = next((store.words for store in every if store.words), None)
-        return StoreFacts(" and ".join(store.name for store in every), kind, splits, words)
+        tokenizer = next((store.tokenizer for store in every if store.tokenizer), None)
+        return StoreFacts(" and ".join(store.name for store in every), kind, splits, tokenizer)
 
     def _store(self, path: str) -> StoreFacts:
         if path not in self._stores:
@@ -195,33 +195,33 @@ class Forecast:
         name = path if job is None else job.name
         with suppress(BadInput, KeyError, TypeError):
             meta = read_json(Path(path) / "store.json")
-            return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.words(path))
+            return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.tokenizer(path))
         kind = None if job is None else made_kind(job.command)
-        return StoreFacts(name, kind, words=self.words(path) if kind else None)
+        return StoreFacts(name, kind, tokenizer=self.tokenizer(path) if kind else None)
 
-    def words(self, path: str) -> Words:
+    def tokenizer(self, path: str) -> TokenizerFacts:
         """The tokenizer in a tokenizer, store or checkpoint, or in what a job makes there."""
-        if path not in self._words:
+        if path not in self._tokenizers:
             job = self._by_path.get(path)
-            made = Words(path) if job is None else self._made_words(job)
-            self._words[path] = _read_words(path) or made
-        return self._words[path]
+            made = TokenizerFacts(path) if job is None else self._made_tokenizer(job)
+            self._tokenizers[path] = _read_tokenizer(path) or made
+        return self._tokenizers[path]
 
-    def _made_words(self, job: Job) -> Words:
+    def _made_tokenizer(self, job: Job) -> TokenizerFacts:
         """The tokenizer that a job leaves at its path."""
         if job.recipe is not None:
             recipe = self.recipe(job)
             moved = [o.arguments["source"] for o in recipe.surgery if o.op == "transplant"]
-            return self.words([recipe.init or each(recipe.data)[0], *moved][-1])
-        unknown = Words(job.key)
+            return self.tokenizer([recipe.init or each(recipe.data)[0], *moved][-1])
+        unknown = TokenizerFacts(job.key)
         source: str | None = None
         match job.command:
             case ("preprocess.py", "tokenizer", *options):
                 return _learned(unknown, options)
             case ("preprocess.py", "synthetic", _, *options):
                 size, source = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
-                most = int(size) if size else self.words(source).size if source else None
-                return Words(f"numbers {most or job.key}", most, letters=True)
+                most = int(size) if size else self.tokenizer(source).size if source else None
+                return TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
             case ("preprocess.py", "pairs", *options):
                 source = _option(options, "--store")
             case ("preprocess.py", "text" | "task", *options):
@@ -232,16 +232,15 @@ class Forecast:
             case ("-m", "xformer.surgery", before, _, *operations):
                 moves = any(text.strip().startswith("transplant") for text in operations)
                 source = None if moves else before
-        return self.words(source) if source else unknown
+        return self.tokenizer(source) if source else unknown
 
     # ------------------------------------------------------- can each run use what it reads?
 
     def check(self) -> None:
         """Raise BadInput naming the first run whose rows, vocabulary, kind of store or head do not
-        fit the model that it starts from. What is not known yet is not judged (see `unchecked`).
+        fit the model that it starts from. What is not known yet is not checked (see `unchecked`).
 
-        The rules are those of training, evaluation and the analyses. A finished job is not
-        checked: it could use what it read.
+        The checks are those of training, evaluation and the analyses. Finished jobs are skipped.
         """
         for job in self.plan.jobs.values():
             with within(self.plan.study.path), within(job.name):
@@ -266,40 +265,42 @@ class Forecast:
             known = store.splits if store.splits is not None else ("train", "valid")
             check_data(recipe, store.kind, known, store.name)
         if recipe.init is None:
-            if store.words is not None and store.words.size:
-                checkpoints.check_vocabulary(recipe.model, store.words.size)
+            if store.tokenizer is not None and store.tokenizer.size:
+                checkpoints.check_vocabulary(recipe.model, store.tokenizer.size)
             return
         own = self._check_surgery(recipe, recipe.init, start)
-        if store.words is None:
+        if store.tokenizer is None:
             return
-        if store.words.is_other(own):
+        if store.tokenizer.is_other(own):
             mapping.check_foreign_store(recipe.mapping, store.name)
         shape = self.shape(job)
         pieces = (shape.vocab_size if shape is not None else 0) or own.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
-        if mapped and pieces and store.words.size and store.words.size > pieces:
+        if mapped and pieces and store.tokenizer.size and store.tokenizer.size > pieces:
             raise BadInput(
-                f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
+                f"mapping={recipe.mapping}: {store.name} has {store.tokenizer.size} ids, "
                 f"the model {pieces} embeddings"
             )
 
-    def _check_surgery(self, recipe: Recipe, init: str, start: ModelConfig | None) -> Words:
+    def _check_surgery(
+        self, recipe: Recipe, init: str, start: ModelConfig | None
+    ) -> TokenizerFacts:
         """The model's tokenizer after the operations. Raises BadInput if one cannot be done."""
-        words = self.words(init)
+        tokenizer = self.tokenizer(init)
         for operation in recipe.surgery:
             if operation.op == "transplant":
                 other = self.shape_at(operation.arguments["source"])
                 if start is not None and other is not None:
                     check_width(operation.arguments["source"], other.width, start.width)
-                words = self.words(operation.arguments["source"])
+                tokenizer = self.tokenizer(operation.arguments["source"])
             elif operation.op == "substitute_unused":
                 store = self.store(operation.arguments["store"])
-                if store.words is not None:
-                    check_source(store.name, not store.words.is_other(words))
-        return words
+                if store.tokenizer is not None:
+                    check_source(store.name, not store.tokenizer.is_other(tokenizer))
+        return tokenizer
 
     def _check_scoring(self, source: str, settings: dict[str, str]) -> None:
-        """What evaluate.py checks of a run that is planned too."""
+        """What evaluate.py would check, if the run that it scores is part of the plan."""
         run = self._by_path.get(source)
         if run is None or run.recipe is None or "data" not in settings:
             return
@@ -310,16 +311,16 @@ class Forecast:
         store, trained = self.store(data), self.store(recipe.data)
         if store.kind is not None:
             check_kind(store.kind, TASKS[recipe.head], store.name)
-        if "mapping" in settings or store.words is None or trained.words is None:
+        if "mapping" in settings or store.tokenizer is None or trained.tokenizer is None:
             return
-        if store.words.is_other(trained.words):
+        if store.tokenizer.is_other(trained.tokenizer):
             raise BadInput(
                 f"{store.name} was made with a different tokenizer from {trained.name}, which the "
                 "run is trained on"
             )
 
     def _check_analysis(self, arguments: Sequence[str]) -> None:
-        """What an analysis checks of the checkpoints that it looks into."""
+        """What an analysis checks of the checkpoints that it reads."""
         most = _settings(arguments).get("max_tokens", "")
         for path in (argument for argument in arguments if "=" not in argument):
             shape = self.shape_at(path)
@@ -330,14 +331,14 @@ class Forecast:
 
 def _read_shape(path: Path) -> ModelConfig | None:
     """The shape in the config.json of a checkpoint, or of the checkpoint that a run selected."""
-    with suppress(BadInput, KeyError, TypeError, OSError):  # whoever uses it says what is wrong
+    with suppress(BadInput, KeyError, TypeError, OSError):  # the job that uses it reports the error
         if (path / "result.json").is_file():
             path = path / read_run_json(path / "result.json")["selected"]
         return validate(ModelConfig, read_json(path / "config.json")["model"])
     return None
 
 
-def _read_words(path: str) -> Words | None:
+def _read_tokenizer(path: str) -> TokenizerFacts | None:
     """The tokenizer that lies in a directory, or in the checkpoint that a run selected."""
     place = Path(path)
     with suppress(BadInput, KeyError, TypeError, ValueError):
@@ -345,7 +346,7 @@ def _read_words(path: str) -> Words | None:
             place = checkpoints.resolve(place)
         meta = read_json(place / META)
         size, letters = int(meta["vocab_size"]), meta["kind"] == "symbols"
-        return Words(path, size, letters, fingerprint=str(meta["fingerprint"]))
+        return TokenizerFacts(path, size, letters, fingerprint=str(meta["fingerprint"]))
     return None
 
 
@@ -367,7 +368,7 @@ def made_kind(command: Sequence[str]) -> str | None:
     return None
 
 
-def _learned(unknown: Words, options: Sequence[str]) -> Words:
+def _learned(unknown: TokenizerFacts, options: Sequence[str]) -> TokenizerFacts:
     """What `preprocess.py tokenizer` makes; a small text may give fewer pieces than are asked."""
     kind, size = _option(options, "--kind"), _option(options, "--vocab-size")
     alphabet = _option(options, "--alphabet")
@@ -390,8 +391,8 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 class Costs:
-    """Expected seconds of a plan's jobs, at the rate of its finished runs: those that are there,
-    and those whose results are `kept`, by key. Raises BadInput where Forecast does."""
+    """Expected seconds of a plan's jobs, at the FLOP/s of its finished runs: those on disk, and
+    those whose results are `kept`, by key. Raises BadInput where Forecast does."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
         self.forecast = forecast
@@ -464,11 +465,11 @@ class Notes:
         {look: examples}                                  for a stage that is a command: examples=
         {made.nesting: --tokens}                          an option of a command
         {made.minilm: model.layers}                       the shape of a checkpoint that is made
-        {paper: 200,000 steps of 150 rows}                these words: what the paper prints
+        {paper: 200,000 steps of 150 rows}                this text as it is: what the paper says
 
     If the runs differ, the values are listed: "16, 32 or 128". A value that is not known yet, such
-    as the shape of a model that is not there, is a question mark. Raises BadInput naming the first
-    placeholder that stands for nothing.
+    as the shape of a model that does not exist, is a question mark. Raises BadInput naming the
+    first placeholder that is not valid.
     """
 
     def __init__(self, forecast: Forecast):
@@ -567,7 +568,7 @@ class Notes:
         if len(values) == 1 or None in values:
             return None if None in values else values[0]
         if not all(map(_is_number, values)):
-            raise BadInput(f"{key} is a product of something that is no number")
+            raise BadInput(f"{key} is a product of something that is not a number")
         return prod(values)
 
     def _setting(self, run: Job, key: str) -> Any:

@@ -1,9 +1,9 @@
-"""From a study to its runs: what each does, what it waits for, and the key of its content.
+"""From a study file to its jobs: what each runs, what it depends on, and its content key.
 
-A key is a hash of all that decides a result: the resolved recipe without `run`, `system.*` and the
-intervals of logs and checkpoints, the precision, the number of processes, the keys of the stores
-and of the initial checkpoint, and RESULTS. Two studies that ask for the same run share it, and a
-changed run has another key.
+A key is a hash of everything that determines a result: the resolved recipe without `run`,
+`system.*` and the intervals of logs and checkpoints, the precision, the number of processes, the
+keys of the stores and of the initial checkpoint, and RESULTS. Two studies that ask for the same run
+share it, and a changed run has another key.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from xformer.study.spec import PLACE, Levels, Need, ScoreTable, Study, within
 from xformer.tasks.known import kind_of
 
 RESULTS = 2  # raised by hand when a change of the code changes results
-# they change no result; `validate_every` does, as it decides which checkpoint is the best
+# these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
-# fields of the recipe that are younger than the first results. They enter the key only if they
+# fields that were added to the recipe after the first results. They enter the key only if they
 # differ from their default, so that earlier results keep their keys. Add each new field here, or to
 # INTERVALS if it changes no result
 LATER = ("loss", "train.trouble", "train.spike")
@@ -64,16 +64,16 @@ class Job:
 
     @property
     def whole(self) -> bool:
-        """Whether others can start from it. A job whose result comes from the kept results is done
-        but not whole: a run lacks its weights, a command all files but its result."""
+        """Whether other jobs can use its output. A job unpacked from the kept results is done but
+        not whole: a run lacks its weights, a command everything but its result."""
         if self.recipe is None:
             return self.done and not (self.path / UNPACKED).exists()
         return self.done and any(self.path.glob("checkpoints/step_*/manifest.json"))
 
 
 def to_do(jobs: Iterable[Job], wanted: Iterable[str], kept: Collection[str] = ()) -> dict[str, Job]:
-    """The jobs that must be made, by key in the order of `jobs`: the `wanted` ones that are not
-    done, and all they wait for that is not whole. `kept` has the keys of jobs whose results are
+    """The jobs that must run, by key in the order of `jobs`: the `wanted` ones that are not done,
+    and their dependencies that are not whole. `kept` has the keys of jobs whose results are
     kept."""
     by_key = {job.key: job for job in jobs}
     needed: set[str] = set()
@@ -117,7 +117,7 @@ class Plan:
         self.digests = Digests(root / "digests.json")
         self._staged: dict[str, dict[str, Job]] = {}  # by stage and name; stages may share a run
         self._recipes: dict[str, dict[str, Any]] = {}
-        self._making: list[str] = []  # to notice circles
+        self._making: list[str] = []  # to detect cycles
         with within(study.path):
             waited_for = self._check_order()
             for stage in study.shown_stages():
@@ -169,8 +169,8 @@ class Plan:
         try:
             TopologicalSorter(before).prepare()
         except CycleError as error:
-            circle = " -> ".join(error.args[1])
-            raise BadInput(f"its stages wait for one another: {circle}") from None
+            cycle = " -> ".join(error.args[1])
+            raise BadInput(f"its stages wait for one another: {cycle}") from None
         return set().union(*before.values())
 
     def _check_metric(self, table: ScoreTable) -> None:
@@ -245,16 +245,16 @@ class Plan:
         path = self.root / "runs" / key
         recipe = {**self._filled(raw, inputs, False), "run": str(path)}
         recipe = merge({"train": {"keep_state": False}}, recipe)
-        door: tuple[str, ...] = ("train.py",)
+        program: tuple[str, ...] = ("train.py",)
         if stage.processes > 1:
-            door = (*TORCHRUN, str(stage.processes), "-m", "xformer.train")
+            program = (*TORCHRUN, str(stage.processes), "-m", "xformer.train")
         proof, ranks = path / "result.json", stage.processes
         job = Job(
             label,
             key,
             path,
             proof,
-            (*door, str(path.with_suffix(".toml"))),
+            (*program, str(path.with_suffix(".toml"))),
             recipe=recipe,
             processes=ranks,
         )
@@ -352,12 +352,12 @@ class Plan:
 
 
 class Digests:
-    """SHA-256 of files and directories, remembered by path, size and time of change."""
+    """SHA-256 of files and directories, cached by path, size and modification time."""
 
     def __init__(self, path: Path):
         self.path = path
         self.known: dict[str, list[Any]] = {}
-        with suppress(BadInput):  # a damaged file only costs time
+        with suppress(BadInput):  # without a readable cache all files are hashed again
             content = read_json(path)
             good = isinstance(content, dict) and all(isinstance(v, list) for v in content.values())
             self.known = content if good else {}

@@ -26,13 +26,13 @@ from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
 
 TAIL = 15  # lines shown of a failed job's log
-DOORS = ("preprocess.py", "train.py", "evaluate.py")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study between two looks at its jobs
-POLL = 0.2  # seconds between two looks
-MINUTE = 60.0  # seconds between two lines in a log while a job runs
-AGAIN = 30.0  # seconds after which the time left is estimated anew
-# What the process that jobs are forked from imports first. It must have one thread and no state of
-# a device when it forks, so nothing here may compute anything.
+SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
+POLL = 0.2  # seconds
+MINUTE = 60.0  # seconds between two progress lines in a log
+AGAIN = 30.0  # seconds after which the time left is estimated again
+# The imports of the fork server. It must be single-threaded and must not have initialized a device
+# when it forks, so nothing here may compute anything.
 PRELOADED = [
     __name__,
     "xformer.train",
@@ -51,7 +51,7 @@ PRELOADED = [
 
 
 class Handle(Protocol):
-    """A job that was started, with the words of multiprocessing.Process."""
+    """A started job, with the interface of multiprocessing.Process."""
 
     @property
     def exitcode(self) -> int | None:
@@ -61,7 +61,7 @@ class Handle(Protocol):
         """Ask it to stop. Training writes a checkpoint first."""
 
     def join(self) -> None:
-        """Wait for the end of one that was asked to stop, unless somebody else sees to that."""
+        """Wait for the end of a job that was asked to stop, unless the cluster sees to it."""
 
 
 class Executor(Protocol):
@@ -74,16 +74,17 @@ class Executor(Protocol):
 
 
 def line_of(job: Job) -> tuple[str, ...]:
-    """The command line of a job, whatever directory the study was started in.
+    """The command line of a job, independent of the working directory.
 
-    train.py and its like lie beside the package in a checkout. Without one they are sub-commands.
+    In a checkout, train.py and the other scripts lie next to the package. If xformer is installed
+    without them, their sub-commands are run instead.
     """
     first, *rest = job.command
-    door = provenance.ROOT / first
-    if first in DOORS:
-        program = [str(door)] if door.is_file() else ["-m", "xformer", door.stem]
-        return (sys.executable, *program, *rest)
-    return (sys.executable, *job.command)
+    if first not in SCRIPTS:
+        return (sys.executable, *job.command)
+    script = provenance.ROOT / first
+    program = [str(script)] if script.is_file() else ["-m", "xformer", script.stem]
+    return (sys.executable, *program, *rest)
 
 
 def log_of(job: Job) -> Path:
@@ -99,7 +100,7 @@ class Local:
     """Processes of this machine. Each slot has its share of the cores; with GPUs, slot i has GPU i
     modulo their number.
 
-    They are forks of one process that has imported what they need, so imports are paid once.
+    They are forked from one server process that has imported what they need.
     """
 
     slots: int
@@ -118,7 +119,7 @@ class Local:
             devices = dict.fromkeys(self.devices[slot % len(self.devices)] for slot in slots)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         log = log_of(job).absolute()
-        log.open("ab").close()  # a disk that refuses is noticed here
+        log.open("ab").close()  # fail here if the log cannot be written
         arguments = (line_of(job)[1:], str(log), environment)
         process = get_context("forkserver").Process(target=become, args=arguments)
         process.start()
@@ -141,12 +142,11 @@ def local(jobs: int, per_device: int) -> Local:
 
 
 def _start_server(environment: dict[str, str]) -> None:
-    """Start the process that jobs are forked from, in an environment, unless it runs.
+    """Start the fork server with this environment, unless it is running.
 
-    When this process is killed, the server lives as long as its jobs. It does not inherit the
-    terminal and pipes that are open here; otherwise a reader of one of them would wait for the
-    jobs. SIGTERM is blocked in it, because a signal to all processes of a study is not meant for
-    the server.
+    If this process is killed, the server lives as long as its jobs. It must not inherit our stdout
+    and stderr: whoever reads a pipe from us would wait for the jobs too. SIGTERM is blocked in it,
+    because a signal to the whole process group is not meant for the server.
     """
     forkserver.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
@@ -207,14 +207,14 @@ class SlurmHandle:
             return None
         try:
             return int(self.submitted.result())
-        except Exception:  # whatever submitit makes of a job that died
+        except Exception:  # whatever submitit raises for a job that died
             return 1
 
     def terminate(self) -> None:
         self.submitted.cancel()
 
     def join(self) -> None:
-        pass  # the cluster ends it
+        pass  # the cluster takes care of it
 
 
 class Slurm:
@@ -239,11 +239,11 @@ class Slurm:
 
 @dataclass
 class ClusterCommand:
-    """What a job of the cluster does: run a command whose output goes to a file, and return its
-    exit status.
+    """What submitit runs on the cluster: a command whose output goes to a file. Returns its exit
+    status.
 
-    When its time is over or its place is taken, the job stops the command, which writes a
-    checkpoint, and is queued again to continue from it.
+    On a timeout or preemption the command is stopped, which makes training write a checkpoint, and
+    requeued to continue from it.
     """
 
     line: tuple[str, ...]
@@ -276,7 +276,8 @@ class ClusterCommand:
             self._wait()
 
     def _wait(self) -> int:
-        """Poll, since `checkpoint` may interrupt a wait, which holds a lock, and then waits too."""
+        """Poll, because `checkpoint` is called from a signal handler: Popen.wait would deadlock
+        there if it interrupted another Popen.wait."""
         assert self.popen is not None
         while (status := self.popen.poll()) is None:
             time.sleep(0.1)
@@ -288,8 +289,8 @@ class ClusterCommand:
 
 @dataclass
 class Outcome:
-    """How a job ended: "done", "there" (it was done before), "not needed" (it is not there, and no
-    job that must be done waits for it), "failed" or "not run"."""
+    """How a job ended: "done", "there" (done before), "not needed" (not done, and no job that must
+    run waits for it), "failed" or "not run"."""
 
     job: Job
     state: str
@@ -298,13 +299,13 @@ class Outcome:
 
 
 @dataclass
-class _Begun:
-    """A job that was started, and whether it was asked to stop for a pause."""
+class _Running:
+    """A job that was started, and whether it was asked to stop."""
 
     job: Job
     handle: Handle
     slots: Sequence[int]
-    begin: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     asked: bool = False
 
 
@@ -319,54 +320,48 @@ def run_jobs(
     pause: Path | None = None,
     tell: Callable[[str], None] = say,
 ) -> dict[str, Outcome]:
-    """Run the jobs that must be done, each when all it waits for is there, in the order of
-    `_order`. Returns the outcome of each, by key.
+    """Run the jobs that must be done in the order of `_order`, each once its dependencies are done.
+    Returns the outcome of each, by key.
 
-    `wanted` are the keys of those that are run for their own sake; without it, all. One that fails
-    does not stop the others, only those that wait for it. `set_up` is called before a job starts,
-    `changed` with all outcomes so far after each look, every `poll` seconds. While a file `pause`
-    exists nothing runs, and `tell` is given a line. If `changed` raises, all running jobs are
-    asked to stop.
+    `wanted` has the keys of the jobs that are run for their own sake (default: all). A failed job
+    stops only those that depend on it. `set_up` is called before a job starts, `changed` with all
+    outcomes so far every `poll` seconds. While a file `pause` exists nothing runs, and `tell` is
+    given a line. If `changed` raises, all running jobs are asked to stop.
     """
     queue = _Queue(jobs, executor, set_up, wanted)
     stopped: list[Job] = []  # by the present pause
     told = False
     try:
-        while queue.waiting or queue.begun:
+        while queue.waiting or queue.running:
             stopped += queue.collect()
             if pause is not None and pause.exists():
                 queue.stop()
-                if not queue.begun and not told:
-                    tell(f"paused: {_in_words(stopped)}; remove {pause} to go on")
+                if not queue.running and not told:
+                    tell(f"paused: {_in_words(stopped)}; remove {pause} to continue")
                     told = True
             else:
                 if told:
-                    tell("going on")
+                    tell("resumed")
                 stopped, told = [], False
                 queue.start()
             changed(queue.outcomes)
-            if queue.waiting or queue.begun:
+            if queue.waiting or queue.running:
                 time.sleep(poll)
     finally:
         queue.stop()
-        for begun in queue.begun.values():
-            begun.handle.join()
+        for running in queue.running.values():
+            running.handle.join()
     return queue.outcomes
 
 
 def _in_words(stopped: list[Job]) -> str:
     """What a pause has interrupted."""
+    if not stopped:
+        return "nothing was running"
     runs = sum(job.recipe is not None for job in stopped)
-    commands, parts = len(stopped) - runs, []
-    if runs:
-        parts.append(
-            "1 run stopped at its checkpoint"
-            if runs == 1
-            else f"{runs} runs stopped at their checkpoints"
-        )
-    if commands:
-        parts.append(f"{commands} command{'s' * (commands > 1)} to be started again")
-    return ", ".join(parts) or "nothing was running"
+    return (
+        f"runs stopped with a checkpoint: {runs}, commands to be restarted: {len(stopped) - runs}"
+    )
 
 
 class _Queue:
@@ -384,7 +379,7 @@ class _Queue:
         self.awaited = {key for job in todo.values() for key in job.waits}
         self._order = _order(jobs)
         self.waiting = sorted(todo.values(), key=lambda job: self._order[job.key])
-        self.begun: dict[str, _Begun] = {}
+        self.running: dict[str, _Running] = {}
         self.outcomes = {
             job.key: Outcome(job, "there" if job.done else "not needed")
             for job in jobs
@@ -392,11 +387,11 @@ class _Queue:
         }
 
     def start(self) -> None:
-        """Start jobs, the first of the plan first, as long as slots are free."""
+        """Start jobs, in order, as long as slots are free."""
         for job in list(self.waiting):
             if blocker := _blocker(job, self.outcomes):
                 self._end(job, Outcome(job, "not run", why=blocker))
-        taken = {slot for begun in self.begun.values() for slot in begun.slots}
+        taken = {slot for running in self.running.values() for slot in running.slots}
         free = [slot for slot in range(self.executor.slots) if slot not in taken]
         for job in list(self.waiting):
             if not free:
@@ -408,26 +403,26 @@ class _Queue:
                 continue
             number = min(job.processes, self.executor.slots)
             if len(free) < number:
-                return  # wait for others to end; smaller jobs could keep this one waiting for ever
+                return  # wait for others to end: smaller jobs could starve this one
             slots, free = free[:number], free[number:]
             log_of(job).parent.mkdir(parents=True, exist_ok=True)
             self.set_up(job)
-            self.begun[job.key] = _Begun(job, self.executor.start(job, slots), slots)
+            self.running[job.key] = _Running(job, self.executor.start(job, slots), slots)
             self.waiting.remove(job)
 
     def collect(self) -> list[Job]:
-        """Take note of what has ended. Returns the jobs that ended because they were asked to
-        stop, or because another process has their directory; they wait again."""
+        """Collect the jobs that have ended. Returns those that were asked to stop, or whose
+        directory another process has; they wait again."""
         stopped = []
-        for key, begun in list(self.begun.items()):
-            status = begun.handle.exitcode
+        for key, running in list(self.running.items()):
+            status = running.handle.exitcode
             if status is None:
                 continue
-            del self.begun[key]
-            job, seconds = begun.job, time.monotonic() - begun.begin
+            del self.running[key]
+            job, seconds = running.job, time.monotonic() - running.started
             if self._made(job):
                 self.outcomes[key] = Outcome(job, "there" if status else "done", seconds)
-            elif begun.asked or in_use(job.path):  # by what a killed study left behind
+            elif running.asked or in_use(job.path):  # by a job that a killed study left running
                 stopped.append(job)
             else:
                 self.outcomes[key] = Outcome(job, "failed", seconds, _last_words(job, status))
@@ -436,10 +431,10 @@ class _Queue:
 
     def stop(self) -> None:
         """Ask everything that runs to stop, once."""
-        for begun in self.begun.values():
-            if not begun.asked:
-                begun.asked = True
-                begun.handle.terminate()
+        for running in self.running.values():
+            if not running.asked:
+                running.asked = True
+                running.handle.terminate()
 
     def _made(self, job: Job) -> bool:
         return job.whole if job.key in self.awaited else job.done
@@ -450,9 +445,8 @@ class _Queue:
 
 
 def _order(jobs: Sequence[Job]) -> dict[str, tuple[int, int]]:
-    """The rank of each job by key. The job with the most runs before it comes first; equal jobs
-    keep the order of the plan. So the fine-tunings of a pre-training come before the next
-    pre-training, and results come as early as possible."""
+    """The rank of each job by key: most runs before it first, ties in the order of the plan. So the
+    fine-tunings of a pre-training come before the next pre-training, and results come early."""
     runs: dict[str, int] = {}  # the longest chain of runs that ends with a job
     rank = {}
     for number, job in enumerate(jobs):  # what a job waits for comes before it
@@ -463,7 +457,7 @@ def _order(jobs: Sequence[Job]) -> dict[str, tuple[int, int]]:
 
 
 def in_use(run: Path) -> bool:
-    """Whether another process has a run: another study, or what a killed one left behind."""
+    """Whether another process has a run's lock: another study, or a job of a killed one."""
     try:
         with (run / ".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -491,7 +485,7 @@ def _last_words(job: Job, status: int) -> str:
     except OSError:
         lines = []
     if status == 0:
-        lines.append(f"it ended well and left no {job.proof}")
+        lines.append(f"it exited with status 0 but wrote no {job.proof}")
     return "\n".join(lines[-TAIL:])
 
 
@@ -500,7 +494,7 @@ def _last_words(job: Job, status: int) -> str:
 
 def set_up(job: Job) -> None:
     """Write the recipe that a run is started with, or make the directory of a command's result. A
-    job that is done but must be made again, because it is not whole, begins in an empty
+    job that is done but must be made again, because it is not whole, starts in an empty
     directory."""
     if job.done and not job.whole:
         aside = job.path.with_name(f".{job.path.name}.{os.getpid()}.partial")
@@ -517,9 +511,9 @@ def set_up(job: Job) -> None:
 def run_plan(
     plan: Plan, executor: Executor, keep: Callable[[Job, bool], str]
 ) -> dict[str, Outcome]:
-    """Run the jobs of a plan that must be done, and show how far it is and how long it will take.
-    `keep` is called with each job that is done and whether it was made now. It returns a line for
-    the user, or nothing."""
+    """Run the jobs of a plan that must be done, and show progress and the time left. `keep` is
+    called with each job that is done and whether it ran now. It returns a line for the user, or
+    nothing."""
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
     try:
@@ -528,7 +522,7 @@ def run_plan(
             def changed(outcomes: dict[str, Outcome]) -> None:
                 progress.show(outcomes)
                 if signals:
-                    raise Interrupted(signals[0], "stopped; the same command goes on")
+                    raise Interrupted(signals[0], "stopped; run the same command again to continue")
 
             return run_jobs(
                 list(plan.jobs.values()),
@@ -557,8 +551,8 @@ def newest_numbers(jobs: Iterable[Job]) -> dict[str, float]:
 
 
 class StudyProgress(Progress):
-    """What the user sees while a study runs: in a log a line for each job that ends and one each
-    minute, with the time left; on a terminal a bar too."""
+    """The progress of a study: a line for each job that ends and one per minute, with the time
+    left; on a terminal also a bar."""
 
     def __init__(self, plan: Plan, slots: int, keep: Callable[[Job, bool], str]):
         self.plan, self.slots, self.keep = plan, slots, keep
@@ -586,12 +580,12 @@ class StudyProgress(Progress):
             self.total -= 1
             return
         if self.open.pop(key, None):
-            if time.monotonic() > self.estimated + AGAIN:  # more stores are there now
+            if time.monotonic() > self.estimated + AGAIN:  # more stores exist now
                 self._estimate()
             self.seconds.pop(key, None)
             self.ended = time.monotonic()
         else:
-            self.before += 1  # it was there: it tells nothing about the speed
+            self.before += 1  # done before: it says nothing about the speed
         self.advance(1)
         line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.job.name}: {outcome.state}"
         if outcome.state == "done":
@@ -603,7 +597,7 @@ class StudyProgress(Progress):
             say(*filter(None, [self.keep(outcome.job, outcome.state == "done")]), error=True)
 
     def left(self) -> float:
-        """Seconds to the end: what the open jobs will cost, less the time since one ended."""
+        """Estimated seconds left: the cost of the open jobs, minus the time since one ended."""
         rest = sum(self.seconds.values()) / max(1, min(self.slots, len(self.seconds)))
         return max(0.0, rest - (time.monotonic() - self.ended))
 

@@ -48,7 +48,7 @@ from xformer.study.spec import (
 )
 
 LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
-ENOUGH = 8  # scores that a bootstrap needs: from three it only spans the smallest to the largest
+ENOUGH = 8  # scores that a bootstrap needs; with three, its interval is just the range
 RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
@@ -56,10 +56,10 @@ CONFIG = "config.json"
 OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
 KEY = "key"  # the member that says which job it is
 WEIGHTS = "model.sha256"  # in the form of the command sha256sum
-MOST = 2**28  # bytes that are unpacked of one file
-BEGINNING = (1980, 1, 1, 0, 0, 0)  # the time of every member: the same content is the same file
+MOST = 2**28  # bytes that one file may unpack to
+BEGINNING = (1980, 1, 1, 0, 0, 0)  # timestamp of every member, so that equal content is equal bytes
 Metrics = dict[str, dict[str, float]]  # {split: {metric: score}}
-Replicate = tuple[str, ...]  # the levels that tell one score of several: a seed
+Replicate = tuple[str, ...]  # the levels that identify a replicate, such as its seed
 
 
 # --------------------------------------------------------------------------------- a few scores
@@ -144,7 +144,7 @@ class Cell:
     published: float | None
     show: str = "mean"
     best: float | None = None  # the highest number, if the table shows it
-    at_chance: int = 0  # how many of the runs score no more than a model that has learnt nothing
+    at_chance: int = 0  # how many of the runs are not above chance
 
     @property
     def value(self) -> float | None:
@@ -155,7 +155,7 @@ class Cell:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published, in the units of the table."""
+        """Ours minus the published, in the units of the table."""
         if self.value is None or self.published is None:
             return None
         return self.value - self.published
@@ -206,8 +206,8 @@ class Results:
         }
 
     def score(self, job: Job, table: ScoreTable, column: str) -> float | None:
-        """The run's score in a column of a table, in its units, less that of the run that `minus`
-        names; None if it is not there yet."""
+        """The run's score in a column of a table, in its units, minus that of the run that `minus`
+        names; None if either is not finished."""
         value = self._plain_score(job, table, column)
         if not table.minus or value is None:
             return value
@@ -238,7 +238,7 @@ class Results:
         return [w for w in self.plan.runs(table.stage) if levels.items() <= w.levels.items()]
 
     def at_chance(self, job: Job, table: ScoreTable, column: str) -> bool:
-        """Whether a run scores no more than the table's `chance`, up to rounding."""
+        """Whether a run is not above the table's `chance`, up to rounding."""
         score, chance = self._plain_score(job, table, column), table.chance.get(column)
         return (
             score is not None and chance is not None and score <= table.scale * (chance + ROUNDING)
@@ -429,7 +429,7 @@ def _are_scores(scores: Any) -> bool:
 
 
 def state_of(job: Job, outcomes: dict[str, Outcome]) -> str:
-    """How a job of a study stands: "done" (in this call or before), "to do", "failed" or "not
+    """The state of a job of a study: "done" (in this call or before), "to do", "failed" or "not
     run". Empty for what is made for runs, unless it failed."""
     state = outcomes[job.key].state if job.key in outcomes else ""
     if state in ("failed", "not run"):
@@ -491,8 +491,7 @@ class Ledger:
                     self.results[job.key] = result
 
     def unpack(self) -> None:
-        """Unpack each file whose job is not here into that job's directory, whole or not at
-        all."""
+        """Unpack each file whose job is not here into that job's directory, atomically."""
         for key in self.results:
             job = self.plan.jobs[key]
             path = self._file(job)
@@ -601,7 +600,7 @@ def _checksum(job: Job) -> bytes:
 
 
 def _write_zip(path: Path, members: dict[str, bytes]) -> None:
-    """Write a zip so that it is there whole or not at all; the same members make the same bytes."""
+    """Write a zip atomically; the same members make the same bytes."""
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as file:
         for name in sorted(members):
@@ -629,5 +628,5 @@ def _read_zip(path: Path) -> dict[str, bytes]:
 
 def _damaged(path: Path, why: str) -> BadInput:
     return BadInput(
-        f"{path} is damaged: {why}; restore it from a copy, or delete it: its job is done again"
+        f"{path} is damaged: {why}; restore it from a copy, or delete it, and its job is run again"
     )
