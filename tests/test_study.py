@@ -504,7 +504,7 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     }
     assert sorted(prepared) == ["bad", "empty", "good", "other"]
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
-    assert "left no" in outcomes["empty"].why
+    assert "wrote no" in outcomes["empty"].why
     assert (outcomes["after"].why, outcomes["poor"].why) == (
         "waits for bad",
         "needs.bert is missing",
@@ -713,7 +713,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
         f"paused: nothing was running; remove {pause} to continue",
         "resumed",
         "paused: runs stopped with a checkpoint: 1, commands to be restarted: 1; "
-        f"remove {pause} to go on",
+        f"remove {pause} to continue",
         "resumed",
     ]
 
@@ -741,7 +741,7 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
     )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
     assert (tmp_path / "saved").exists()
-    assert told[0].startswith("paused: 2 commands to be started again; ")
+    assert told[0].startswith("paused: runs stopped with a checkpoint: 0, commands to be ")
 
 
 def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
@@ -1616,13 +1616,13 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
     assert cell.value == pytest.approx(55.0)
     assert cell.best == pytest.approx(64.0)
     text = markdown_of(results)
-    assert "(seeds), best validation of any run; then what" in text
+    assert "(seeds), best validation of any run; then the number" in text
     assert "| pretrained | 55.0 ± 7.1 (2), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
     again = Results(Plan(study, plan.root, {"data": str(data)}))
     assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
-    assert "(seeds), best run; then what" in markdown_of(again)
+    assert "(seeds), best run; then the number" in markdown_of(again)
     (plan.runs("finetune")[0].path / "log.jsonl").write_text(
         '{"event": "validation", "step": 1, "accuracy": NaN}'
     )

@@ -1001,7 +1001,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.tsv": TSV + "c\tz\n"},
         [*T, "--labels", "x,y", "--input", "."],
-        r"train\.tsv:4: label 'z' is none of x, y",
+        r"train\.tsv:4: label 'z' is not one of x, y",
         2,
     ),
     (

@@ -389,7 +389,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         type=whole_number(1),
         required=True,
         metavar="N",
-        help="Tokens in the split train. The split valid has a twentieth as many in addition.",
+        help="Tokens in the split train. The split valid gets another 5 %% as many.",
     )
     add(
         "--lengths",
@@ -447,7 +447,7 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
             "--distinct",
             type=whole_number(1),
             metavar="N",
-            help="Different tokens that occur: the most frequent ones of --frequencies, or else "
+            help="How many distinct tokens occur: the most frequent ones of --frequencies, or else "
             "the first ones (default: all).",
         )
     if name not in ("uniform", "shuffle"):

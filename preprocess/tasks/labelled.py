@@ -609,8 +609,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add(
         "--split-column",
         metavar="NAME",
-        help="The column that names each row's split: train, valid or test. With --split-column "
-        "none such columns are ignored and the splits are drawn (default: the column split or set, "
+        help="The column that names each row's split: train, valid or test. The value `none` "
+        "ignores such columns and draws the splits at random (default: the column split or set, "
         "and the column validation, where true marks a validation row).",
     )
     for split in ("train", "valid", "test"):
@@ -634,8 +634,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         type=whole_number(0),
         default=0,
         metavar="N",
-        help="The seed that decides which rows become train, valid and test, if the source does "
-        "not say (default: %(default)s).",
+        help="The seed of the random division into train, valid and test, if the source has no "
+        "splits (default: %(default)s).",
     )
     add(
         "--stratify",

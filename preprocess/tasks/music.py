@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=128,
         metavar="N",
-        help="The most notes in a row (default: %(default)s).",
+        help="The maximum number of notes per row (default: %(default)s).",
     )
 
 

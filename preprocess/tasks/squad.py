@@ -108,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(8),
         default=384,
         metavar="N",
-        help="The most tokens in a row, special tokens included. Train with batch.max_tokens=N "
-        "(default: %(default)s).",
+        help="The maximum row length in tokens, special tokens included. Train with "
+        "batch.max_tokens=N (default: %(default)s).",
     )
     add(
         "--stride",
@@ -123,7 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=64,
         metavar="N",
-        help="The most tokens in a question; longer questions are cut (default: %(default)s).",
+        help="The maximum length of a question in tokens; longer ones are truncated (default: "
+        "%(default)s).",
     )
     add(
         "--skip-bad",

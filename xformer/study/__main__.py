@@ -80,12 +80,8 @@ def main() -> None:
     root = Path(settings.output)
     check_version(root)
     plan = Plan(study, root, settings.needs)
-    plan.restrict(
-        {
-            factor: [str(level) for level in (levels if isinstance(levels, tuple) else (levels,))]
-            for factor, levels in settings.only.items()
-        }
-    )
+    only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
+    plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
     forecast = Forecast(plan)
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
@@ -95,7 +91,7 @@ def main() -> None:
         costs = Costs(forecast, ledger.results)
         say(*listing(plan, costs, ledger.results, slots).split("\n"))
         return
-    if plan.missing() and not any(not w.missing and w.stage for w in plan.jobs.values()):
+    if plan.missing() and not any(job.stage and not job.missing for job in plan.jobs.values()):
         raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan))}")
     directory = root / f"{study.path.stem}-{settings.scale}"
     executor = executor_of(settings)

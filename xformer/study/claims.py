@@ -201,7 +201,9 @@ class Origin:
         `first` is the time of the first result, `runs` the origin of the runs' settings."""
         if self.time is None:
             return "exploratory: not committed"
-        when = f"{'at the latest ' * self.cut}{self.commit[:9]} of {self.time:%Y-%m-%d %H:%M}"
+        when = f"{self.commit[:9]} of {self.time:%Y-%m-%d %H:%M}"
+        if self.cut:
+            when = f"at the latest {when}"
         if first is not None and self.time > first:
             return f"exploratory: {when}, the first result is of {first:%Y-%m-%d %H:%M}"
         if runs is not None and first is not None and (runs.time is None or runs.time > first):

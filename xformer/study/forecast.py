@@ -634,4 +634,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _joined(words: list[str], last: str) -> str:
-    return f" {last} ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+    """ "a, b or c", if `last` is "or"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"

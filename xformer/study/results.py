@@ -366,7 +366,8 @@ class Results:
                 for name in factors[curves.lines]:
                     wanted = {**curves.where, curves.panels: level, curves.lines: name}
                     line = self._line(curves.stage, name, wanted, event, values.get(level, ""))
-                    lines += [line] if line is not None else []
+                    if line is not None:
+                        lines.append(line)
                 if lines:
                     what = "" if event == "train" else f"{event} "
                     panels.append(Panel(level, f"{what}{values[level]}", tuple(lines)))
@@ -587,7 +588,7 @@ def _checked_result(path: Path, members: dict[str, bytes], job: Job) -> Any:
 
 def _holds_anything(directory: Path) -> bool:
     """Whether there is anything in a directory."""
-    return directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))
+    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
 
 
 def _checksum(job: Job) -> bytes:
