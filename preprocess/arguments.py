@@ -141,7 +141,7 @@ def check_output_directory(
         not (path / mark).is_file() or any((path / name).exists() for name in foreign)
     ):
         raise BadInput(
-            f"{path} is not what this command writes, so it is not overwritten; "
+            f"{path} was not written by this command, so it is not overwritten; "
             "give another --output"
         )
 

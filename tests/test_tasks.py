@@ -1090,7 +1090,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.tsv": SST2 + "c\t2\n"},
         ["glue/sst2", "--input", "."],
-        r"train\.tsv:4: label '2' is none of negative, positive",
+        r"train\.tsv:4: label '2' is not one of negative, positive",
         2,
     ),
     ({"train.tsv": SST2 + "c\t-1\n"}, ["glue/sst2", "--input", "."], r"train\.tsv:4: label '-1", 2),
