@@ -564,9 +564,9 @@ class Slow:
 
     def __init__(self) -> None:
         self.started: list[str] = []
-        self.running: dict[str, Slow.Job] = {}
+        self.running: dict[str, Slow.Handle] = {}
 
-    class Job:
+    class Handle:
         def __init__(self, job: Job):
             self.job, self.ended, self.asked = job, False, 0
 
@@ -580,9 +580,9 @@ class Slow:
         def join(self) -> None:
             assert self.asked
 
-    def start(self, job: Job, slots: Sequence[int]) -> Slow.Job:
+    def start(self, job: Job, slots: Sequence[int]) -> Slow.Handle:
         self.started.append(job.name)
-        self.running[job.name] = self.Job(job)
+        self.running[job.name] = self.Handle(job)
         return self.running[job.name]
 
     def end(self, name: str, made: bool = True) -> None:
