@@ -1,5 +1,5 @@
-"""What the sub-commands of `preprocess.py` share: argument types, options, checks made before any
-work, the record of the command line, and the summary at the end."""
+"""What the sub-commands of `preprocess.py` share: argument types, options, checks made up front,
+the record of the command line, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PreprocessParser(argparse.ArgumentParser):
             near = get_close_matches(wrong[1], valid.split(", "), 1, 0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             where = message[: wrong.start()].removeprefix("argument ")
-            message = f"{where}{wrong[1]!r} is none of {valid}{hint}"
+            message = f"{where}{wrong[1]!r} is not one of {valid}{hint}"
         elif wrong := re.match(r"unrecognized arguments: (\S+)", message):
             options = [option for action in self._actions for option in action.option_strings]
             near = get_close_matches(wrong[1].split("=")[0], options, 1, 0.5)
@@ -141,7 +141,7 @@ def check_output_directory(
         not (path / mark).is_file() or any((path / name).exists() for name in foreign)
     ):
         raise BadInput(
-            f"{path} is something else than this command writes, so it is not overwritten; "
+            f"{path} was not written by this command, so it is not overwritten; "
             "give another --output"
         )
 
@@ -156,7 +156,7 @@ def say_written(
 ) -> None:
     """Print one line that says what was written to `output`, and how fast.
 
-    `started` is the value of time.monotonic() when the work began. The speed is in MB/s if `size`,
+    `started` is time.monotonic() at the start. The speed is in MB/s if `size`,
     the number of bytes read, is given, and otherwise in tokens a second.
     """
     seconds = max(time.monotonic() - started, 1e-9)

@@ -1,4 +1,4 @@
-"""Bad rows: either the first one ends the work, or all of them are left out and counted."""
+"""Bad rows: stop at the first one, or leave them all out and count them."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ TASK_READERS = {
     "tsv": TaskReader(
         tsv.add_arguments,
         tsv.read,
-        "Any delimited file, JSON lines or parquet file with columns of text and a label or score.",
+        "Any delimited, JSON lines or parquet file with text columns and a label or score column.",
     ),
     **{
         name: TaskReader(glue.add_arguments, partial(glue.read, name=name), task.about)

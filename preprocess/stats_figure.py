@@ -202,4 +202,4 @@ def _draw_classes(axes: Any, about: dict[str, Any], classes: list[str]) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     what = {"tag": "words", "choice": "questions"}.get(about["kind"], "rows")
-    axes.set(title=f"{what.title()} by label (splits coloured as beside)", xlabel=what)
+    axes.set(title=f"{what.title()} by label (colours as in the plot on the left)", xlabel=what)

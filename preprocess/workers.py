@@ -1,7 +1,7 @@
 """Encoding in several processes: batches of texts go out, and their ids come back in order.
 
 A worker is this module run as a program. It reads requests from its standard input and answers on
-its standard output, so it ends by itself when its parent is gone for whatever reason. For each
+its standard output, so it exits when its parent is gone, for whatever reason. For each
 worker, a thread of the parent sends a batch and waits for the answer. The ids do not depend on the
 number of workers, because the table of a CachedEncoder never changes the ids of a text.
 """
@@ -30,7 +30,7 @@ from xformer.data.tokenizers import Tokenizer
 from .words import CachedEncoder
 
 ROOT = str(Path(tokenizers.__file__).parents[2])  # the directory that contains the package xformer
-FEW = 8  # fewer batches than this are encoded sooner than processes start
+FEW = 8  # fewer batches than this are encoded before worker processes would have started
 
 TextBatch = tuple[list[bool], list[str]]  # does each text end its document?, the texts
 # ids, number of ids of each text, does each text end its document?, number of words of all texts

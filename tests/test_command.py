@@ -15,7 +15,7 @@ from toys import Toys
 from xformer import command as commands
 from xformer.config import find_recipe, read_recipe, recipes
 from xformer.data.errors import BadInput, typed
-from xformer.study.plan import Plan, Work
+from xformer.study.plan import Job, Plan
 from xformer.study.pool import line_of
 from xformer.study.spec import read_study
 
@@ -166,17 +166,17 @@ def test_a_copied_study_plans_the_same_runs(tmp_path: Path) -> None:
     copy.write_text(commands.portable(path))
     own.write_text('base = "studies/kao2021-table2"')
     plans = [Plan(read_study(file, "mini"), tmp_path, {}) for file in (path, copy, own)]
-    assert list(plans[0].works) == list(plans[1].works) == list(plans[2].works)
+    assert list(plans[0].jobs) == list(plans[1].jobs) == list(plans[2].jobs)
 
 
 def test_works_need_no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Beside an installed package there are no doors: the works of a study are sub-commands."""
+    """An installed package has no scripts next to it: the jobs of a study are sub-commands."""
     recipe = ("train.py", "recipe.toml")
-    work = Work("a", "a", tmp_path, tmp_path, recipe)
-    assert line_of(work) == (sys.executable, str(ROOT / "train.py"), "recipe.toml")
+    job = Job("a", "a", tmp_path, tmp_path, recipe)
+    assert line_of(job) == (sys.executable, str(ROOT / "train.py"), "recipe.toml")
     monkeypatch.setattr("xformer.provenance.ROOT", tmp_path)
-    assert line_of(work) == (sys.executable, "-m", "xformer", "train", "recipe.toml")
-    convert = Work("b", "b", tmp_path, tmp_path, ("-m", "xformer.convert", "inspect", "x"))
+    assert line_of(job) == (sys.executable, "-m", "xformer", "train", "recipe.toml")
+    convert = Job("b", "b", tmp_path, tmp_path, ("-m", "xformer.convert", "inspect", "x"))
     assert line_of(convert) == (sys.executable, "-m", "xformer.convert", "inspect", "x")
 
 

@@ -229,7 +229,7 @@ def test_a_data_set_comes_whole_and_once(
     assert (target / "nested").read_bytes() == inner
     assert (target / "In" / "a").read_bytes() == b"two\n" * 500
     assert f"{url}: {len(body):,} bytes, SHA-256 as in the catalogue" in first.out
-    assert f"it is {sha(b'beside' + bytes([10]))}, note it down" in first.out
+    assert f"it is {sha(b'beside' + bytes([10]))}; record it" in first.out
     assert "licence: CC0\ncite: Someone 2020\n" in first.out
     assert f"next: python preprocess.py text --input {target}/a.txt\n" in first.out
     record = json.loads((target / "SOURCE.json").read_text())
@@ -371,7 +371,7 @@ def test_a_wrong_size_is_refused(site: Site, cache: Path) -> None:
         (299_999, True, "announces 300,000 bytes, but the catalogue expects 299,999"),
         (299_999, False, "the server sends more than the 299,999 bytes allowed"),
         (300_001, True, "announces 300,000 bytes"),
-        (300_001, False, "300,000 bytes came, but the catalogue expects 300,001"),
+        (300_001, False, "300,000 bytes arrived, but the catalogue expects 300,001"),
     ):
         site.script = [Step(no_length=not length)] * 4
         with pytest.raises(Failure, match=words):
@@ -885,7 +885,7 @@ def test_other_wrong_catalogues(tmp_path: Path) -> None:
     path = listed(tmp_path, FILE)
     entry = path.read_text() + "\n"
     path.write_text(entry + entry.replace("group/name", "group/name/v2"))
-    with pytest.raises(BadInput, match="would be inside of 'group/name': give `directory`"):
+    with pytest.raises(BadInput, match="would lie inside 'group/name': give `directory`"):
         data_sets.load_catalogue(path)
     path.write_text(
         (entry + 'directory = "a"\n') + (entry + 'directory = "a"\n').replace("/name", "/b")

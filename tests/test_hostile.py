@@ -450,7 +450,7 @@ def test_a_study_names_no_file_outside(what: str, tmp_path: Path, forks: Forks) 
         "\\u001b[2J",
     ):
         study.write_text(OUTSIDE.format(part=SHOWS[what].format(name=name)))
-        refused(forks.run(*line), f"{what}: the name ", "is no plain file name")
+        refused(forks.run(*line), f"{what}: the name ", "is not a plain file name")
     study.write_text(OUTSIDE.format(part=SHOWS[what].format(name="good-name")))
     good(forks.run(*line, "--dry-run"))
     assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
@@ -490,4 +490,4 @@ def test_a_study_reads_no_file_outside(tmp_path: Path, forks: Forks) -> None:
             "scale=mini",
             f"output={tmp_path / 'out'}",
         ]
-        refused(forks.run(*line), "does not lie below {out}")
+        refused(forks.run(*line), "does not lie inside {out}")

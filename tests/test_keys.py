@@ -178,12 +178,12 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
 
     write("fp32")
     plan = Plan(read_study(file, "mini"), root, {})
-    for work in plan.works.values():
-        set_up(work)
-        good(forks.run(*work.command))
+    for job in plan.jobs.values():
+        set_up(job)
+        good(forks.run(*job.command))
     good(forks.run(*line))
     report = (root / "one-mini/report.md").read_text()
-    runs = [work.path for work in plan.works.values()]
+    runs = [job.path for job in plan.jobs.values()]
     for run in runs:
         as_before(run)
     assert "Accuracy" in good(forks.run(*line)).out
@@ -191,9 +191,9 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     for run in runs:  # it was not made again
         assert isinstance(read_json(run / "config.json")["config"]["data"], dict)
 
-    keys = set(plan.works)
+    keys = set(plan.jobs)
     write("bf16")
-    assert not keys & set(Plan(read_study(file, "mini"), root, {}).works)
+    assert not keys & set(Plan(read_study(file, "mini"), root, {}).jobs)
 
     write("fp32")  # a run that was made in bf16 when both had one key
     content = read_json(runs[0] / "config.json")
@@ -213,7 +213,7 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     with pytest.raises(BadInput, match=r"config\.json is damaged: it holds no recipe"):
         Plan(read_study(file, "mini"), root, {})
     shutil.rmtree(runs[0])
-    assert len(Plan(read_study(file, "mini"), root, {}).works) == 2
+    assert len(Plan(read_study(file, "mini"), root, {}).jobs) == 2
 
 
 def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
@@ -227,10 +227,10 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
 
     copy = shutil.copytree(data.classes, tmp_path / "copy")
     one, both = plan(data.classes), plan(data.classes, copy)
-    assert not set(one.works) & set(both.works)
-    work = next(iter(both.works.values()))
-    assert work.recipe is not None
-    assert work.recipe["data"] == [str(data.classes), str(copy)]
+    assert not set(one.jobs) & set(both.jobs)
+    job = next(iter(both.jobs.values()))
+    assert job.recipe is not None
+    assert job.recipe["data"] == [str(data.classes), str(copy)]
     Forecast(both).check()
     costs = [Costs(Forecast(plan)) for plan in (one, both)]
     operations = [cost.operations[next(iter(cost.operations))] for cost in costs]
@@ -242,5 +242,5 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read as one: they differ in tokenizer"):
         Forecast(foreign).check()
     assert not Costs(Forecast(plan(data.classes, tmp_path / "none"))).known(
-        next(iter(both.works.values()))
+        next(iter(both.jobs.values()))
     )

@@ -96,7 +96,7 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
         ("{finetune: optim}", "there is no key 'optim'"),
         ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
-        ("{finetune: mapping * seed.all}", "is no number"),
+        ("{finetune: mapping * seed.all}", "is not a number"),
         ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
         ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),
@@ -181,7 +181,7 @@ def test_deviations_stand_below_what_they_concern(
 
 def test_a_deviation_of_no_table_is_refused(file: Path, tmp_path: Path) -> None:
     changed(file, ("[needs.data]", DEVIATIONS.replace('["main"]', '["mian"]')))
-    with pytest.raises(BadInput, match="there is no 'mian' among its names; did you mean main"):
+    with pytest.raises(BadInput, match="there is no 'mian'; did you mean main"):
         plan_of(file, tmp_path)
     # a study laid over another shows other tables, and inherits the deviations
     other = file.with_name("other.toml")
@@ -347,7 +347,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
         if words:
             refused(ended, f"{file}: ", *words)
         else:
-            assert "works" in good(ended).out
+            assert "jobs" in good(ended).out
     assert not (tmp_path / "s").exists()
 
 
@@ -504,17 +504,17 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
         if of != scale:
             continue
         forecast.check()
-        for work in forecast.plan.works.values():
-            if work.recipe is None:
+        for job in forecast.plan.jobs.values():
+            if job.recipe is None:
                 continue
-            recipe = validate(Recipe, work.recipe)
-            config, store = forecast.shape(work), forecast.store(recipe.data)
-            assert config is not None, f"{path}: {work.name}: its model is not known"
+            recipe = validate(Recipe, job.recipe)
+            config, store = forecast.shape(job), forecast.store(recipe.data)
+            assert config is not None, f"{path}: {job.name}: its model is not known"
             assert store.kind is not None
-            assert store.words is not None
+            assert store.tokenizer is not None
             if config.vocab_size == 0:  # the tokenizer's
-                size = forecast.words(str(work.path)).size
-                assert size, f"{path}: {work.name}: its vocabulary is not known"
+                size = forecast.tokenizer(str(job.path)).size
+                assert size, f"{path}: {job.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
             config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike
             kinds.add((config, recipe.head, recipe.batch.max_tokens))
@@ -530,14 +530,14 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
 def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> None:
     """A store's rows and their two special tokens fit the rows of a batch."""
     plan = plans[path, scale].plan
-    commands = {str(work.path): work.command for work in plan.works.values()}
-    for work in plan.works.values():
-        if work.recipe is not None and work.recipe["head"] == "mlm":
-            recipe = validate(Recipe, work.recipe)
+    commands = {str(job.path): job.command for job in plan.jobs.values()}
+    for job in plan.jobs.values():
+        if job.recipe is not None and job.recipe["head"] == "mlm":
+            recipe = validate(Recipe, job.recipe)
             for store in each(recipe.data):
                 options = dict(pairwise(commands[store]))
                 longest = options.get("--max-tokens") or options["--lengths"].partition(":")[2]
-                assert int(longest) + 2 <= recipe.batch.max_tokens, work.name
+                assert int(longest) + 2 <= recipe.batch.max_tokens, job.name
 
 
 def test_kinds_of_stores_are_those_that_the_commands_make() -> None:

@@ -56,7 +56,7 @@ def commit(file: Path, when: int) -> str:
 
 
 def test_the_commit_that_held_a_claim_first(file: Path) -> None:
-    assert origins(file, "mini")[0][0].words(None) == "exploration: not committed"
+    assert origins(file, "mini")[0][0].words(None) == "exploratory: not committed"
     first = commit(file, 1_000_000_000)
     file.write_text("# a comment\n" + file.read_text())
     commit(file, 1_000_000_100)
@@ -64,7 +64,7 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     assert (origin.commit, origin.time) == (first, datetime.fromtimestamp(1_000_000_000, UTC))
     before, after = (datetime.fromtimestamp(1_000_000_000 + s, UTC) for s in (-60, 60))
     assert origin.words(after) == f"{first[:9]} of 2001-09-09 01:46"
-    assert origin.words(before).startswith(f"exploration: {first[:9]} of 2001-09-09 01:46, the")
+    assert origin.words(before).startswith(f"exploratory: {first[:9]} of 2001-09-09 01:46, the")
 
     for old, new in (("helps at", "hurts at"), ('columns = "rate"', 'columns = "seed"')):
         text = file.read_text()
@@ -126,7 +126,7 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     verdict = verdicts(results)[0]
     assert verdict.registered == f"{first[:9]} of 2001-09-09 01:46"
     text = markdown_of(results)
-    assert "| claim | here | ground | margin | detected with power 0.8 | registered |" in text
+    assert "| claim | verdict | evidence | margin | detectable at power 0.8 | registered |" in text
     # two pairs that differ by 0 and 1 point
     wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one for each rate
     assert verdict.parts[0][1].detectable == pytest.approx(wanted)

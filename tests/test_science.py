@@ -25,7 +25,7 @@ from xformer.optim import MOMENTS, OptimConfig
 from xformer.recipe import Recipe
 from xformer.study.claims import paired_test
 from xformer.study.forecast import Forecast, Notes
-from xformer.study.plan import Plan, Work, content_key, identity
+from xformer.study.plan import Job, Plan, content_key, identity
 from xformer.study.results import sample_of
 from xformer.study.spec import read_study
 from xformer.tasks.regress import regression
@@ -104,20 +104,20 @@ STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
 SCALES = [(p, s) for p in STUDIES for s in ("mini", "paper") if s in read_recipe(p)["scales"]]
 
 
-def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Work, Recipe]]:
+def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Job, Recipe]]:
     """The training runs of a study and what they resolve to."""
-    works = Plan(read_study(path, scale), directory, {}).works.values()
-    return [(work, validate(Recipe, work.recipe)) for work in works if work.recipe is not None]
+    jobs = Plan(read_study(path, scale), directory, {}).jobs.values()
+    return [(job, validate(Recipe, job.recipe)) for job in jobs if job.recipe is not None]
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_no_study_inherits_another_optimizers_settings(
     path: Path, scale: str, tmp_path: Path
 ) -> None:
-    for work, recipe in runs_of(path, scale, tmp_path):
+    for job, recipe in runs_of(path, scale, tmp_path):
         config = recipe.optim
-        assert config.weight_decay == 0 or config.name == "adamw", work.name
-        assert (config.betas == (0.95, 0.98)) == (config.name == "novograd"), work.name
+        assert config.weight_decay == 0 or config.name == "adamw", job.name
+        assert (config.betas == (0.95, 0.98)) == (config.name == "novograd"), job.name
 
 
 def test_no_recipe_inherits_another_optimizers_settings() -> None:
@@ -133,14 +133,14 @@ def test_no_recipe_inherits_another_optimizers_settings() -> None:
 def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
     """Settings that once differed from the papers, which no report said."""
 
-    def runs(name: str) -> list[tuple[Work, Recipe]]:
+    def runs(name: str) -> list[tuple[Job, Recipe]]:
         return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
 
     # Kao & Lee, figures 4, 8 and 9: the last checkpoint of training on 1 %
     selected = {
         recipe.train.select
-        for work, recipe in runs("kao2021-one-percent")
-        if work.levels["fraction"] == "one"
+        for job, recipe in runs("kao2021-one-percent")
+        if job.levels["fraction"] == "one"
     }
     assert selected == {"last"}
     # neither Chiang & Lee nor Huang et al. fine-tune with weight decay
@@ -152,12 +152,10 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         "huang2021-heads",
         "huang2021-intermediate",
     ):
-        found = {
-            recipe.optim.weight_decay for work, recipe in runs(name) if work.stage != "pretrain"
-        }
+        found = {recipe.optim.weight_decay for job, recipe in runs(name) if job.stage != "pretrain"}
         assert found == {0.0}, name
     if scale == "paper":  # Chiang & Lee, table 2
-        words = next(recipe for work, recipe in runs("chiang2020-table6") if work.stage == "words")
+        words = next(recipe for job, recipe in runs("chiang2020-table6") if job.stage == "words")
         found_words = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)
         assert found_words == (150, 5e-5, 200_000, 10_000)
     for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):

@@ -232,7 +232,7 @@ REFUSED: list[tuple[Rows, str, list[str], str]] = [
         changed(4, set="holdout"),
         "a.csv",
         [],
-        "a.csv:6: column 'set' is 'holdout', which is none of train, training, valid",
+        "a.csv:6: column 'set' is 'holdout', which is not one of train, training, valid",
     ),
     (changed(4, set=""), "a.csv", [], "a.csv:6: column 'set' is ''"),
     (changed(4, set="7"), "a.jsonl", [], "a.jsonl:5: column 'set' is '7'"),
@@ -248,7 +248,7 @@ REFUSED: list[tuple[Rows, str, list[str], str]] = [
         [],
         "a.tsv:6: column 'set' is 'test', but column 'validation' is 'True'",
     ),
-    (changed(4, set="holdout"), "a.fasta", [], "a.fasta:9: SET is 'holdout', which is none of"),
+    (changed(4, set="holdout"), "a.fasta", [], "a.fasta:9: SET is 'holdout', which is not one of"),
     (
         [{**row, "split": "train"} for row in flip(60, 9, 9)],
         "a.csv",

@@ -34,7 +34,7 @@ from xformer.study.__main__ import listing
 from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
-from xformer.study.plan import Plan, Work, to_do
+from xformer.study.plan import Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
 from xformer.study.report import build_report, render
 from xformer.study.results import Ledger, Results, sample_of, statistics_of, write_csv
@@ -205,7 +205,7 @@ def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path
         ),
         ('columns = "rate"', 'columns = "start"', "rows and columns are both 'start'"),
         ('columns = ["low", "high"]', 'columns = ["low", "low"]', "two published columns"),
-        ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is no number"),
+        ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is not a number"),
         ('each = "rate"', 'each = "start"', "compares a level with itself"),
         ('than.start = "scratch"', 'than.start = "pretrained"', "compares a level with itself"),
         ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
@@ -261,24 +261,24 @@ def test_a_recipe_is_written_as_it_was_read(tmp_path: Path) -> None:
 
 def test_each_run_once_in_an_order_that_works(file: Path, data: Path, tmp_path: Path) -> None:
     plan = plan_of(file, tmp_path, data=str(data))
-    works = list(plan.works.values())
-    names = [work.name for work in works]
+    jobs = list(plan.jobs.values())
+    names = [job.name for job in jobs]
     assert names[:3] == ["made.task", "made.letters", "pretrain"]
-    assert len(works) == 3 + 2 * 2 * 2
+    assert len(jobs) == 3 + 2 * 2 * 2
     before: set[str] = set()
-    for work in works:
-        assert set(work.waits) <= before, work.name
-        before.add(work.key)
-    run = next(w for w in works if w.levels == {"seed": "1", "start": "scratch", "rate": "high"})
+    for job in jobs:
+        assert set(job.waits) <= before, job.name
+        before.add(job.key)
+    run = next(w for w in jobs if w.levels == {"seed": "1", "start": "scratch", "rate": "high"})
     assert run.recipe is not None
     assert (run.recipe["seed"], run.recipe["optim"]["lr"]) == (1, 1e-3)
     assert run.recipe["surgery"] == [{"op": "clean"}]
-    assert run.recipe["init"] == str(works[2].path)
+    assert run.recipe["init"] == str(jobs[2].path)
 
 
 def test_the_key_is_the_content(file: Path, data: Path, tmp_path: Path) -> None:
     def keys(**needs: str) -> dict[str, str]:
-        return {w.name: w.key for w in plan_of(file, tmp_path, **needs).works.values()}
+        return {w.name: w.key for w in plan_of(file, tmp_path, **needs).jobs.values()}
 
     first = keys(data=str(data))
     moved = data.rename(tmp_path / "moved")
@@ -312,11 +312,11 @@ same = "task"
         ),
     )
     plan = plan_of(file, tmp_path, data=str(data))
-    made = [work for work in plan.works.values() if not work.stage]
-    assert [work.command[1] for work in made if work.name == "made.pretrained"] == ["low", "high"]
+    made = [job for job in plan.jobs.values() if not job.stage]
+    assert [job.command[1] for job in made if job.name == "made.pretrained"] == ["low", "high"]
     scratch = next(r for r in plan.runs("finetune") if r.levels["start"] == "scratch")
     assert scratch.recipe is not None
-    task = next(work for work in made if work.name == "made.task")
+    task = next(job for job in made if job.name == "made.task")
     assert scratch.recipe["data"] == str(task.path)
     assert task.key in scratch.waits
     changed(file, ('same = "task"', 'same = "scratch"'))
@@ -342,7 +342,7 @@ def test_a_stage_at_another_level(file: Path, data: Path, tmp_path: Path) -> Non
         ),
     )
     plan = plan_of(file, tmp_path, data=str(data))
-    by_key = {work.key: work for work in plan.works.values()}
+    by_key = {job.key: job for job in plan.jobs.values()}
     for run in plan.runs("finetune"):
         start = next(by_key[key] for key in run.waits if by_key[key].stage == "pretrain")
         assert start.levels == {"start": "pretrained", "seed": run.levels["seed"]}
@@ -373,8 +373,8 @@ def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> N
     recipe = str(both.path.with_suffix(".toml"))
     assert both.command == (*launcher, "-m", "xformer.train", recipe)
 
-    works = [work(tmp_path, name, "") for name in ("one", "two", "three")]
-    works[1] = replace(works[1], processes=2)
+    jobs = [job(tmp_path, name, "") for name in ("one", "two", "three")]
+    jobs[1] = replace(jobs[1], processes=2)
     executor, script = Slow(), iter(["one", "two", "three"])
     running = []
 
@@ -383,7 +383,7 @@ def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> N
         if name := next(script, ""):
             executor.end(name)
 
-    pool.run_works(works, executor, ended, lambda _: None, 0)
+    pool.run_jobs(jobs, executor, ended, lambda _: None, 0)
     assert running[:3] == [["one"], ["two"], ["three"]]
 
 
@@ -468,29 +468,29 @@ command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)"
 # ----------------------------------------------------------------------------------- the queue
 
 
-def work(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Work:
-    """A work that runs a line of Python in which P is its proof."""
+def job(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Job:
+    """A job that runs a line of Python in which P is its proof."""
     path = tmp_path / name
     code = f"from pathlib import Path; P = Path({str(path)!r}); {code}"
-    return Work(name, name, path, path, ("-c", code), waits, **more)
+    return Job(name, name, path, path, ("-c", code), waits, **more)
 
 
 def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
-    there = work(tmp_path, "there", "1/0")
+    there = job(tmp_path, "there", "1/0")
     there.proof.touch()
-    works = [
+    jobs = [
         there,
-        work(tmp_path, "good", "P.touch()", "there"),
-        work(tmp_path, "bad", "print('first'); raise ValueError('no luck')"),
-        work(tmp_path, "after", "P.touch()", "bad"),
-        work(tmp_path, "last", "P.touch()", "after"),
-        work(tmp_path, "empty", "pass"),
-        work(tmp_path, "poor", "P.touch()", missing=("bert",)),
-        work(tmp_path, "other", "P.touch()", "good"),
+        job(tmp_path, "good", "P.touch()", "there"),
+        job(tmp_path, "bad", "print('first'); raise ValueError('no luck')"),
+        job(tmp_path, "after", "P.touch()", "bad"),
+        job(tmp_path, "last", "P.touch()", "after"),
+        job(tmp_path, "empty", "pass"),
+        job(tmp_path, "poor", "P.touch()", missing=("bert",)),
+        job(tmp_path, "other", "P.touch()", "good"),
     ]
     prepared: list[str] = []
     local = pool.Local(2, 1)
-    outcomes = pool.run_works(works, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
+    outcomes = pool.run_jobs(jobs, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {
         "there": "there",
@@ -504,7 +504,7 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     }
     assert sorted(prepared) == ["bad", "empty", "good", "other"]
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
-    assert "left no" in outcomes["empty"].why
+    assert "wrote no" in outcomes["empty"].why
     assert (outcomes["after"].why, outcomes["poor"].why) == (
         "waits for bad",
         "needs.bert is missing",
@@ -514,22 +514,22 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
     code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"
-    works = [work(tmp_path, f"w{i}", code) for i in range(6)]
-    pool.run_works(works, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
-    counts = [int(w.proof.read_text()) for w in works]
+    jobs = [job(tmp_path, f"w{i}", code) for i in range(6)]
+    pool.run_jobs(jobs, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
+    counts = [int(w.proof.read_text()) for w in jobs]
     assert max(counts) == 2
 
 
 def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: (P.touch(), sys.exit(0)));"
-    slow = work(tmp_path, "slow", f"{code} P.with_suffix('.on').touch(); time.sleep(60)")
+    slow = job(tmp_path, "slow", f"{code} P.with_suffix('.on').touch(); time.sleep(60)")
 
     def stop(_: dict[str, pool.Outcome]) -> None:
         if slow.path.with_suffix(".on").exists():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pool.run_works([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
+        pool.run_jobs([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
     assert slow.proof.exists()  # it was asked, and could save
 
 
@@ -558,17 +558,17 @@ else:
 
 
 class Slow:
-    """An executor whose works run until the test ends them, or until they are asked to stop."""
+    """An executor whose jobs run until the test ends them, or until they are asked to stop."""
 
     slots = 2
 
     def __init__(self) -> None:
         self.started: list[str] = []
-        self.running: dict[str, Slow.Job] = {}
+        self.running: dict[str, Slow.Handle] = {}
 
-    class Job:
-        def __init__(self, work: Work):
-            self.work, self.ended, self.asked = work, False, 0
+    class Handle:
+        def __init__(self, job: Job):
+            self.job, self.ended, self.asked = job, False, 0
 
         @property
         def exitcode(self) -> int | None:
@@ -580,29 +580,29 @@ class Slow:
         def join(self) -> None:
             assert self.asked
 
-    def start(self, work: Work, slots: Sequence[int]) -> Slow.Job:
-        self.started.append(work.name)
-        self.running[work.name] = self.Job(work)
-        return self.running[work.name]
+    def start(self, job: Job, slots: Sequence[int]) -> Slow.Handle:
+        self.started.append(job.name)
+        self.running[job.name] = self.Handle(job)
+        return self.running[job.name]
 
     def end(self, name: str, made: bool = True) -> None:
-        job = self.running.pop(name)
+        handle = self.running.pop(name)
         if made:
-            job.work.proof.touch()
-        job.ended = True
+            handle.job.proof.touch()
+        handle.ended = True
 
 
 def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
     """When a pre-training ends, its fine-tunings go before the next pre-training."""
-    works = [
-        work(tmp_path, "a", ""),
-        work(tmp_path, "a1", "", "a"),
-        work(tmp_path, "a2", "", "a"),
-        work(tmp_path, "b", ""),
-        work(tmp_path, "b1", "", "b"),
-        work(tmp_path, "b2", "", "b"),
-        work(tmp_path, "c", ""),
-        work(tmp_path, "c1", "", "c"),
+    jobs = [
+        job(tmp_path, "a", ""),
+        job(tmp_path, "a1", "", "a"),
+        job(tmp_path, "a2", "", "a"),
+        job(tmp_path, "b", ""),
+        job(tmp_path, "b1", "", "b"),
+        job(tmp_path, "b2", "", "b"),
+        job(tmp_path, "c", ""),
+        job(tmp_path, "c1", "", "c"),
     ]
     executor = Slow()
     script = iter(["a", "b", "a1", "a2", "b1", "c", "b2", "c1"])
@@ -611,14 +611,14 @@ def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
         if name := next(script, ""):
             executor.end(name)
 
-    pool.run_works(works, executor, changed, lambda _: None, 0)
+    pool.run_jobs(jobs, executor, changed, lambda _: None, 0)
     assert executor.started == ["a", "b", "a1", "a2", "b1", "b2", "c", "c1"]
 
 
 def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
     """It took the run's lock after the queue had looked, so the second start fails. The queue goes
     on waiting."""
-    run = replace(work(tmp_path, "run", ""), recipe={})
+    run = replace(job(tmp_path, "run", ""), recipe={})
     run = replace(run, proof=tmp_path / "run/result.json")
     run.path.mkdir()
     executor, orphan, steps = Slow(), (run.path / ".lock").open("w"), iter(range(100))
@@ -630,12 +630,12 @@ def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
                 executor.end("run", made=False)
             case 2:
                 assert not outcomes
-                run.proof.touch()  # the orphan's work
+                run.proof.touch()  # the orphan's job
                 (run.path / "checkpoints/step_1").mkdir(parents=True)
                 (run.path / "checkpoints/step_1/manifest.json").touch()
                 orphan.close()
 
-    outcomes = pool.run_works([run], executor, changed, lambda _: None, 0)
+    outcomes = pool.run_jobs([run], executor, changed, lambda _: None, 0)
     assert outcomes["run"].state == "there"
     assert executor.started == ["run"]
 
@@ -655,11 +655,11 @@ def test_a_copied_run_is_refused(file: Path, data: Path, tmp_path: Path) -> None
 def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
     """This also holds if the plan has them last. A store goes before the pre-trainings that follow
     it."""
-    store = work(tmp_path, "store", "")
-    runs = [work(tmp_path, "a", ""), work(tmp_path, "b", "", "store"), work(tmp_path, "c", "")]
-    runs += [work(tmp_path, f"{name}1", "", name) for name in "abc"]
-    works = [runs[0], store, *runs[1:]]
-    works = [one if one is store else replace(one, stage="x") for one in works]
+    store = job(tmp_path, "store", "")
+    runs = [job(tmp_path, "a", ""), job(tmp_path, "b", "", "store"), job(tmp_path, "c", "")]
+    runs += [job(tmp_path, f"{name}1", "", name) for name in "abc"]
+    jobs = [runs[0], store, *runs[1:]]
+    jobs = [one if one is store else replace(one, stage="x") for one in jobs]
     executor = Slow()
     script = iter(["store", "a", "a1", "b", "b1", "c", "c1"])
 
@@ -667,16 +667,16 @@ def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
         if name := next(script, ""):
             executor.end(name)
 
-    pool.run_works(works, executor, changed, lambda _: None, 0)
+    pool.run_jobs(jobs, executor, changed, lambda _: None, 0)
     assert executor.started == ["a", "store", "b", "a1", "c", "b1", "c1"]
 
 
 def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
     pause = tmp_path / "PAUSE"
     pause.touch()
-    run = replace(work(tmp_path, "run", ""), recipe={})
+    run = replace(job(tmp_path, "run", ""), recipe={})
     run = replace(run, proof=tmp_path / "run/result.json")
-    works = [run, work(tmp_path, "made", ""), work(tmp_path, "next", "")]
+    jobs = [run, job(tmp_path, "made", ""), job(tmp_path, "next", "")]
     executor, told = Slow(), []  # type: ignore[var-annotated]
     steps = iter(range(100))
 
@@ -689,7 +689,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
                 assert executor.started == ["run", "made"]
                 pause.touch()
             case 3 | 4:  # asked once, and waited for
-                assert [job.asked for job in executor.running.values()] == [1, 1]
+                assert [handle.asked for handle in executor.running.values()] == [1, 1]
             case 5:
                 executor.end("run", made=False)
                 executor.end("made", made=False)
@@ -705,23 +705,23 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
             case 9:
                 executor.end("next")
 
-    outcomes = pool.run_works(
-        works, executor, changed, lambda _: None, 0, pause=pause, tell=told.append
+    outcomes = pool.run_jobs(
+        jobs, executor, changed, lambda _: None, 0, pause=pause, tell=told.append
     )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
     assert told == [
-        f"paused: nothing was running; remove {pause} to go on",
-        "going on",
-        "paused: 1 run stopped at its checkpoint, 1 command to be started again; "
-        f"remove {pause} to go on",
-        "going on",
+        f"paused: nothing was running; remove {pause} to continue",
+        "resumed",
+        "paused: runs stopped with a checkpoint: 1, commands to be restarted: 1; "
+        f"remove {pause} to continue",
+        "resumed",
     ]
 
 
 def test_a_pause_reaches_processes(tmp_path: Path) -> None:
     """Processes get SIGTERM, as commands do, and are started again."""
     pause = tmp_path / "PAUSE"
-    long, plain = work(tmp_path, "long", INTERRUPTED), work(tmp_path, "plain", PLAIN)
+    long, plain = job(tmp_path, "long", INTERRUPTED), job(tmp_path, "plain", PLAIN)
     told: list[str] = []
 
     def changed(_: object) -> None:
@@ -730,7 +730,7 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
         elif told:
             pause.unlink(missing_ok=True)
 
-    outcomes = pool.run_works(
+    outcomes = pool.run_jobs(
         [long, plain],
         pool.Local(2, 1),
         changed,
@@ -741,19 +741,19 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
     )
     assert {outcome.state for outcome in outcomes.values()} == {"done"}
     assert (tmp_path / "saved").exists()
-    assert told[0].startswith("paused: 2 commands to be started again; ")
+    assert told[0].startswith("paused: runs stopped with a checkpoint: 0, commands to be ")
 
 
 def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
-    """A work that nothing waits for is not made. One that has only its result is made again if
-    another work waits for it."""
+    """A job that nothing waits for is not made. One that has only its result is made again if
+    another job waits for it."""
 
-    def run(name: str, *waits: str) -> Work:
+    def run(name: str, *waits: str) -> Job:
         path = tmp_path / name
-        return Work(name, name, path, path / "result.json", (), waits, stage="s", recipe={})
+        return Job(name, name, path, path / "result.json", (), waits, stage="s", recipe={})
 
-    works = [
-        work(tmp_path, "store", ""),
+    jobs = [
+        job(tmp_path, "store", ""),
         run("a", "store"),
         run("a1", "a", "store"),
         run("b", "store"),
@@ -761,19 +761,19 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
         run("b2", "b"),
     ]
     wanted = ["a1", "b1", "b2"]
-    assert list(to_do(works, wanted)) == ["store", "a", "a1", "b", "b1", "b2"]
+    assert list(to_do(jobs, wanted)) == ["store", "a", "a1", "b", "b1", "b2"]
     for name in ("a1", "b", "b1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").touch()
-    assert list(to_do(works, wanted)) == ["store", "b", "b2"]  # b has no weights
-    assert list(to_do(works, wanted, kept={"b2"})) == []
+    assert list(to_do(jobs, wanted)) == ["store", "b", "b2"]  # b has no weights
+    assert list(to_do(jobs, wanted, kept={"b2"})) == []
     weights = tmp_path / "b/checkpoints/step_4"
     weights.mkdir(parents=True)
     (weights / "manifest.json").touch()
-    assert list(to_do(works, wanted)) == ["b2"]
+    assert list(to_do(jobs, wanted)) == ["b2"]
     executor = Slow()
-    outcomes = pool.run_works(
-        works,
+    outcomes = pool.run_jobs(
+        jobs,
         executor,
         lambda _: executor.end("b2", made=False) if executor.running else None,
         lambda _: None,
@@ -790,7 +790,7 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
     }
 
 
-def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> None:
+def test_jobs_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> None:
     """The process has one thread and no CUDA. A command sees the usual arguments and
     environment."""
     code = (
@@ -800,22 +800,22 @@ def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> N
         "os.environ['OF_ONE'], list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),"
         "sys.argv, sys.stdin.read()]))"
     )
-    shows = work(tmp_path, "shows", "")
+    shows = job(tmp_path, "shows", "")
     seen = tmp_path / "seen.py"
     seen.write_text(f"from pathlib import Path; P = Path({str(shows.proof)!r}); {code}")
     shows = replace(shows, command=(str(seen),))
     script = tmp_path / "door.py"
     script.write_text("import sys; print(sys.argv, __name__, sys.path[0]); sys.exit('wrong')")
-    door = replace(work(tmp_path, "door", ""), command=(str(script), "x=1"))
-    module = replace(work(tmp_path, "module", ""), command=("-m", "xformer.surgery"))
+    door = replace(job(tmp_path, "door", ""), command=(str(script), "x=1"))
+    module = replace(job(tmp_path, "module", ""), command=("-m", "xformer.surgery"))
     os.environ["OF_ONE"] = "1"
     try:
-        jobs = [pool.Local(1, 1).start(one, [0]) for one in (shows, door, module)]
+        handles = [pool.Local(1, 1).start(one, [0]) for one in (shows, door, module)]
     finally:
         del os.environ["OF_ONE"]
-    for job in jobs:
-        job.join()
-    assert [job.exitcode for job in jobs] == [0, 1, 2]
+    for handle in handles:
+        handle.join()
+    assert [handle.exitcode for handle in handles] == [0, 1, 2]
     told = [True, 1, False, 1, "1", "1", [], [str(seen)], ""]
     assert json.loads(shows.proof.read_text()) == told
     assert (tmp_path / "door.log").read_text().splitlines() == [
@@ -828,7 +828,7 @@ def test_works_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------- the ledger
 
 
-def with_weights(run: Work, weights: bytes = b"weights") -> None:
+def with_weights(run: Job, weights: bytes = b"weights") -> None:
     """The files that training leaves of a run, its scores as `finish` wrote them."""
     selected = run.path / "checkpoints/step_4"
     selected.mkdir(parents=True)
@@ -891,7 +891,7 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
     ledger = Ledger(kept, again)
     assert set(ledger.results) == again.wanted
     text = listing(again, Costs(Forecast(again), ledger.results), ledger.results)
-    assert "11 works, 0 to do, all is there" in text
+    assert "11 jobs, 0 to do, everything is done" in text
     assert not plan.root.exists()  # a dry run writes nothing
     run, empty, *_ = again.runs("finetune")
     (run.path / "checkpoints").mkdir(parents=True)  # a run that has begun here goes on
@@ -904,7 +904,7 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
     Ledger(kept, again).unpack()
     assert report() == before
     assert all(run.done and not run.whole for run in again.runs("finetune"))
-    assert not to_do(again.works.values(), again.wanted)
+    assert not to_do(again.jobs.values(), again.wanted)
     Ledger(tmp_path / "third", again).keep(run, again=False)  # also of what was unpacked
     assert file_checksum(tmp_path / f"third/{run.key}.zip") == file_checksum(
         kept / f"{run.key}.zip"
@@ -950,7 +950,7 @@ def test_a_run_without_weights_is_made_again(file: Path, data: Path, tmp_path: P
         (".lock", "a file of the name '.lock'"),
         ("a\\b", "a file of the name"),
         ("no result", "it holds no result.json"),
-        ("another", "it holds the work "),
+        ("another", "it holds the job "),
         ("no log", "it holds no log.jsonl"),
         ("edited", "its config.json is not as the run wrote it"),
     ],
@@ -1013,7 +1013,7 @@ def test_a_kill_leaves_no_half_of_a_kept_run(
 
 
 def test_what_a_command_left_is_kept(file: Path, data: Path, tmp_path: Path) -> None:
-    """Its result and the pictures that the study shows are kept. If another work needs more, the
+    """Its result and the pictures that the study shows are kept. If another job needs more, the
     command runs again."""
     file.write_text(
         STUDY.replace(
@@ -1056,7 +1056,7 @@ file = "x.svg"
     ]
     assert look.done
     assert not look.whole
-    assert look.key in to_do(plan.works.values(), [more.key])
+    assert look.key in to_do(plan.jobs.values(), [more.key])
     set_up(look)
     assert not list(look.path.iterdir())
 
@@ -1358,9 +1358,7 @@ def test_huangs_summaries_are_of_huangs_differences() -> None:
 def test_studies_share_runs(tmp_path: Path) -> None:
     def keys(name: str) -> dict[str, str]:
         plan = plan_of(ROOT / f"recipes/studies/{name}.toml", tmp_path)
-        return {
-            work.key: work.levels.get("fraction", "") for work in plan.works.values() if work.stage
-        }
+        return {job.key: job.levels.get("fraction", "") for job in plan.jobs.values() if job.stage}
 
     whole, part = keys("kao2021-figure2"), keys("kao2021-one-percent")
     assert {part[key] for key in part.keys() & whole.keys()} == {"all"}
@@ -1391,11 +1389,11 @@ def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) 
 def test_a_part_of_a_study_is_run(file: Path, data: Path, tmp_path: Path) -> None:
     plan = plan_of(file, tmp_path, data=str(data))
     plan.restrict({"start": ["scratch"], "seed": ["1"]})
-    todo = to_do(plan.works.values(), plan.wanted)
-    assert {work.name for work in todo.values() if work.stage == "finetune"} == {
+    todo = to_do(plan.jobs.values(), plan.wanted)
+    assert {job.name for job in todo.values() if job.stage == "finetune"} == {
         f"finetune seed=1 start=scratch rate={rate}" for rate in ("low", "high")
     }
-    assert any(work.stage == "pretrain" for work in todo.values())  # they wait for it
+    assert any(job.stage == "pretrain" for job in todo.values())  # they wait for it
     for only, words in (
         ({"begin": ["x"]}, "only.begin: .* has no such factor"),
         ({"start": ["scratched"]}, "only.start=scratched: its levels are pretrained, scratch"),
@@ -1418,18 +1416,18 @@ def test_a_need_may_be_installed(
         (tmp_path / "package/micro/letters" / name).write_text("ACGT")
     plan = plan_of(file, tmp_path)
     assert not plan.missing()
-    made = next(work for work in plan.works.values() if work.name == "made.letters")
+    made = next(job for job in plan.jobs.values() if job.name == "made.letters")
     assert f"{tmp_path}/package/micro/letters/train.txt" in made.command
 
 
 def test_a_need_may_be_a_glob(file: Path, data: Path, tmp_path: Path) -> None:
     """Its directory must exist. The content of the directory belongs to the key."""
     changed(file, ("{need.data}/train.txt", "{need.data}/t*.txt"))
-    assert "made.letters" in {w.name for w in plan_of(file, tmp_path).works.values() if w.missing}
+    assert "made.letters" in {w.name for w in plan_of(file, tmp_path).jobs.values() if w.missing}
     keys = []
     for _ in range(2):
         plan = plan_of(file, tmp_path, data=str(data))
-        made = next(work for work in plan.works.values() if work.name == "made.letters")
+        made = next(job for job in plan.jobs.values() if job.name == "made.letters")
         assert not made.missing
         assert f"{data}/t*.txt" in made.command
         keys.append(made.key)
@@ -1485,7 +1483,7 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
-    """Places may follow other text, and may have a path below a need. The work waits for all of
+    """Places may follow other text, and may have a path below a need. The job waits for all of
     them."""
     (data / "sub").mkdir()
     changed(
@@ -1505,12 +1503,12 @@ file = "p.svg"
     plan = plan_of(file, tmp_path, data=str(data))
     (look,) = plan.runs("look")
     made = {
-        name: next(w for w in plan.works.values() if w.name == f"made.{name}")
+        name: next(w for w in plan.jobs.values() if w.name == f"made.{name}")
         for name in ("task", "letters")
     }
     assert look.command[2] == f"data={data}/sub"
     assert look.command[3] == f"{made['task'].path}:{made['letters'].path}"
-    assert set(look.waits) == {work.key for work in made.values()}
+    assert set(look.waits) == {job.key for job in made.values()}
     assert not look.missing
     (data / "sub").rmdir()
     (look,) = plan_of(file, tmp_path, data=str(data)).runs("look")
@@ -1520,8 +1518,8 @@ file = "p.svg"
 def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
     """Such a process belongs to a second study, or to one that was killed and left its runs
     behind."""
-    work_ = work(tmp_path, "shared", "1/0")
-    shared = replace(work_, path=tmp_path / "run", proof=tmp_path / "run/result.json")
+    job_ = job(tmp_path, "shared", "1/0")
+    shared = replace(job_, path=tmp_path / "run", proof=tmp_path / "run/result.json")
     shared.path.mkdir()
     code = (
         "import fcntl, sys, time; lock = open(sys.argv[1] + '/.lock', 'w');"
@@ -1534,7 +1532,7 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         assert pool.in_use(shared.path)
-        outcomes = pool.run_works([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
+        outcomes = pool.run_jobs([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
     assert outcomes["shared"].state == "there"
     assert not pool.in_use(shared.path)
 
@@ -1548,11 +1546,11 @@ def test_gpus_are_those_that_the_process_may_see(
     local, seen = pool.local(0, 2), []
     assert local.slots == 4
     for slot in range(4):
-        shows = work(
+        shows = job(
             tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
         )
-        job = local.start(shows, [slot])
-        job.join()
+        handle = local.start(shows, [slot])
+        handle.join()
         seen.append(shows.proof.read_text())
     assert seen == ["6", "7", "6", "7"]
 
@@ -1576,7 +1574,7 @@ def test_damaged_files_of_a_study(
     store = plan.runs("pretrain")[0]
     place = store.path if name == "result.json" else root
     place.mkdir(parents=True)
-    letters = next(w for w in plan.works.values() if w.name == "made.letters")
+    letters = next(w for w in plan.jobs.values() if w.name == "made.letters")
     letters.path.mkdir(parents=True)
     (letters.path / "store.json").write_text(
         '{"splits": {"train": {"rows": 9, "tokens": 99}}, "tokenizer": {"vocab_size": 9}}'
@@ -1595,7 +1593,7 @@ def test_damaged_files_of_a_study(
     if words:
         refused(done, words)
     else:
-        assert "works" in good(done).out
+        assert "jobs" in good(done).out
     assert (place / name).read_text() == content  # a dry run writes nothing
 
 
@@ -1618,13 +1616,13 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
     assert cell.value == pytest.approx(55.0)
     assert cell.best == pytest.approx(64.0)
     text = markdown_of(results)
-    assert "(seeds), best validation of any run; then what" in text
+    assert "(seeds), best validation of any run; then the number" in text
     assert "| pretrained | 55.0 ± 7.1 (2), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
     again = Results(Plan(study, plan.root, {"data": str(data)}))
     assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
-    assert "(seeds), best run; then what" in markdown_of(again)
+    assert "(seeds), best run; then the number" in markdown_of(again)
     (plan.runs("finetune")[0].path / "log.jsonl").write_text(
         '{"event": "validation", "step": 1, "accuracy": NaN}'
     )
@@ -1671,8 +1669,8 @@ def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
     """report.html of the study with scores that rise with the seed and the rate."""
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, start, rate: 0.5 + 0.01 * len(start) + 0.1 * (rate == "high"))
-    works = list(plan.works.values())
-    outcomes = {works[2].key: pool.Outcome(works[2], "failed", why=HOSTILE)}
+    jobs = list(plan.jobs.values())
+    outcomes = {jobs[2].key: pool.Outcome(jobs[2], "failed", why=HOSTILE)}
     directory = plan.root / "letters-mini"
     directory.mkdir()
     path = directory / "report.html"
@@ -1771,22 +1769,22 @@ where.pair = "own"
         )
     )
     plan = plan_of(file, tmp_path, data=str(data))
-    (work,) = plan.runs("look")
-    pretrained = next(w for w in plan.works.values() if w.stage == "pretrain")
-    assert work.waits[0] == pretrained.key
-    assert work.command[3:4] == (str(pretrained.path),)
-    assert work.command[5:] == (f"out={work.path}", "layers=last", "mapping_b=none", "examples=3")
+    (job,) = plan.runs("look")
+    pretrained = next(w for w in plan.jobs.values() if w.stage == "pretrain")
+    assert job.waits[0] == pretrained.key
+    assert job.command[3:4] == (str(pretrained.path),)
+    assert job.command[5:] == (f"out={job.path}", "layers=last", "mapping_b=none", "examples=3")
     other = file.read_text().replace("examples = 3", "examples = 4")
     file.write_text(other)
-    assert plan_of(file, tmp_path, data=str(data)).runs("look")[0].key != work.key
+    assert plan_of(file, tmp_path, data=str(data)).runs("look")[0].key != job.key
     finish(plan, lambda **levels: 0.5)
-    work.path.mkdir()
-    work.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}}))
+    job.path.mkdir()
+    job.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}}))
     results = Results(plan)
     assert "What was drawn" not in html_of(results, {}, tmp_path)
     svg = "<svg><script>alert(1)</script></svg>"
     for name in ("pwcca.svg", "pwcca-dark.svg"):
-        (work.path / name).write_text(svg)
+        (job.path / name).write_text(svg)
     shown = html_of(results, {}, tmp_path)
     assert "What was drawn" in shown
     assert "alert(1)" not in shown
@@ -1847,13 +1845,13 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
 
 
 def test_jobs_of_a_cluster(tmp_path: Path) -> None:
-    """submitit's stand-in for Slurm: output in the work's log, and interrupted jobs go on."""
+    """submitit's stand-in for Slurm: output in the job's log, and interrupted jobs go on."""
     pytest.importorskip("submitit")
-    works = [
-        work(tmp_path, "good", "print('said'); P.touch()"),
-        work(tmp_path, "bad", "raise ValueError('no luck')"),
-        work(tmp_path, "after", "P.touch()", "good"),
-        work(tmp_path, "long", INTERRUPTED),
+    jobs = [
+        job(tmp_path, "good", "print('said'); P.touch()"),
+        job(tmp_path, "bad", "raise ValueError('no luck')"),
+        job(tmp_path, "after", "P.touch()", "good"),
+        job(tmp_path, "long", INTERRUPTED),
     ]
 
     def interrupt(_: object) -> None:
@@ -1862,7 +1860,7 @@ def test_jobs_of_a_cluster(tmp_path: Path) -> None:
             (tmp_path / "begun").unlink()
 
     executor = pool.Slurm(tmp_path, {"timeout_min": 5}, cluster="local")
-    outcomes = pool.run_works(works, executor, interrupt, lambda _: None, 0.05)
+    outcomes = pool.run_jobs(jobs, executor, interrupt, lambda _: None, 0.05)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {"good": "done", "bad": "failed", "after": "done", "long": "done"}
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
@@ -1896,25 +1894,25 @@ SCALES = [
 @pytest.mark.parametrize(("path", "scale"), SCALES)
 def test_every_study_resolves(path: Path, scale: str, tmp_path: Path) -> None:
     plan = plan_of(path, tmp_path, scale)
-    assert plan.works
+    assert plan.jobs
     if scale == "mini":
-        assert sum(bool(work.stage) for work in plan.works.values()) <= 60
+        assert sum(bool(job.stage) for job in plan.jobs.values()) <= 60
 
 
 def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
     """The newest line of the newest log, also while it is being written."""
 
-    def work(name: str) -> Work:
-        return Work(name, name, tmp_path / name, tmp_path / name, ())
+    def job(name: str) -> Job:
+        return Job(name, name, tmp_path / name, tmp_path / name, ())
 
-    works = [work("old"), work("new"), work("command")]
-    assert newest_numbers(works) == {}
+    jobs = [job("old"), job("new"), job("command")]
+    assert newest_numbers(jobs) == {}
     line = {"event": "train", "step": 10, "loss": 2.5, "real_tokens_per_second": 900.0}
     for name, step in (("old", 10), ("new", 20)):
         (tmp_path / name).mkdir()
         text = json.dumps({**line, "step": step}) + "\n"
         (tmp_path / name / "log.jsonl").write_text(text + '{"event": "validation"}\n')
     os.utime(tmp_path / "old/log.jsonl", (1, 1))
-    assert newest_numbers(works) == {"step": 20, "loss": 2.5, "tokens/s": 900.0}
+    assert newest_numbers(jobs) == {"step": 20, "loss": 2.5, "tokens/s": 900.0}
     (tmp_path / "new/log.jsonl").write_text('{"event": "train", "st')
-    assert newest_numbers(works) == {}
+    assert newest_numbers(jobs) == {}

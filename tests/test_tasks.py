@@ -1001,7 +1001,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.tsv": TSV + "c\tz\n"},
         [*T, "--labels", "x,y", "--input", "."],
-        r"train\.tsv:4: label 'z' is none of x, y",
+        r"train\.tsv:4: label 'z' is not one of x, y",
         2,
     ),
     (
@@ -1090,7 +1090,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.tsv": SST2 + "c\t2\n"},
         ["glue/sst2", "--input", "."],
-        r"train\.tsv:4: label '2' is none of negative, positive",
+        r"train\.tsv:4: label '2' is not one of negative, positive",
         2,
     ),
     ({"train.tsv": SST2 + "c\t-1\n"}, ["glue/sst2", "--input", "."], r"train\.tsv:4: label '-1", 2),

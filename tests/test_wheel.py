@@ -196,7 +196,7 @@ def test_everything_runs_from_the_wheel(installed: Environment, data: Toys, tmp_
     xformer("analyze curves run out=figures")
     assert (here / "figures/curves.json").is_file()
     listing = xformer("study kao2021-figure2 scale=mini --dry-run").out
-    assert "works" in listing
+    assert "jobs" in listing
     assert "xformer preprocess fetch" in listing  # how to get missing data
 
     (here / "one.toml").write_text(STUDY)

@@ -38,10 +38,10 @@ def find_files(arguments: Sequence[str], form: str | None = None) -> list[Path]:
     """The files named by command-line arguments, in the order of the arguments, sorted within each.
 
     An argument is a file, a directory or a glob, in which `**` matches any folders. A directory
-    gives all its files with known endings, or all its files if their format `form` is given. It is
-    searched recursively, without hidden files. Empty files from directories and globs are left out.
-    The number of files left out is printed on standard error. Raises BadInput for an argument that
-    gives no file.
+    gives all its files with known extensions, or all its files if their format `form` is given. It
+    is searched recursively, without hidden files. Empty files from directories and globs are left
+    out. The number of files left out is printed on standard error. Raises BadInput for an argument
+    that gives no file.
     """
     files: list[Path] = []
     for argument in arguments:
@@ -51,7 +51,7 @@ def find_files(arguments: Sequence[str], form: str | None = None) -> list[Path]:
             matches = [Path(name) for name in sorted(glob.glob(argument, recursive=True))]
             matches = _with_content(argument, [path for path in matches if path.is_file()])
             if not matches:
-                raise BadInput(f"{argument} matches no file with content; check the pattern")
+                raise BadInput(f"{argument} matches no non-empty file; check the pattern")
             files += matches
         else:
             check_files([Path(argument)])
@@ -81,8 +81,9 @@ def _in_directory(directory: Path, form: str | None) -> list[Path]:
     if not files:
         endings = " ".join(CORPUS_ENDINGS)
         raise BadInput(
-            f"{directory} holds no file with content and a known ending ({endings}, each also with "
-            f"{' or '.join(PACKED)}); name other files by a glob, such as '{directory}/**/*.md'"
+            f"{directory} holds no non-empty file with a known extension ({endings}, each also "
+            f"with {' or '.join(PACKED)}); name other files by a glob, such as "
+            f"'{directory}/**/*.md'"
         )
     return files
 
@@ -130,8 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The format of all files. text: plain text. jsonl: a document is the text in one "
         "field of an object; there is one object a line, or one array of objects in a .json file. "
         "java: a document is a file without its comments. fasta: a document is the sequence of a "
-        "record. (Default: by each file's ending; plain text unless it is .jsonl, .ndjson, .json, "
-        ".java, .fasta, .fa or .faa. Any file may be compressed: .gz, .zst.)",
+        "record. (Default: by each file's extension; plain text unless it is .jsonl, .ndjson, "
+        ".json, .java, .fasta, .fa or .faa. Any file may be compressed: .gz, .zst.)",
     )
     add(
         "--field",

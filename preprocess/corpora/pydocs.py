@@ -67,8 +67,8 @@ SKIPPED = {
     "antigravity.py",
 }
 TEST, VALID = 0.14, 0.10  # shares of the definitions; the rest is for training
-CAPS = {"train": 300, "valid": 50, "test": 60}  # the most passages of a class
-WORDS = (15, 100)  # the least and the most words in a passage
+CAPS = {"train": 300, "valid": 50, "test": 60}  # the maximum number of passages per class
+WORDS = (15, 100)  # the minimum and maximum number of words in a passage
 ENGLISH_HELD_OUT = 0.05
 SHINGLE = 8  # words in a shingle
 ALIKE = 0.2  # the largest share of its shingles that a held-out passage has in the training text
@@ -197,8 +197,8 @@ def collect(library: Path) -> list[Definition]:
 def passages(definition: Definition) -> Iterator[str]:
     """Yield passages of a definition's prose with WORDS[0] to WORDS[1] words.
 
-    A passage ends with a sentence, and with a paragraph if it is long enough by then. A rest that
-    is too short is dropped.
+    A passage ends with a sentence, and with a paragraph if it is long enough by then. A remainder
+    that is too short is dropped.
     """
     least, most = WORDS
     held: list[str] = []

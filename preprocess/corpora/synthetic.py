@@ -271,7 +271,7 @@ def make_in_processes(
                 process.join()
                 raise Failure(
                     f"a worker process ended with status {process.exitcode} before its work was "
-                    "done; --workers 1 does without worker processes"
+                    "done; --workers 1 uses none"
                 ) from None
             yield np.frombuffer(data, table.step.dtype)
     finally:
@@ -355,7 +355,7 @@ def write_corpus(
 
 
 def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
-    """How often each id occurs in a store's training split, without special tokens: (size,)."""
+    """How often each id occurs in a store's training split, special tokens excluded: (size,)."""
     if size < frequencies.vocab_size:
         raise BadInput(
             f"--vocab-size {size} is less than the {frequencies.vocab_size} of --frequencies; "
@@ -389,7 +389,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         type=whole_number(1),
         required=True,
         metavar="N",
-        help="Tokens in the split train. The split valid has a twentieth as many in addition.",
+        help="Tokens in the split train. The split valid gets another 5 %% as many.",
     )
     add(
         "--lengths",
@@ -447,7 +447,7 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
             "--distinct",
             type=whole_number(1),
             metavar="N",
-            help="Different tokens that occur: the most frequent ones of --frequencies, or else "
+            help="How many distinct tokens occur: the most frequent ones of --frequencies, or else "
             "the first ones (default: all).",
         )
     if name not in ("uniform", "shuffle"):

@@ -81,7 +81,7 @@ def write_text_split(
     split.words = words - cut_words.count
     if split.writers["tokens"].length == 0:
         raise BadInput(
-            f"{inputs.first_names(paths)}: there is no text in it, so {split.directory.name} would "
+            f"{inputs.first_names(paths)}: no text found, so {split.directory.name} would "
             "be empty; give files with text"
         )
 
@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FILE|DIR|GLOB",
         help="Raw text in UTF-8 for the split train: files, directories (all their files with "
-        "known endings, sorted by name), or quoted globs such as 'text/**/*.txt'.",
+        "known extensions, sorted by name), or quoted globs such as 'text/**/*.txt'.",
     )
     for split in ("valid", "test"):
         add(

@@ -82,7 +82,7 @@ def load_catalogue(path: Path) -> dict[str, DataSet]:
     for place, name in places.items():
         for other, owner in places.items():
             if owner != name and other.startswith(place):
-                raise BadInput(f"{path}: {owner!r} would be inside of {name!r}: give `directory`")
+                raise BadInput(f"{path}: {owner!r} would lie inside {name!r}: give `directory`")
     if len(places) < len(catalogue):
         raise BadInput(f"{path}: two data sets have the same directory: give `directory`")
     return catalogue
@@ -213,7 +213,7 @@ def _trust(file: File, first: dict[str, str], checksum: str) -> str:
         return "SHA-256 as in the catalogue"
     if first:
         return f"SHA-256 as first seen {first['date']}"
-    return f"no SHA-256 in the catalogue; it is {checksum}, note it down"
+    return f"no SHA-256 in the catalogue; it is {checksum}; record it"
 
 
 def _contents(directory: Path) -> dict[str, dict[str, Any]]:
@@ -273,7 +273,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         metavar="NAME",
-        help="The data set, which has the name of its task, such as glue/cola (default: list all).",
+        help="The data set, named after its task, such as glue/cola (default: list all).",
     )
     add(
         "--list",

@@ -66,8 +66,8 @@ def download(file: File, folder: Path, expected: str | None, who: str) -> str:
     if file.bytes is not None and size != file.bytes:
         whole.replace(aside)
         raise Failure(
-            f"{file.url}: {size:,} bytes came, but the catalogue expects {file.bytes:,}; the file "
-            f"is kept as {aside}"
+            f"{file.url}: {size:,} bytes arrived, but the catalogue expects {file.bytes:,}; the "
+            f"file is kept as {aside}"
         )
     if expected is not None and checksum != expected:
         whole.replace(aside)
@@ -217,7 +217,7 @@ def _network(url: str) -> Iterator[None]:
         kind = _BrokenError if isinstance(error.reason, TimeoutError) else _UnreachableError
         raise kind(f"the server cannot be reached: {error.reason}") from None
     except TimeoutError:
-        raise _BrokenError(f"nothing came for {TIMEOUT:.0f} s") from None
+        raise _BrokenError(f"no data for {TIMEOUT:.0f} s") from None
     except (HTTPException, OSError, ValueError) as error:  # ValueError: an impossible host name
         raise _BrokenError(f"the connection broke: {error or type(error).__name__}") from None
 

@@ -238,7 +238,7 @@ def _fault(task: TaskSource, row: Row) -> str | None:
         return None if finite else f"the score {row.label!r} is not a number"
     for label in _classes(task, row.label):
         if task.labels and label not in task.labels:
-            return f"label {label!r} is none of {', '.join(task.labels)}"
+            return f"label {label!r} is not one of {', '.join(task.labels)}"
     return None
 
 
@@ -306,7 +306,7 @@ def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
         for earlier, count in counts.items()
     ]
     if parts:
-        say(f"note: equal texts are kept in two splits: {'; '.join(parts)}", error=True)
+        say(f"note: the same texts are in two splits: {'; '.join(parts)}", error=True)
     return shared
 
 
@@ -609,8 +609,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add(
         "--split-column",
         metavar="NAME",
-        help="The column that names each row's split: train, valid or test. With --split-column "
-        "none such columns are ignored and the splits are drawn (default: the column split or set, "
+        help="The column that names each row's split: train, valid or test. The value `none` "
+        "ignores such columns and draws the splits at random (default: the column split or set, "
         "and the column validation, where true marks a validation row).",
     )
     for split in ("train", "valid", "test"):
@@ -634,8 +634,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         type=whole_number(0),
         default=0,
         metavar="N",
-        help="The seed that decides which rows become train, valid and test, if the source does "
-        "not say (default: %(default)s).",
+        help="The seed of the random division into train, valid and test, if the source has no "
+        "splits (default: %(default)s).",
     )
     add(
         "--stratify",

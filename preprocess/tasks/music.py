@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=128,
         metavar="N",
-        help="The most notes in a row (default: %(default)s).",
+        help="The maximum number of notes per row (default: %(default)s).",
     )
 
 
@@ -179,7 +179,7 @@ def pitches(path: Path) -> list[int]:
         raise ValueError(f"not a MIDI file ({str(error).splitlines()[0]})") from None
     notes = [track.notes.numpy() for track in score.tracks if not track.is_drum and track.notes]
     if not notes:
-        raise ValueError("it has no notes, drums aside")
+        raise ValueError("it has no notes other than drums")
     onset = np.concatenate([track["time"] for track in notes])
     pitch = np.concatenate([track["pitch"] for track in notes])
     return pitch[np.lexsort((pitch, onset))].tolist()

@@ -64,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         "--sequence",
         metavar="COLUMN",
         help="The column of the sequence, in files with columns (default: the first of "
-        f"{', '.join(SEQUENCE)} that there is).",
+        f"{', '.join(SEQUENCE)} that exists).",
     )
     add(
         "--label",
         metavar="COLUMN",
         help="The column of the label or score, in files with columns (default: the first of "
-        f"{', '.join(form.label)} that there is).",
+        f"{', '.join(form.label)} that exists).",
     )
     default = form.longest or "keep whole sequences"
     add(
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         type=whole_number(2),
         default=form.longest,
         metavar="N",
-        help="The most letters in a sequence. A longer one loses its middle and keeps N/2 letters "
+        help="The maximum length of a sequence. Of a longer one, only N/2 letters are kept "
         f"at each end (default: {default}).",
     )
     if form.kind is None:

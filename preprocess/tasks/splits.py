@@ -38,7 +38,7 @@ def split_of(name: str | None, mark: str | None, where: Sequence[str]) -> str:
     if name is not None:
         split = NAMES.get(name.strip().lower(), "")
         if not split:
-            raise ValueError(f"{where[0]} is {name!r}, which is none of {', '.join(NAMES)}")
+            raise ValueError(f"{where[0]} is {name!r}, which is not one of {', '.join(NAMES)}")
     if mark is None or mark.strip().lower() in FALSE:
         return split
     if mark.strip().lower() not in TRUE:

@@ -108,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(8),
         default=384,
         metavar="N",
-        help="The most tokens in a row, special tokens included. Train with batch.max_tokens=N "
-        "(default: %(default)s).",
+        help="The maximum row length in tokens, special tokens included. Train with "
+        "batch.max_tokens=N (default: %(default)s).",
     )
     add(
         "--stride",
@@ -123,7 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=64,
         metavar="N",
-        help="The most tokens in a question; longer questions are cut (default: %(default)s).",
+        help="The maximum length of a question in tokens; longer ones are truncated (default: "
+        "%(default)s).",
     )
     add(
         "--skip-bad",
@@ -182,7 +183,7 @@ def run(arguments: argparse.Namespace) -> None:
         say(
             f"{name}: {len(count.articles):,} articles, {count.questions:,} questions, "
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
-            f"one; the tokens of {count.exact:,} answers give back the exact text"
+            f"one; the tokens of {count.exact:,} answers reproduce the exact text"
         )
     say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
 

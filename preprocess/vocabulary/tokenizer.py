@@ -79,7 +79,7 @@ class _Training(threading.Thread):
             self.problems.append(error)
         if not has_text:
             names = inputs.first_names(self.paths)
-            self.problems.append(BadInput(f"{names}: there is no text in it; give files with text"))
+            self.problems.append(BadInput(f"{names}: no text found; give files with text"))
 
     def result(self) -> tokenizers.Tokenizer:
         self.start()
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kind",
         choices=tokenizers.KINDS,
-        help="The kind of tokenizer to train. wordpiece: BERT's. bpe: byte-level pairs, as in "
+        help="The kind of tokenizer to train. wordpiece: BERT's. bpe: byte-level BPE, as in "
         "RoBERTa. unigram: SentencePiece. symbols: one id for each character.",
     )
     add(
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FILE|DIR|GLOB",
         default=[],
-        help="Raw text in UTF-8: files, directories (all their files with known endings), or "
+        help="Raw text in UTF-8: files, directories (all their files with known extensions), or "
         "quoted globs such as 'text/**/*.txt'.",
     )
     inputs.add_arguments(parser)
@@ -130,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Pieces in the vocabulary, including the five special tokens. A small text may give "
-        "fewer.",
+        help="Pieces in the vocabulary, including the five special tokens. A small text may "
+        "yield fewer.",
     )
     add(
         "--from",
@@ -203,7 +203,7 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer = learn(kind, files, arguments.vocab_size, not arguments.cased, options)
         bad.report()
         if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
-            note = " (the text gives no more)"
+            note = " (the text yields no more)"
     save_tokenizer(tokenizer, output, arguments.overwrite)
     what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
     say(f"{output}: {what}, {time.monotonic() - started:.1f} s")

@@ -1,4 +1,4 @@
-"""Run a whole study, and report it beside the published numbers.
+"""Run a whole study, and report its results next to the published numbers.
 
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
@@ -6,8 +6,8 @@
         needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
     python -m xformer.study verify runs/english steps=20    # make a run's first steps again
 
-The same command again runs only what is not done. A run that was killed continues, one that failed
-is tried again, another seed adds its own runs, and studies share the runs that they have in common.
+The same command again runs only what is not done yet. A killed run resumes, a failed one is
+retried, a further seed adds its own runs, and studies share the runs that they have in common.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Arguments(Settings):
     """How to run a study."""
 
     scale: str = ""
-    """A scale of the study file: mini, minutes to hours of two CPU cores; small, full fine-tuning
-    sets with the micro family, hours to days; paper, exactly as published."""
+    """A scale of the study file: mini, minutes to hours on two CPU cores; small, the micro family
+    on full fine-tuning sets, hours to days; paper, exactly as published."""
     executor: Literal["local", "slurm"] = "local"
-    """Where to run: processes of this machine, or jobs of a Slurm cluster."""
+    """Where to run: as processes on this machine, or as jobs on a Slurm cluster."""
     output: str = "runs/studies"
-    """Directory of all studies: their reports, and the runs they share. While it holds a file PAUSE
-    no work runs: those that run stop, training at a checkpoint, and continue when the file is
+    """Directory of all studies: their reports, and the runs they share. While it holds a file named
+    PAUSE nothing runs: running jobs stop, training with a checkpoint, and resume once the file is
     gone."""
     kept: str = ""
-    """Directory of finished results, a small file each, that are taken as done and added to. If you
-    commit it, no result depends on a directory of runs."""
+    """Directory of finished results, one small file each. They count as done, and new ones are
+    added. If you commit it, no result depends on a directory of runs."""
     needs: dict[str, str] = Field({})
     """The path of something that the study needs: needs.NAME=PATH."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
-    """Run only works at these levels, and what they wait for: only.corpus=english, or
+    """Run only jobs at these levels, and what they wait for: only.corpus=english, or
     only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
-    """Runs at once; 0: one for each GPU, or one for each core."""
+    """Jobs to run at once; 0: one per GPU, or one per core."""
     per_device: int = Field(1, ge=1)
     """Runs that share a GPU."""
     dry_run: bool = False
@@ -80,12 +80,8 @@ def main() -> None:
     root = Path(settings.output)
     check_version(root)
     plan = Plan(study, root, settings.needs)
-    plan.restrict(
-        {
-            factor: [str(level) for level in (levels if isinstance(levels, tuple) else (levels,))]
-            for factor, levels in settings.only.items()
-        }
-    )
+    only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
+    plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
     forecast = Forecast(plan)
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
@@ -95,7 +91,7 @@ def main() -> None:
         costs = Costs(forecast, ledger.results)
         say(*listing(plan, costs, ledger.results, slots).split("\n"))
         return
-    if plan.missing() and not any(not w.missing and w.stage for w in plan.works.values()):
+    if plan.missing() and not any(job.stage and not job.missing for job in plan.jobs.values()):
         raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan))}")
     directory = root / f"{study.path.stem}-{settings.scale}"
     executor = executor_of(settings)
@@ -110,9 +106,9 @@ def main() -> None:
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
-        why = first.why.splitlines()[-1] if first.why else "no word"
-        count = f"{len(bad)} of {len(outcomes)} works did not succeed"
-        raise Failure(f"{count}; {first.work.name}: {why}")
+        why = first.why.splitlines()[-1] if first.why else "no reason given"
+        count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
+        raise Failure(f"{count}; {first.job.name}: {why}")
 
 
 def executor_of(settings: Arguments) -> pool.Executor:
@@ -123,7 +119,7 @@ def executor_of(settings: Arguments) -> pool.Executor:
 
 
 def report(plan: Plan, outcomes: dict[str, pool.Outcome], directory: Path) -> None:
-    """Write and say what the runs of a study show."""
+    """Write the report of a study, and print it."""
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
     names = ("report.html", "report.md", "results.csv")
     say("report   " + "   ".join(str(directory / name) for name in names))
@@ -156,27 +152,27 @@ def _lacking(plan: Plan) -> list[str]:
 
 
 def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1) -> str:
-    """What --dry-run prints: every work, its state and cost; what is missing; the sum, and how long
-    `slots` works at once would take. `kept` are the keys of works whose results are kept."""
-    todo = to_do(plan.works.values(), plan.wanted, kept)
+    """What --dry-run prints: every job, its state and cost; what is missing; the sum, and how long
+    `slots` jobs at once would take. `kept` are the keys of jobs whose results are kept."""
+    todo = to_do(plan.jobs.values(), plan.wanted, kept)
     lines = []
-    for key, work in plan.works.items():
+    for key, job in plan.jobs.items():
         state, cost = "not needed", ""
         if key in todo:
-            state = "missing" if work.missing else "to do"
-            cost = duration(costs.seconds(work)) if costs.known(work) else "?"
-        elif work.done or key in kept:
+            state = "missing" if job.missing else "to do"
+            cost = duration(costs.seconds(job)) if costs.known(job) else "?"
+        elif job.done or key in kept:
             state = "there"
-        lines.append(f"{key}  {state:<10} {cost:>9}  {work.name}")
+        lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
     known = [w for w in todo.values() if costs.known(w)]
-    estimate = "no estimate of their time"
+    estimate = "no time estimate"
     if known:
-        total = sum(costs.seconds(work) for work in known)
+        total = sum(costs.seconds(job) for job in known)
         estimate = f"about {duration(total)} of work for {len(known)} of them"
         if slots > 1:
             estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"
-    rest = estimate if todo else "all is there"
-    lines.append(f"{len(plan.works)} works, {len(todo)} to do, {rest}")
+    rest = estimate if todo else "everything is done"
+    lines.append(f"{len(plan.jobs)} jobs, {len(todo)} to do, {rest}")
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(
             f"{number} runs are not checked yet: the model that they start from is missing"

@@ -3,8 +3,9 @@
 A claim is a paired t test over seeds. If it is registered, the report also names the commit that
 held it first: the oldest commit from which on the study file, with its bases, has held the same
 claim, the same registration and the same table to decide it. A claim that is not committed, or is
-younger than the first result, is exploration. The settings of the runs (stages, what is made,
-levels, recipes) are looked up in the same way, since they too could be changed after a look.
+younger than the first result, is exploratory. The settings of the runs (stages, what is made,
+levels, recipes) are looked up in the same way, since they too could be changed once results are
+known.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ class Difference:
     """The mean of a - b over paired scores, half the width of its t interval, and the two-sided p
     of "the mean is margin".
 
-    One pair has neither interval nor p. Neither have pairs that all differ by the same amount: a
-    spread of zero, as with two models at chance, does not say how far another seed would move the
-    mean.
+    With one pair there is neither interval nor p. The same holds if all pairs differ by the same
+    amount: zero variance, as with two models at chance, says nothing about another seed.
     """
 
     mean: float
@@ -107,18 +107,18 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: "holds", "fails", "undecided" or "no data", and on what ground."""
+    """The verdict on a claim, "holds", "fails", "undecided" or "no data", and its evidence."""
 
     claim: Claim
     table: ScoreTable
     state: str
     parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
-    registered: str = ""  # the commit that held the claim first, or "exploration"
+    registered: str = ""  # the commit that held the claim first, or "exploratory"
     learnt: bool = True  # whether any of its runs is above chance
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Every claim of a study, tested. The tests of a claim are corrected for their number."""
+    """Every claim of a study, tested. The p-values of one claim are Holm-corrected."""
     study = results.study
     tested = [_verdict(results, claim, study.table(claim.table)) for claim in study.claims]
     if study.registration is None:
@@ -170,16 +170,16 @@ def _levels(study: Study, claim: Claim, table: ScoreTable) -> list[str]:
 
 
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
-    """Whether any run of a claim scores more than a model that has learnt nothing. True if the
-    table does not say what such a model scores. If no run does, a tie says nothing."""
+    """Whether any run of a claim is above chance. True if the table gives no chance level. If no
+    run is, a tie says nothing."""
     columns = results.study.columns(table)
     if not set(columns) <= set(table.chance):
         return True
     for side in (claim.better, claim.than):
-        for work in results.runs(table, side):
-            levels = {**work.levels, **side}
+        for job in results.runs(table, side):
+            levels = {**job.levels, **side}
             for column in [levels[table.columns]] if table.columns in levels else columns:
-                if work.key in results.metrics and not results.at_chance(work, table, column):
+                if job.key in results.metrics and not results.at_chance(job, table, column):
                     return True
     return False
 
@@ -197,13 +197,15 @@ class Origin:
     cut: bool = False
 
     def words(self, first: datetime | None, runs: Origin | None = None) -> str:
-        """What a report says of a claim: the commit and its time, or why it is exploration.
+        """What a report says of a claim: the commit and its time, or why it is exploratory.
         `first` is the time of the first result, `runs` the origin of the runs' settings."""
         if self.time is None:
-            return "exploration: not committed"
-        when = f"{'at the latest ' * self.cut}{self.commit[:9]} of {self.time:%Y-%m-%d %H:%M}"
+            return "exploratory: not committed"
+        when = f"{self.commit[:9]} of {self.time:%Y-%m-%d %H:%M}"
+        if self.cut:
+            when = f"at the latest {when}"
         if first is not None and self.time > first:
-            return f"exploration: {when}, the first result is of {first:%Y-%m-%d %H:%M}"
+            return f"exploratory: {when}, the first result is of {first:%Y-%m-%d %H:%M}"
         if runs is not None and first is not None and (runs.time is None or runs.time > first):
             changed = f"in {runs.commit[:9]}" if runs.time else "and are not committed"
             return f"{when}; the settings of the runs changed after the first result, {changed}"
@@ -269,11 +271,11 @@ def first_result(plan: Plan) -> datetime | None:
     """When the first of the study's runs ended, in UTC; None if none has. For a command it is the
     time of its result's file."""
     ends = []
-    for work in plan.works.values():
-        if work.stage and work.done:
-            has_log = (work.path / "log.jsonl").is_file()
-            logged = [float(record["time"]) for record in records(work.path)] if has_log else []
-            ends.append(max(logged, default=work.proof.stat().st_mtime))
+    for job in plan.jobs.values():
+        if job.stage and job.done:
+            has_log = (job.path / "log.jsonl").is_file()
+            logged = [float(record["time"]) for record in records(job.path)] if has_log else []
+            ends.append(max(logged, default=job.proof.stat().st_mtime))
     return datetime.fromtimestamp(min(ends), UTC) if ends else None
 
 

@@ -1,7 +1,7 @@
 """What is known of a plan before it runs: models, stores, tokenizers, costs, and numbers in notes.
 
-What lies on disk is read. What a command will make is deduced from the command. What neither tells
-is None: it is never guessed.
+What exists on disk is read. What a command will make is inferred from the command. What cannot be
+known from either is None, never guessed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from xformer.prepare import check_data, check_model
 from xformer.prepare import with_settings as with_dropout
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
-from xformer.study.plan import Plan, Work
+from xformer.study.plan import Job, Plan
 from xformer.study.spec import Deviation, Levels, within
 from xformer.surgery.layers import shape_after
 from xformer.surgery.registry import Operation, parse_operation
@@ -50,14 +50,14 @@ OF_STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
 UNKNOWN = "?"
 UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
 MOST = 4  # values that are listed; more numbers become a range
-RATE = 40e9  # operations a second of one CPU core, as long as no run has been measured
-OTHER = 20.0  # seconds that any other work is taken for
-START = 1.0  # seconds that a run needs before and after its steps; imports are paid before
+RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
+OTHER = 20.0  # seconds assumed for any other job
+START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizerFacts:
     """A tokenizer. Two of one `maker` are the same. `size` counts its pieces, special ones
     included; `letters`: one id a symbol; `learned`: `preprocess.py tokenizer` makes it."""
 
@@ -67,7 +67,7 @@ class Words:
     learned: bool = False
     fingerprint: str | None = None
 
-    def is_other(self, than: Words) -> bool:
+    def is_other(self, than: TokenizerFacts) -> bool:
         """Whether the two are known to be different tokenizers."""
         if self.fingerprint and than.fingerprint:
             return self.fingerprint != than.fingerprint
@@ -85,11 +85,11 @@ class StoreFacts:
     name: str
     kind: str | None = None
     splits: tuple[str, ...] | None = None
-    words: Words | None = None
+    tokenizer: TokenizerFacts | None = None
 
 
 class Forecast:
-    """The models, stores and tokenizers of a plan, by work or by path.
+    """The models, stores and tokenizers of a plan, by job or by path.
 
     Raises BadInput naming the first run with an operation on a layer or head that its initial
     checkpoint does not have.
@@ -97,60 +97,60 @@ class Forecast:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self._by_path = {str(work.path): work for work in plan.works.values()}
+        self._by_path = {str(job.path): job for job in plan.jobs.values()}
         self._recipes: dict[str, Recipe] = {}
         self._shapes: dict[str, ModelConfig | None] = {}
         self._stores: dict[str, StoreFacts] = {}
-        self._words: dict[str, Words] = {}
-        for work in plan.works.values():
-            with within(plan.study.path), within(work.name):
-                self.shape(work)
+        self._tokenizers: dict[str, TokenizerFacts] = {}
+        for job in plan.jobs.values():
+            with within(plan.study.path), within(job.name):
+                self.shape(job)
 
-    def recipe(self, work: Work) -> Recipe:
+    def recipe(self, job: Job) -> Recipe:
         """The recipe of a run, with its defaults."""
-        assert work.recipe is not None
-        if work.key not in self._recipes:
-            self._recipes[work.key] = validate(Recipe, work.recipe)
-        return self._recipes[work.key]
+        assert job.recipe is not None
+        if job.key not in self._recipes:
+            self._recipes[job.key] = validate(Recipe, job.recipe)
+        return self._recipes[job.key]
 
     # ------------------------------------------------------------------------- shapes of models
 
-    def shape(self, work: Work) -> ModelConfig | None:
-        """The shape of the model that a work makes; None if it makes no model, or is not known."""
-        if work.key not in self._shapes:
-            self._shapes[work.key] = self._made_shape(work)
-        return self._shapes[work.key]
+    def shape(self, job: Job) -> ModelConfig | None:
+        """The shape of the model that a job makes; None if it makes no model, or is not known."""
+        if job.key not in self._shapes:
+            self._shapes[job.key] = self._made_shape(job)
+        return self._shapes[job.key]
 
     def shape_at(self, path: str) -> ModelConfig | None:
-        """The shape of a checkpoint, as it lies there or as the work that makes it will make it."""
+        """The shape of a checkpoint: of the one on disk, or of the one that a job will make."""
         shape = _read_shape(Path(path))
         if shape is None and path in self._by_path:
             return self.shape(self._by_path[path])
         return shape
 
-    def start(self, work: Work) -> ModelConfig | None:
+    def start(self, job: Job) -> ModelConfig | None:
         """The shape that a run starts from, with its own dropout; None if it is not known."""
-        recipe = self.recipe(work)
+        recipe = self.recipe(job)
         if recipe.init is None:
             return recipe.model
         shape = self.shape_at(recipe.init)
         return None if shape is None else with_dropout(shape, recipe.model)
 
-    def unchecked(self, works: Iterable[Work]) -> int:
-        """How many of the works are runs from a model that is not there, so it is not known yet
+    def unchecked(self, jobs: Iterable[Job]) -> int:
+        """How many of the jobs are runs from a model that is not there, so it is not known yet
         whether they can use it."""
-        return sum(work.recipe is not None and self.start(work) is None for work in works)
+        return sum(job.recipe is not None and self.start(job) is None for job in jobs)
 
-    def _made_shape(self, work: Work) -> ModelConfig | None:
+    def _made_shape(self, job: Job) -> ModelConfig | None:
         shape: ModelConfig | None = None
         operations: tuple[Operation, ...] = ()
-        if work.recipe is not None:
-            shape, operations = self.start(work), self.recipe(work).surgery
-        match work.command:
+        if job.recipe is not None:
+            shape, operations = self.start(job), self.recipe(job).surgery
+        match job.command:
             case ("-m", "xformer.convert", "from-hf", source, _):
                 with suppress(BadInput, KeyError, TypeError, OSError):
                     shape = hf.read_shape(Path(source))
-            case ("-m", "xformer.surgery", before, out, *given) if out == str(work.path):
+            case ("-m", "xformer.surgery", before, out, *given) if out == str(job.path):
                 shape = self.shape_at(before)
                 operations = tuple(
                     parse_operation(text)
@@ -161,7 +161,7 @@ class Forecast:
             return None
         shape = shape_after(shape, operations)
         for operation in operations:
-            if operation.op == "transplant":  # the words of another model, and their number
+            if operation.op == "transplant":  # takes another model's tokenizer and vocabulary size
                 other = self.shape_at(operation.arguments["source"])
                 size = 0 if other is None else other.vocab_size
                 shape = shape.model_copy(update={"vocab_size": size})
@@ -177,51 +177,51 @@ class Forecast:
             line = f"{first.name} and {other.name} cannot be read as one: they differ in"
             if first.kind and other.kind and first.kind != other.kind:
                 raise BadInput(f"{line} kind ({first.kind}; {other.kind})")
-            if first.words and other.words and first.words.is_other(other.words):
+            if first.tokenizer and other.tokenizer and first.tokenizer.is_other(other.tokenizer):
                 raise BadInput(f"{line} tokenizer")
         splits = None
         if all(store.splits is not None for store in every):
             splits = tuple(dict.fromkeys(name for store in every for name in store.splits or ()))
         kind = next((store.kind for store in every if store.kind), None)
-        words = next((store.words for store in every if store.words), None)
-        return StoreFacts(" and ".join(store.name for store in every), kind, splits, words)
+        tokenizer = next((store.tokenizer for store in every if store.tokenizer), None)
+        return StoreFacts(" and ".join(store.name for store in every), kind, splits, tokenizer)
 
     def _store(self, path: str) -> StoreFacts:
         if path not in self._stores:
             self._stores[path] = self._read_store(path, self._by_path.get(path))
         return self._stores[path]
 
-    def _read_store(self, path: str, work: Work | None) -> StoreFacts:
-        name = path if work is None else work.name
+    def _read_store(self, path: str, job: Job | None) -> StoreFacts:
+        name = path if job is None else job.name
         with suppress(BadInput, KeyError, TypeError):
             meta = read_json(Path(path) / "store.json")
-            return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.words(path))
-        kind = None if work is None else made_kind(work.command)
-        return StoreFacts(name, kind, words=self.words(path) if kind else None)
+            return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.tokenizer(path))
+        kind = None if job is None else made_kind(job.command)
+        return StoreFacts(name, kind, tokenizer=self.tokenizer(path) if kind else None)
 
-    def words(self, path: str) -> Words:
-        """The tokenizer in a tokenizer, store or checkpoint, or in what a work makes there."""
-        if path not in self._words:
-            work = self._by_path.get(path)
-            made = Words(path) if work is None else self._made_words(work)
-            self._words[path] = _read_words(path) or made
-        return self._words[path]
+    def tokenizer(self, path: str) -> TokenizerFacts:
+        """The tokenizer in a tokenizer, store or checkpoint, or in what a job makes there."""
+        if path not in self._tokenizers:
+            job = self._by_path.get(path)
+            made = TokenizerFacts(path) if job is None else self._made_tokenizer(job)
+            self._tokenizers[path] = _read_tokenizer(path) or made
+        return self._tokenizers[path]
 
-    def _made_words(self, work: Work) -> Words:
-        """The tokenizer that a work leaves at its path."""
-        if work.recipe is not None:
-            recipe = self.recipe(work)
+    def _made_tokenizer(self, job: Job) -> TokenizerFacts:
+        """The tokenizer that a job leaves at its path."""
+        if job.recipe is not None:
+            recipe = self.recipe(job)
             moved = [o.arguments["source"] for o in recipe.surgery if o.op == "transplant"]
-            return self.words([recipe.init or each(recipe.data)[0], *moved][-1])
-        unknown = Words(work.key)
+            return self.tokenizer([recipe.init or each(recipe.data)[0], *moved][-1])
+        unknown = TokenizerFacts(job.key)
         source: str | None = None
-        match work.command:
+        match job.command:
             case ("preprocess.py", "tokenizer", *options):
                 return _learned(unknown, options)
             case ("preprocess.py", "synthetic", _, *options):
                 size, source = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
-                most = int(size) if size else self.words(source).size if source else None
-                return Words(f"numbers {most or work.key}", most, letters=True)
+                most = int(size) if size else self.tokenizer(source).size if source else None
+                return TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
             case ("preprocess.py", "pairs", *options):
                 source = _option(options, "--store")
             case ("preprocess.py", "text" | "task", *options):
@@ -232,33 +232,32 @@ class Forecast:
             case ("-m", "xformer.surgery", before, _, *operations):
                 moves = any(text.strip().startswith("transplant") for text in operations)
                 source = None if moves else before
-        return self.words(source) if source else unknown
+        return self.tokenizer(source) if source else unknown
 
     # ------------------------------------------------------- can each run use what it reads?
 
     def check(self) -> None:
         """Raise BadInput naming the first run whose rows, vocabulary, kind of store or head do not
-        fit the model that it starts from. What is not known yet is not judged (see `unchecked`).
+        fit the model that it starts from. What is not known yet is not checked (see `unchecked`).
 
-        The rules are those of training, evaluation and the analyses. A finished work is not
-        checked: it could use what it read.
+        The checks are those of training, evaluation and the analyses. Finished jobs are skipped.
         """
-        for work in self.plan.works.values():
-            with within(self.plan.study.path), within(work.name):
-                if not work.done:
-                    self._check(work)
+        for job in self.plan.jobs.values():
+            with within(self.plan.study.path), within(job.name):
+                if not job.done:
+                    self._check(job)
 
-    def _check(self, work: Work) -> None:
-        if work.recipe is not None:
-            self._check_training(work, self.recipe(work))
-        match work.command:
+    def _check(self, job: Job) -> None:
+        if job.recipe is not None:
+            self._check_training(job, self.recipe(job))
+        match job.command:
             case ("evaluate.py", source, *settings):
                 self._check_scoring(source, _settings(settings))
             case ("-m", "xformer.analysis", _, *settings):
                 self._check_analysis(settings)
 
-    def _check_training(self, work: Work, recipe: Recipe) -> None:
-        start = self.start(work)
+    def _check_training(self, job: Job, recipe: Recipe) -> None:
+        start = self.start(job)
         store = self.store(recipe.data)
         if start is not None:
             check_model(recipe, start)
@@ -266,40 +265,42 @@ class Forecast:
             known = store.splits if store.splits is not None else ("train", "valid")
             check_data(recipe, store.kind, known, store.name)
         if recipe.init is None:
-            if store.words is not None and store.words.size:
-                checkpoints.check_vocabulary(recipe.model, store.words.size)
+            if store.tokenizer is not None and store.tokenizer.size:
+                checkpoints.check_vocabulary(recipe.model, store.tokenizer.size)
             return
         own = self._check_surgery(recipe, recipe.init, start)
-        if store.words is None:
+        if store.tokenizer is None:
             return
-        if store.words.is_other(own):
+        if store.tokenizer.is_other(own):
             mapping.check_foreign_store(recipe.mapping, store.name)
-        shape = self.shape(work)
+        shape = self.shape(job)
         pieces = (shape.vocab_size if shape is not None else 0) or own.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
-        if mapped and pieces and store.words.size and store.words.size > pieces:
+        if mapped and pieces and store.tokenizer.size and store.tokenizer.size > pieces:
             raise BadInput(
-                f"mapping={recipe.mapping}: {store.name} has {store.words.size} ids, "
+                f"mapping={recipe.mapping}: {store.name} has {store.tokenizer.size} ids, "
                 f"the model {pieces} embeddings"
             )
 
-    def _check_surgery(self, recipe: Recipe, init: str, start: ModelConfig | None) -> Words:
+    def _check_surgery(
+        self, recipe: Recipe, init: str, start: ModelConfig | None
+    ) -> TokenizerFacts:
         """The model's tokenizer after the operations. Raises BadInput if one cannot be done."""
-        words = self.words(init)
+        tokenizer = self.tokenizer(init)
         for operation in recipe.surgery:
             if operation.op == "transplant":
                 other = self.shape_at(operation.arguments["source"])
                 if start is not None and other is not None:
                     check_width(operation.arguments["source"], other.width, start.width)
-                words = self.words(operation.arguments["source"])
+                tokenizer = self.tokenizer(operation.arguments["source"])
             elif operation.op == "substitute_unused":
                 store = self.store(operation.arguments["store"])
-                if store.words is not None:
-                    check_source(store.name, not store.words.is_other(words))
-        return words
+                if store.tokenizer is not None:
+                    check_source(store.name, not store.tokenizer.is_other(tokenizer))
+        return tokenizer
 
     def _check_scoring(self, source: str, settings: dict[str, str]) -> None:
-        """What evaluate.py checks of a run that is planned too."""
+        """What evaluate.py would check, if the run that it scores is part of the plan."""
         run = self._by_path.get(source)
         if run is None or run.recipe is None or "data" not in settings:
             return
@@ -310,16 +311,16 @@ class Forecast:
         store, trained = self.store(data), self.store(recipe.data)
         if store.kind is not None:
             check_kind(store.kind, TASKS[recipe.head], store.name)
-        if "mapping" in settings or store.words is None or trained.words is None:
+        if "mapping" in settings or store.tokenizer is None or trained.tokenizer is None:
             return
-        if store.words.is_other(trained.words):
+        if store.tokenizer.is_other(trained.tokenizer):
             raise BadInput(
                 f"{store.name} was made with a different tokenizer from {trained.name}, which the "
                 "run is trained on"
             )
 
     def _check_analysis(self, arguments: Sequence[str]) -> None:
-        """What an analysis checks of the checkpoints that it looks into."""
+        """What an analysis checks of the checkpoints that it reads."""
         most = _settings(arguments).get("max_tokens", "")
         for path in (argument for argument in arguments if "=" not in argument):
             shape = self.shape_at(path)
@@ -330,14 +331,14 @@ class Forecast:
 
 def _read_shape(path: Path) -> ModelConfig | None:
     """The shape in the config.json of a checkpoint, or of the checkpoint that a run selected."""
-    with suppress(BadInput, KeyError, TypeError, OSError):  # whoever uses it says what is wrong
+    with suppress(BadInput, KeyError, TypeError, OSError):  # the job that uses it reports the error
         if (path / "result.json").is_file():
             path = path / read_run_json(path / "result.json")["selected"]
         return validate(ModelConfig, read_json(path / "config.json")["model"])
     return None
 
 
-def _read_words(path: str) -> Words | None:
+def _read_tokenizer(path: str) -> TokenizerFacts | None:
     """The tokenizer that lies in a directory, or in the checkpoint that a run selected."""
     place = Path(path)
     with suppress(BadInput, KeyError, TypeError, ValueError):
@@ -345,7 +346,7 @@ def _read_words(path: str) -> Words | None:
             place = checkpoints.resolve(place)
         meta = read_json(place / META)
         size, letters = int(meta["vocab_size"]), meta["kind"] == "symbols"
-        return Words(path, size, letters, fingerprint=str(meta["fingerprint"]))
+        return TokenizerFacts(path, size, letters, fingerprint=str(meta["fingerprint"]))
     return None
 
 
@@ -367,7 +368,7 @@ def made_kind(command: Sequence[str]) -> str | None:
     return None
 
 
-def _learned(unknown: Words, options: Sequence[str]) -> Words:
+def _learned(unknown: TokenizerFacts, options: Sequence[str]) -> TokenizerFacts:
     """What `preprocess.py tokenizer` makes; a small text may give fewer pieces than are asked."""
     kind, size = _option(options, "--kind"), _option(options, "--vocab-size")
     alphabet = _option(options, "--alphabet")
@@ -390,44 +391,44 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 class Costs:
-    """Expected seconds of a plan's works, at the rate of its finished runs: those that are there,
-    and those whose results are `kept`, by key. Raises BadInput where Forecast does."""
+    """Expected seconds of a plan's jobs, at the FLOP/s of its finished runs: those on disk, and
+    those whose results are `kept`, by key. Raises BadInput where Forecast does."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
         self.forecast = forecast
-        runs = [work for work in forecast.plan.works.values() if work.recipe is not None]
-        self.operations = {work.key: self._operations(work) for work in runs}
+        runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
+        self.operations = {job.key: self._operations(job) for job in runs}
         rates = []
         spent: dict[str, list[float]] = {}  # by stage
-        for work in runs:
-            if not work.done and work.key not in (kept or {}):
+        for job in runs:
+            if not job.done and job.key not in (kept or {}):
                 continue
-            content = read_run_json(work.proof) if work.done else (kept or {})[work.key]
+            content = read_run_json(job.proof) if job.done else (kept or {})[job.key]
             seconds = content.get("seconds") if isinstance(content, dict) else None
             if not isinstance(seconds, int | float):
-                raise BadInput(f"{work.proof} is damaged: it does not say how many seconds it took")
-            spent.setdefault(work.stage, []).append(seconds)
-            if operations := self.operations[work.key]:
+                raise BadInput(f"{job.proof} is damaged: it does not say how many seconds it took")
+            spent.setdefault(job.stage, []).append(seconds)
+            if operations := self.operations[job.key]:
                 rates.append(operations / max(seconds, 1e-3))
         self.measured, self.rate = bool(rates), median(rates or [RATE])
         # also for stages whose finished runs have no store here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
-    def known(self, work: Work) -> bool:
+    def known(self, job: Job) -> bool:
         """Whether the seconds are more than a guess."""
-        return self.operations.get(work.key) is not None or work.stage in self.usual
+        return self.operations.get(job.key) is not None or job.stage in self.usual
 
-    def seconds(self, work: Work) -> float:
-        """Expected seconds of a work. For a run whose store is not made yet, those of its stage's
+    def seconds(self, job: Job) -> float:
+        """Expected seconds of a job. For a run whose store is not made yet, those of its stage's
         finished runs, or else a guess."""
-        operations = self.operations.get(work.key)
-        usual = self.usual.get(work.stage)
+        operations = self.operations.get(job.key)
+        usual = self.usual.get(job.stage)
         if operations is not None and (self.measured or usual is None):
             return START + operations / self.rate
         return OTHER if usual is None else START + usual
 
-    def _operations(self, work: Work) -> float | None:
-        recipe, shape = self.forecast.recipe(work), self.forecast.shape(work)
+    def _operations(self, job: Job) -> float | None:
+        recipe, shape = self.forecast.recipe(job), self.forecast.shape(job)
         sizes = [size for path in each(recipe.data) if (size := _store_size(Path(path)))]
         if shape is None or len(sizes) < len(each(recipe.data)):
             return None
@@ -464,11 +465,11 @@ class Notes:
         {look: examples}                                  for a stage that is a command: examples=
         {made.nesting: --tokens}                          an option of a command
         {made.minilm: model.layers}                       the shape of a checkpoint that is made
-        {paper: 200,000 steps of 150 rows}                these words: what the paper prints
+        {paper: 200,000 steps of 150 rows}                this text as it is: what the paper says
 
     If the runs differ, the values are listed: "16, 32 or 128". A value that is not known yet, such
-    as the shape of a model that is not there, is a question mark. Raises BadInput naming the first
-    placeholder that stands for nothing.
+    as the shape of a model that does not exist, is a question mark. Raises BadInput naming the
+    first placeholder that is not valid.
     """
 
     def __init__(self, forecast: Forecast):
@@ -526,7 +527,7 @@ class Notes:
             return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
         return listed(self._product(run, key) for run in runs)
 
-    def _runs(self, stage: str, where: str) -> list[Work]:
+    def _runs(self, stage: str, where: str) -> list[Job]:
         """The planned runs of a stage at the levels that "task=mrpc, seed=0" says."""
         wanted: Levels = {}
         for part in filter(None, where.split(",")):
@@ -554,23 +555,23 @@ class Notes:
 
     def _made_shape(self, name: str, key: str) -> str:
         """A part of the shape of the checkpoint {made.NAME}."""
-        works = [work for work in self.plan.works.values() if work.name == f"made.{name}"]
-        if not works:
+        jobs = [job for job in self.plan.jobs.values() if job.name == f"made.{name}"]
+        if not jobs:
             near = nearest(name, list(self.study.made))
             raise BadInput(f"no run of the study needs made.{name}{near}")
         _check_key(key)
-        shapes = [self.forecast.shape(work) for work in works]
+        shapes = [self.forecast.shape(job) for job in jobs]
         return listed(getattr(shape, key.removeprefix("model."), None) for shape in shapes)
 
-    def _product(self, run: Work, key: str) -> Any:
+    def _product(self, run: Job, key: str) -> Any:
         values = [self._setting(run, part.strip()) for part in key.split("*")]
         if len(values) == 1 or None in values:
             return None if None in values else values[0]
         if not all(map(_is_number, values)):
-            raise BadInput(f"{key} is a product of something that is no number")
+            raise BadInput(f"{key} is a product of something that is not a number")
         return prod(values)
 
-    def _setting(self, run: Work, key: str) -> Any:
+    def _setting(self, run: Job, key: str) -> Any:
         """A setting of a run; None if it is not known yet."""
         if run.recipe is None:
             if (value := _settings(run.command).get(key)) is None:
@@ -633,4 +634,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _joined(words: list[str], last: str) -> str:
-    return f" {last} ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+    """ "a, b or c", if `last` is "or"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"

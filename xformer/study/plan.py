@@ -1,9 +1,9 @@
-"""From a study to its runs: what each does, what it waits for, and the key of its content.
+"""From a study file to its jobs: what each runs, what it depends on, and its content key.
 
-A key is a hash of all that decides a result: the resolved recipe without `run`, `system.*` and the
-intervals of logs and checkpoints, the precision, the number of processes, the keys of the stores
-and of the initial checkpoint, and RESULTS. Two studies that ask for the same run share it, and a
-changed run has another key.
+A key is a hash of everything that determines a result: the resolved recipe without `run`,
+`system.*` and the intervals of logs and checkpoints, the precision, the number of processes, the
+keys of the stores and of the initial checkpoint, and RESULTS. Two studies that ask for the same run
+share it, and a changed run has another key.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from xformer.study.spec import PLACE, Levels, Need, ScoreTable, Study, within
 from xformer.tasks.known import kind_of
 
 RESULTS = 2  # raised by hand when a change of the code changes results
-# they change no result; `validate_every` does, as it decides which checkpoint is the best
+# these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
-# fields of the recipe that are younger than the first results. They enter the key only if they
+# fields that were added to the recipe after the first results. They enter the key only if they
 # differ from their default, so that earlier results keep their keys. Add each new field here, or to
 # INTERVALS if it changes no result
 LATER = ("loss", "train.trouble", "train.spike")
@@ -43,7 +43,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @dataclass(frozen=True)
-class Work:
+class Job:
     """One command of a study; done when `proof` exists."""
 
     name: str
@@ -51,7 +51,7 @@ class Work:
     path: Path
     proof: Path
     command: tuple[str, ...]
-    waits: tuple[str, ...] = ()  # keys of the works it needs
+    waits: tuple[str, ...] = ()  # keys of the jobs it needs
     missing: tuple[str, ...] = ()  # names of the needs that are not there
     stage: str = ""  # empty for what is made before any run
     levels: Levels = field(default_factory=dict)
@@ -64,20 +64,18 @@ class Work:
 
     @property
     def whole(self) -> bool:
-        """Whether others can start from it. A work whose result comes from the kept results is done
-        but not whole: a run lacks its weights, a command all files but its result."""
+        """Whether other jobs can use its output. A job unpacked from the kept results is done but
+        not whole: a run lacks its weights, a command everything but its result."""
         if self.recipe is None:
             return self.done and not (self.path / UNPACKED).exists()
         return self.done and any(self.path.glob("checkpoints/step_*/manifest.json"))
 
 
-def to_do(
-    works: Iterable[Work], wanted: Iterable[str], kept: Collection[str] = ()
-) -> dict[str, Work]:
-    """The works that must be made, by key in the order of `works`: the `wanted` ones that are not
-    done, and all they wait for that is not whole. `kept` has the keys of works whose results are
+def to_do(jobs: Iterable[Job], wanted: Iterable[str], kept: Collection[str] = ()) -> dict[str, Job]:
+    """The jobs that must run, by key in the order of `jobs`: the `wanted` ones that are not done,
+    and their dependencies that are not whole. `kept` has the keys of jobs whose results are
     kept."""
-    by_key = {work.key: work for work in works}
+    by_key = {job.key: job for job in jobs}
     needed: set[str] = set()
     left = [key for key in wanted if not by_key[key].done and key not in kept]
     while left:
@@ -85,12 +83,12 @@ def to_do(
         if key not in needed:
             needed.add(key)
             left += [other for other in by_key[key].waits if not by_key[other].whole]
-    return {key: work for key, work in by_key.items() if key in needed}
+    return {key: job for key, job in by_key.items() if key in needed}
 
 
 @dataclass
 class _Inputs:
-    """What a work reads, gathered while its places are filled in."""
+    """What a job reads, gathered while its places are filled in."""
 
     name: str
     levels: Levels
@@ -99,7 +97,7 @@ class _Inputs:
 
 
 class Plan:
-    """The works of a study in an order in which they can run, `works`, by key. `wanted` has the
+    """The jobs of a study in an order in which they can run, `jobs`, by key. `wanted` has the
     keys of those that are shown; the others are there because these wait for them.
 
     `root` is the directory of all studies; `paths` {need: path} comes from the command line.
@@ -113,13 +111,13 @@ class Plan:
                 known = ", ".join(study.needs) or "none"
                 raise BadInput(f"needs.{name}: {study.path} has no such need; its needs: {known}")
         self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
-        self.works: dict[str, Work] = {}
+        self.jobs: dict[str, Job] = {}
         self.wanted: set[str] = set()
         self.absent: dict[str, Path] = {}  # the first path that is missing below a need
         self.digests = Digests(root / "digests.json")
-        self._staged: dict[str, dict[str, Work]] = {}  # by stage and name; stages may share a run
+        self._staged: dict[str, dict[str, Job]] = {}  # by stage and name; stages may share a run
         self._recipes: dict[str, dict[str, Any]] = {}
-        self._making: list[str] = []  # to notice circles
+        self._making: list[str] = []  # to detect cycles
         with within(study.path):
             waited_for = self._check_order()
             for stage in study.shown_stages():
@@ -129,30 +127,30 @@ class Plan:
                         self.wanted.add(self._run(stage, levels).key)
             for table in study.tables:
                 self._check_metric(table)
-        for work in self.works.values():
-            self._check_run(work)
+        for job in self.jobs.values():
+            self._check_run(job)
 
     def restrict(self, only: Mapping[str, Sequence[str]]) -> None:
         """Keep of the wanted runs those at these levels of the factors that they have. Raises
         BadInput for a factor or a level that does not exist."""
-        every = [work for works in self._staged.values() for work in works.values()]
+        every = [job for jobs in self._staged.values() for job in jobs.values()]
         for factor, levels in only.items():
             if not levels:
                 raise BadInput(f"only.{factor}=[] leaves nothing to run; name a level")
-            known = {work.levels[factor]: None for work in every if factor in work.levels}
+            known = {job.levels[factor]: None for job in every if factor in job.levels}
             if not known:
-                near = nearest(factor, list({name: None for work in every for name in work.levels}))
+                near = nearest(factor, list({name: None for job in every for name in job.levels}))
                 raise BadInput(f"only.{factor}: {self.study.path} has no such factor{near}")
             if unknown := [level for level in levels if level not in known]:
                 raise BadInput(f"only.{factor}={unknown[0]}: its levels are {', '.join(known)}")
             self.wanted &= {w.key for w in every if w.levels.get(factor, levels[0]) in levels}
 
     def missing(self) -> dict[str, Need]:
-        """The needs that some work waits for and that are not there."""
-        names = {name for work in self.works.values() for name in work.missing}
+        """The needs that some job waits for and that are not there."""
+        names = {name for job in self.jobs.values() for name in job.missing}
         return {name: need for name, need in self.study.needs.items() if name in names}
 
-    def runs(self, stage: str) -> list[Work]:
+    def runs(self, stage: str) -> list[Job]:
         """The runs of a stage, in order."""
         return list(self._staged.get(stage, {}).values())
 
@@ -171,57 +169,57 @@ class Plan:
         try:
             TopologicalSorter(before).prepare()
         except CycleError as error:
-            circle = " -> ".join(error.args[1])
-            raise BadInput(f"its stages wait for one another: {circle}") from None
+            cycle = " -> ".join(error.args[1])
+            raise BadInput(f"its stages wait for one another: {cycle}") from None
         return set().union(*before.values())
 
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have. What a command leaves in its
         result is not known."""
-        for work in self.runs(table.stage):
-            if work.recipe is None or not table.where.items() <= work.levels.items():
+        for job in self.runs(table.stage):
+            if job.recipe is None or not table.where.items() <= job.levels.items():
                 continue
-            pairs = work.recipe.get("masking", {}).get("pair_weight", 0) > 0
-            known = kind_of(work.recipe["head"], pairs).metrics
-            column = work.levels.get(table.columns)
+            pairs = job.recipe.get("masking", {}).get("pair_weight", 0) > 0
+            known = kind_of(job.recipe["head"], pairs).metrics
+            column = job.levels.get(table.columns)
             for metric in table.metrics if column is None else [table.metric_of(column)]:
                 split, _, name = metric.rpartition(".")
                 if split != "train" and name not in known:
                     raise BadInput(
-                        f"table {table.name}: {work.name} will have no {name!r}; it has "
+                        f"table {table.name}: {job.name} will have no {name!r}; it has "
                         f"{', '.join(known)}"
                     )
 
-    def _check_run(self, work: Work) -> None:
+    def _check_run(self, job: Job) -> None:
         """Refuse a run that lies in the place of another: one in another precision (precision did
         not always belong to the key), or one that was copied from another key."""
-        config = work.path / "config.json"
-        if work.recipe is None or not config.is_file():
+        config = job.path / "config.json"
+        if job.recipe is None or not config.is_file():
             return
-        wanted = validate(Recipe, work.recipe).system.precision
+        wanted = validate(Recipe, job.recipe).system.precision
         content = read_config(config)
         try:
             starts = (content, *content.get("starts", ()))
             used = [flat(start["config"]).get("system.precision", wanted) for start in starts]
-            made_as = Path(content["config"].get("run", work.key)).name
+            made_as = Path(content["config"].get("run", job.key)).name
         except (AttributeError, KeyError, TypeError):
             raise BadInput(f"{config} is damaged: it holds no recipe") from None
-        if made_as != work.key:
+        if made_as != job.key:
             raise BadInput(
-                f"{work.path} holds the run {made_as}: it was copied or renamed; delete it to run "
-                f"{work.name} again"
+                f"{job.path} holds the run {made_as}: it was copied or renamed; delete it to run "
+                f"{job.name} again"
             )
         for precision in used:
             if precision != wanted:
                 raise BadInput(
-                    f"{self.study.path}: {work.name}: {work.path} was made with "
+                    f"{self.study.path}: {job.name}: {job.path} was made with "
                     f"system.precision={precision}, the study asks for {wanted}; delete that "
                     "directory to run it again, or give another output="
                 )
 
-    # ----------------------------------------------------------------------------------- its works
+    # ----------------------------------------------------------------------------------- its jobs
 
-    def _run(self, name: str, levels: Levels) -> Work:
+    def _run(self, name: str, levels: Levels) -> Job:
         """The run of a stage at these levels, planned with all that it waits for."""
         stage, factors = self.study.stages[name], self.study.factors(name)
         levels = {factor: levels[factor] for factor in factors}
@@ -247,23 +245,23 @@ class Plan:
         path = self.root / "runs" / key
         recipe = {**self._filled(raw, inputs, False), "run": str(path)}
         recipe = merge({"train": {"keep_state": False}}, recipe)
-        door: tuple[str, ...] = ("train.py",)
+        program: tuple[str, ...] = ("train.py",)
         if stage.processes > 1:
-            door = (*TORCHRUN, str(stage.processes), "-m", "xformer.train")
+            program = (*TORCHRUN, str(stage.processes), "-m", "xformer.train")
         proof, ranks = path / "result.json", stage.processes
-        work = Work(
+        job = Job(
             label,
             key,
             path,
             proof,
-            (*door, str(path.with_suffix(".toml"))),
+            (*program, str(path.with_suffix(".toml"))),
             recipe=recipe,
             processes=ranks,
         )
-        return self._add(work, inputs, name)
+        return self._add(job, inputs, name)
 
-    def _made(self, name: str, levels: Levels) -> Work:
-        """The work that makes {made.NAME} for a run at these levels."""
+    def _made(self, name: str, levels: Levels) -> Job:
+        """The job that makes {made.NAME} for a run at these levels."""
         if name not in self.study.made:
             raise BadInput(f"there is no made.{name}{nearest(name, list(self.study.made))}")
         if name in self._making:
@@ -281,23 +279,23 @@ class Plan:
 
     def _command(
         self, parts: Sequence[str], inputs: _Inputs, place: str, proof: str = "", stage: str = ""
-    ) -> Work:
-        """The work that a command does, at `place` and its key below the root."""
+    ) -> Job:
+        """The job that a command does, at `place` and its key below the root."""
         key = content_key(self._filled(parts, inputs, True))
         filled = self._filled(parts, inputs, False)
         path = self.root / f"{place}{key}"
         command = tuple(part.replace("{out}", str(path)) for part in filled)
-        return self._add(Work(inputs.name, key, path, path / proof, command), inputs, stage)
+        return self._add(Job(inputs.name, key, path, path / proof, command), inputs, stage)
 
-    def _add(self, work: Work, inputs: _Inputs, stage: str) -> Work:
-        """The work with its inputs. An equal one that is already planned takes its place."""
-        work = replace(work, waits=tuple(inputs.waits), missing=tuple(inputs.missing))
+    def _add(self, job: Job, inputs: _Inputs, stage: str) -> Job:
+        """The job with its inputs. An equal one that is already planned takes its place."""
+        job = replace(job, waits=tuple(inputs.waits), missing=tuple(inputs.missing))
         if stage:
-            work = replace(work, stage=stage, levels=inputs.levels)
-        known = self.works.setdefault(work.key, work)
+            job = replace(job, stage=stage, levels=inputs.levels)
+        known = self.jobs.setdefault(job.key, job)
         if stage:
-            own = replace(known, name=work.name, stage=stage, levels=work.levels)
-            self._staged.setdefault(stage, {})[work.name] = own
+            own = replace(known, name=job.name, stage=stage, levels=job.levels)
+            self._staged.setdefault(stage, {})[job.name] = own
         return known
 
     def _filled(self, value: Any, inputs: _Inputs, by_key: bool) -> Any:
@@ -323,12 +321,12 @@ class Plan:
         if kind == "need":
             return self._need(name, below, place[0], by_key, inputs)
         levels = {**inputs.levels, factor: level} if factor else inputs.levels
-        work = self._made(name, levels) if kind == "made" else self._waited_for(name, levels)
-        inputs.waits[work.key] = None
-        inputs.missing.update(dict.fromkeys(work.missing))
-        return f"{work.key if by_key else work.path}{below}"
+        job = self._made(name, levels) if kind == "made" else self._waited_for(name, levels)
+        inputs.waits[job.key] = None
+        inputs.missing.update(dict.fromkeys(job.missing))
+        return f"{job.key if by_key else job.path}{below}"
 
-    def _waited_for(self, stage: str, levels: Levels) -> Work:
+    def _waited_for(self, stage: str, levels: Levels) -> Job:
         """The run of a stage that another run waits for, at that one's levels."""
         for factor, known in self.study.factors(stage).items():
             if factor not in levels:
@@ -354,12 +352,12 @@ class Plan:
 
 
 class Digests:
-    """SHA-256 of files and directories, remembered by path, size and time of change."""
+    """SHA-256 of files and directories, cached by path, size and modification time."""
 
     def __init__(self, path: Path):
         self.path = path
         self.known: dict[str, list[Any]] = {}
-        with suppress(BadInput):  # a damaged file only costs time
+        with suppress(BadInput):  # without a readable cache all files are hashed again
             content = read_json(path)
             good = isinstance(content, dict) and all(isinstance(v, list) for v in content.values())
             self.known = content if good else {}

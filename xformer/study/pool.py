@@ -1,4 +1,4 @@
-"""Running the works of a plan: where they run, in which order, and what the user sees meanwhile."""
+"""Running the jobs of a plan: where they run, in which order, and what the user sees meanwhile."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
 from xformer.monitor import records
 from xformer.study.forecast import Costs, Forecast
-from xformer.study.plan import Plan, Work, to_do
+from xformer.study.plan import Job, Plan, to_do
 
-TAIL = 15  # lines shown of a failed work's log
-DOORS = ("preprocess.py", "train.py", "evaluate.py")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study between two looks at its works
-POLL = 0.2  # seconds between two looks
-MINUTE = 60.0  # seconds between two lines in a log while a work runs
-AGAIN = 30.0  # seconds after which the time left is estimated anew
-# What the process that works are forked from imports first. It must have one thread and no state of
-# a device when it forks, so nothing here may compute anything.
+TAIL = 15  # lines shown of a failed job's log
+SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
+POLL = 0.2  # seconds
+MINUTE = 60.0  # seconds between two progress lines in a log
+AGAIN = 30.0  # seconds after which the time left is estimated again
+# The imports of the fork server. It must be single-threaded and must not have initialized a device
+# when it forks, so nothing here may compute anything.
 PRELOADED = [
     __name__,
     "xformer.train",
@@ -51,7 +51,7 @@ PRELOADED = [
 
 
 class Handle(Protocol):
-    """A work that was started, with the words of multiprocessing.Process."""
+    """A started job, with the interface of multiprocessing.Process."""
 
     @property
     def exitcode(self) -> int | None:
@@ -61,34 +61,35 @@ class Handle(Protocol):
         """Ask it to stop. Training writes a checkpoint first."""
 
     def join(self) -> None:
-        """Wait for the end of one that was asked to stop, unless somebody else sees to that."""
+        """Wait for the end of a job that was asked to stop, unless the cluster sees to it."""
 
 
 class Executor(Protocol):
-    """Where works run: how many processes at once, and how a work is started."""
+    """Where jobs run: how many processes at once, and how a job is started."""
 
     @property
     def slots(self) -> int: ...
 
-    def start(self, work: Work, slots: Sequence[int]) -> Handle: ...
+    def start(self, job: Job, slots: Sequence[int]) -> Handle: ...
 
 
-def line_of(work: Work) -> tuple[str, ...]:
-    """The command line of a work, whatever directory the study was started in.
+def line_of(job: Job) -> tuple[str, ...]:
+    """The command line of a job, independent of the working directory.
 
-    train.py and its like lie beside the package in a checkout. Without one they are sub-commands.
+    In a checkout, train.py and the other scripts lie next to the package. If xformer is installed
+    without them, their sub-commands are run instead.
     """
-    first, *rest = work.command
-    door = provenance.ROOT / first
-    if first in DOORS:
-        program = [str(door)] if door.is_file() else ["-m", "xformer", door.stem]
-        return (sys.executable, *program, *rest)
-    return (sys.executable, *work.command)
+    first, *rest = job.command
+    if first not in SCRIPTS:
+        return (sys.executable, *job.command)
+    script = provenance.ROOT / first
+    program = [str(script)] if script.is_file() else ["-m", "xformer", script.stem]
+    return (sys.executable, *program, *rest)
 
 
-def log_of(work: Work) -> Path:
-    """The file that holds what a work prints."""
-    return work.path.with_name(f"{work.path.name}.log")
+def log_of(job: Job) -> Path:
+    """The file that holds what a job prints."""
+    return job.path.with_name(f"{job.path.name}.log")
 
 
 # ----------------------------------------------------------------------------------- this machine
@@ -99,14 +100,14 @@ class Local:
     """Processes of this machine. Each slot has its share of the cores; with GPUs, slot i has GPU i
     modulo their number.
 
-    They are forks of one process that has imported what they need, so imports are paid once.
+    They are forked from one server process that has imported what they need.
     """
 
     slots: int
     threads: int
     devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
-    def start(self, work: Work, slots: Sequence[int]) -> Handle:
+    def start(self, job: Job, slots: Sequence[int]) -> Handle:
         paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
         environment = {
             **os.environ,
@@ -117,9 +118,9 @@ class Local:
         if self.devices:
             devices = dict.fromkeys(self.devices[slot % len(self.devices)] for slot in slots)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        log = log_of(work).absolute()
-        log.open("ab").close()  # a disk that refuses is noticed here
-        arguments = (line_of(work)[1:], str(log), environment)
+        log = log_of(job).absolute()
+        log.open("ab").close()  # fail here if the log cannot be written
+        arguments = (line_of(job)[1:], str(log), environment)
         process = get_context("forkserver").Process(target=become, args=arguments)
         process.start()
         return process
@@ -141,12 +142,11 @@ def local(jobs: int, per_device: int) -> Local:
 
 
 def _start_server(environment: dict[str, str]) -> None:
-    """Start the process that works are forked from, in an environment, unless it runs.
+    """Start the fork server with this environment, unless it is running.
 
-    When this process is killed, the server lives as long as its works. It does not inherit the
-    terminal and pipes that are open here; otherwise a reader of one of them would wait for the
-    works. SIGTERM is blocked in it, because a signal to all processes of a study is not meant for
-    the server.
+    If this process is killed, the server lives as long as its jobs. It must not inherit our stdout
+    and stderr: whoever reads a pipe from us would wait for the jobs too. SIGTERM is blocked in it,
+    because a signal to the whole process group is not meant for the server.
     """
     forkserver.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
@@ -207,14 +207,14 @@ class SlurmHandle:
             return None
         try:
             return int(self.submitted.result())
-        except Exception:  # whatever submitit makes of a job that died
+        except Exception:  # whatever submitit raises for a job that died
             return 1
 
     def terminate(self) -> None:
         self.submitted.cancel()
 
     def join(self) -> None:
-        pass  # the cluster ends it
+        pass  # the cluster takes care of it
 
 
 class Slurm:
@@ -232,18 +232,18 @@ class Slurm:
         self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
         self.executor.update_parameters(name="xformer", **options)
 
-    def start(self, work: Work, slots: Sequence[int]) -> SlurmHandle:
-        command = ClusterCommand(line_of(work), log_of(work).absolute())
+    def start(self, job: Job, slots: Sequence[int]) -> SlurmHandle:
+        command = ClusterCommand(line_of(job), log_of(job).absolute())
         return SlurmHandle(self.executor.submit(command))
 
 
 @dataclass
 class ClusterCommand:
-    """What a job of the cluster does: run a command whose output goes to a file, and return its
-    exit status.
+    """What submitit runs on the cluster: a command whose output goes to a file. Returns its exit
+    status.
 
-    When its time is over or its place is taken, the job stops the command, which writes a
-    checkpoint, and is queued again to continue from it.
+    On a timeout or preemption the command is stopped, which makes training write a checkpoint, and
+    requeued to continue from it.
     """
 
     line: tuple[str, ...]
@@ -276,7 +276,8 @@ class ClusterCommand:
             self._wait()
 
     def _wait(self) -> int:
-        """Poll, since `checkpoint` may interrupt a wait, which holds a lock, and then waits too."""
+        """Poll, because `checkpoint` is called from a signal handler: Popen.wait would deadlock
+        there if it interrupted another Popen.wait."""
         assert self.popen is not None
         while (status := self.popen.poll()) is None:
             time.sleep(0.1)
@@ -288,182 +289,175 @@ class ClusterCommand:
 
 @dataclass
 class Outcome:
-    """How a work ended: "done", "there" (it was done before), "not needed" (it is not there, and no
-    work that must be done waits for it), "failed" or "not run"."""
+    """How a job ended: "done", "there" (done before), "not needed" (not done, and no job that must
+    run waits for it), "failed" or "not run"."""
 
-    work: Work
+    job: Job
     state: str
     seconds: float = 0.0
     why: str = ""
 
 
 @dataclass
-class _Begun:
-    """A work that was started, and whether it was asked to stop for a pause."""
+class _Running:
+    """A job that was started, and whether it was asked to stop."""
 
-    work: Work
+    job: Job
     handle: Handle
     slots: Sequence[int]
-    begin: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     asked: bool = False
 
 
-def run_works(
-    works: Sequence[Work],
+def run_jobs(
+    jobs: Sequence[Job],
     executor: Executor,
     changed: Callable[[dict[str, Outcome]], None],
-    set_up: Callable[[Work], None],
+    set_up: Callable[[Job], None],
     poll: float = POLL,
     *,
     wanted: Collection[str] | None = None,
     pause: Path | None = None,
     tell: Callable[[str], None] = say,
 ) -> dict[str, Outcome]:
-    """Run the works that must be done, each when all it waits for is there, in the order of
-    `_order`. Returns the outcome of each, by key.
+    """Run the jobs that must be done in the order of `_order`, each once its dependencies are done.
+    Returns the outcome of each, by key.
 
-    `wanted` are the keys of those that are run for their own sake; without it, all. One that fails
-    does not stop the others, only those that wait for it. `set_up` is called before a work starts,
-    `changed` with all outcomes so far after each look, every `poll` seconds. While a file `pause`
-    exists nothing runs, and `tell` is given a line. If `changed` raises, all running works are
-    asked to stop.
+    `wanted` has the keys of the jobs that are run for their own sake (default: all). A failed job
+    stops only those that depend on it. `set_up` is called before a job starts, `changed` with all
+    outcomes so far every `poll` seconds. While a file `pause` exists nothing runs, and `tell` is
+    given a line. If `changed` raises, all running jobs are asked to stop.
     """
-    queue = _Queue(works, executor, set_up, wanted)
-    stopped: list[Work] = []  # by the present pause
+    queue = _Queue(jobs, executor, set_up, wanted)
+    stopped: list[Job] = []  # by the present pause
     told = False
     try:
-        while queue.waiting or queue.begun:
+        while queue.waiting or queue.running:
             stopped += queue.collect()
             if pause is not None and pause.exists():
                 queue.stop()
-                if not queue.begun and not told:
-                    tell(f"paused: {_in_words(stopped)}; remove {pause} to go on")
+                if not queue.running and not told:
+                    tell(f"paused: {_in_words(stopped)}; remove {pause} to continue")
                     told = True
             else:
                 if told:
-                    tell("going on")
+                    tell("resumed")
                 stopped, told = [], False
                 queue.start()
             changed(queue.outcomes)
-            if queue.waiting or queue.begun:
+            if queue.waiting or queue.running:
                 time.sleep(poll)
     finally:
         queue.stop()
-        for begun in queue.begun.values():
-            begun.handle.join()
+        for running in queue.running.values():
+            running.handle.join()
     return queue.outcomes
 
 
-def _in_words(stopped: list[Work]) -> str:
+def _in_words(stopped: list[Job]) -> str:
     """What a pause has interrupted."""
-    runs = sum(work.recipe is not None for work in stopped)
-    commands, parts = len(stopped) - runs, []
-    if runs:
-        parts.append(
-            "1 run stopped at its checkpoint"
-            if runs == 1
-            else f"{runs} runs stopped at their checkpoints"
-        )
-    if commands:
-        parts.append(f"{commands} command{'s' * (commands > 1)} to be started again")
-    return ", ".join(parts) or "nothing was running"
+    if not stopped:
+        return "nothing was running"
+    runs = sum(job.recipe is not None for job in stopped)
+    return (
+        f"runs stopped with a checkpoint: {runs}, commands to be restarted: {len(stopped) - runs}"
+    )
 
 
 class _Queue:
-    """The works of a study: which wait, which run, which have ended."""
+    """The jobs of a study: which wait, which run, which have ended."""
 
     def __init__(
         self,
-        works: Sequence[Work],
+        jobs: Sequence[Job],
         executor: Executor,
-        set_up: Callable[[Work], None],
+        set_up: Callable[[Job], None],
         wanted: Collection[str] | None,
     ):
         self.executor, self.set_up = executor, set_up
-        todo = to_do(works, [work.key for work in works] if wanted is None else wanted)
-        self.awaited = {key for work in todo.values() for key in work.waits}
-        self._order = _order(works)
-        self.waiting = sorted(todo.values(), key=lambda work: self._order[work.key])
-        self.begun: dict[str, _Begun] = {}
+        todo = to_do(jobs, [job.key for job in jobs] if wanted is None else wanted)
+        self.awaited = {key for job in todo.values() for key in job.waits}
+        self._order = _order(jobs)
+        self.waiting = sorted(todo.values(), key=lambda job: self._order[job.key])
+        self.running: dict[str, _Running] = {}
         self.outcomes = {
-            work.key: Outcome(work, "there" if work.done else "not needed")
-            for work in works
-            if work.key not in todo
+            job.key: Outcome(job, "there" if job.done else "not needed")
+            for job in jobs
+            if job.key not in todo
         }
 
     def start(self) -> None:
-        """Start works, the first of the plan first, as long as slots are free."""
-        for work in list(self.waiting):
-            if blocker := _blocker(work, self.outcomes):
-                self._end(work, Outcome(work, "not run", why=blocker))
-        taken = {slot for begun in self.begun.values() for slot in begun.slots}
+        """Start jobs, in order, as long as slots are free."""
+        for job in list(self.waiting):
+            if blocker := _blocker(job, self.outcomes):
+                self._end(job, Outcome(job, "not run", why=blocker))
+        taken = {slot for running in self.running.values() for slot in running.slots}
         free = [slot for slot in range(self.executor.slots) if slot not in taken]
-        for work in list(self.waiting):
+        for job in list(self.waiting):
             if not free:
                 return
-            if not all(key in self.outcomes for key in work.waits) or in_use(work.path):
+            if not all(key in self.outcomes for key in job.waits) or in_use(job.path):
                 continue
-            if self._made(work):  # by another study, meanwhile
-                self._end(work, Outcome(work, "there"))
+            if self._made(job):  # by another study, meanwhile
+                self._end(job, Outcome(job, "there"))
                 continue
-            number = min(work.processes, self.executor.slots)
+            number = min(job.processes, self.executor.slots)
             if len(free) < number:
-                return  # wait for others to end; smaller works could keep this one waiting for ever
+                return  # wait for others to end: smaller jobs could starve this one
             slots, free = free[:number], free[number:]
-            log_of(work).parent.mkdir(parents=True, exist_ok=True)
-            self.set_up(work)
-            self.begun[work.key] = _Begun(work, self.executor.start(work, slots), slots)
-            self.waiting.remove(work)
+            log_of(job).parent.mkdir(parents=True, exist_ok=True)
+            self.set_up(job)
+            self.running[job.key] = _Running(job, self.executor.start(job, slots), slots)
+            self.waiting.remove(job)
 
-    def collect(self) -> list[Work]:
-        """Take note of what has ended. Returns the works that ended because they were asked to
-        stop, or because another process has their directory; they wait again."""
+    def collect(self) -> list[Job]:
+        """Collect the jobs that have ended. Returns those that were asked to stop, or whose
+        directory another process has; they wait again."""
         stopped = []
-        for key, begun in list(self.begun.items()):
-            status = begun.handle.exitcode
+        for key, running in list(self.running.items()):
+            status = running.handle.exitcode
             if status is None:
                 continue
-            del self.begun[key]
-            work, seconds = begun.work, time.monotonic() - begun.begin
-            if self._made(work):
-                self.outcomes[key] = Outcome(work, "there" if status else "done", seconds)
-            elif begun.asked or in_use(work.path):  # by what a killed study left behind
-                stopped.append(work)
+            del self.running[key]
+            job, seconds = running.job, time.monotonic() - running.started
+            if self._made(job):
+                self.outcomes[key] = Outcome(job, "there" if status else "done", seconds)
+            elif running.asked or in_use(job.path):  # by a job that a killed study left running
+                stopped.append(job)
             else:
-                self.outcomes[key] = Outcome(work, "failed", seconds, _last_words(work, status))
-        self.waiting = sorted(self.waiting + stopped, key=lambda work: self._order[work.key])
+                self.outcomes[key] = Outcome(job, "failed", seconds, _last_words(job, status))
+        self.waiting = sorted(self.waiting + stopped, key=lambda job: self._order[job.key])
         return stopped
 
     def stop(self) -> None:
         """Ask everything that runs to stop, once."""
-        for begun in self.begun.values():
-            if not begun.asked:
-                begun.asked = True
-                begun.handle.terminate()
+        for running in self.running.values():
+            if not running.asked:
+                running.asked = True
+                running.handle.terminate()
 
-    def _made(self, work: Work) -> bool:
-        return work.whole if work.key in self.awaited else work.done
+    def _made(self, job: Job) -> bool:
+        return job.whole if job.key in self.awaited else job.done
 
-    def _end(self, work: Work, outcome: Outcome) -> None:
-        self.outcomes[work.key] = outcome
-        self.waiting.remove(work)
+    def _end(self, job: Job, outcome: Outcome) -> None:
+        self.outcomes[job.key] = outcome
+        self.waiting.remove(job)
 
 
-def _order(works: Sequence[Work]) -> dict[str, tuple[int, int]]:
-    """The rank of each work by key. The work with the most runs before it comes first; equal works
-    keep the order of the plan. So the fine-tunings of a pre-training come before the next
-    pre-training, and results come as early as possible."""
-    runs: dict[str, int] = {}  # the longest chain of runs that ends with a work
+def _order(jobs: Sequence[Job]) -> dict[str, tuple[int, int]]:
+    """The rank of each job by key: most runs before it first, ties in the order of the plan. So the
+    fine-tunings of a pre-training come before the next pre-training, and results come early."""
+    runs: dict[str, int] = {}  # the longest chain of runs that ends with a job
     rank = {}
-    for number, work in enumerate(works):  # what a work waits for comes before it
-        before = max((runs[key] for key in work.waits), default=0)
-        runs[work.key] = before + bool(work.stage)
-        rank[work.key] = (-before, number)
+    for number, job in enumerate(jobs):  # what a job waits for comes before it
+        before = max((runs[key] for key in job.waits), default=0)
+        runs[job.key] = before + bool(job.stage)
+        rank[job.key] = (-before, number)
     return rank
 
 
 def in_use(run: Path) -> bool:
-    """Whether another process has a run: another study, or what a killed one left behind."""
+    """Whether another process has a run's lock: another study, or a job of a killed one."""
     try:
         with (run / ".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -474,52 +468,52 @@ def in_use(run: Path) -> bool:
     return False
 
 
-def _blocker(work: Work, outcomes: dict[str, Outcome]) -> str:
-    """Why a work can never run, or nothing."""
-    if work.missing:
-        return f"needs.{work.missing[0]} is missing"
-    for key in work.waits:
+def _blocker(job: Job, outcomes: dict[str, Outcome]) -> str:
+    """Why a job can never run, or nothing."""
+    if job.missing:
+        return f"needs.{job.missing[0]} is missing"
+    for key in job.waits:
         if key in outcomes and outcomes[key].state in ("failed", "not run"):
-            return f"waits for {outcomes[key].work.name}"
+            return f"waits for {outcomes[key].job.name}"
     return ""
 
 
-def _last_words(work: Work, status: int) -> str:
-    """The end of a failed work's log."""
+def _last_words(job: Job, status: int) -> str:
+    """The end of a failed job's log."""
     try:
-        lines = log_of(work).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = log_of(job).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         lines = []
     if status == 0:
-        lines.append(f"it ended well and left no {work.proof}")
+        lines.append(f"it exited with status 0 but wrote no {job.proof}")
     return "\n".join(lines[-TAIL:])
 
 
 # --------------------------------------------------------------------------------- a whole study
 
 
-def set_up(work: Work) -> None:
+def set_up(job: Job) -> None:
     """Write the recipe that a run is started with, or make the directory of a command's result. A
-    work that is done but must be made again, because it is not whole, begins in an empty
+    job that is done but must be made again, because it is not whole, starts in an empty
     directory."""
-    if work.done and not work.whole:
-        aside = work.path.with_name(f".{work.path.name}.{os.getpid()}.partial")
-        work.path.rename(aside)
+    if job.done and not job.whole:
+        aside = job.path.with_name(f".{job.path.name}.{os.getpid()}.partial")
+        job.path.rename(aside)
         shutil.rmtree(aside)
-    if work.recipe is not None:
-        work.path.parent.mkdir(parents=True, exist_ok=True)
-        text = f"# {work.name}\n{toml_text(work.recipe)}"
-        work.path.with_suffix(".toml").write_text(text, encoding="utf-8")
-    elif work.stage:
-        work.path.mkdir(parents=True, exist_ok=True)
+    if job.recipe is not None:
+        job.path.parent.mkdir(parents=True, exist_ok=True)
+        text = f"# {job.name}\n{toml_text(job.recipe)}"
+        job.path.with_suffix(".toml").write_text(text, encoding="utf-8")
+    elif job.stage:
+        job.path.mkdir(parents=True, exist_ok=True)
 
 
 def run_plan(
-    plan: Plan, executor: Executor, keep: Callable[[Work, bool], str]
+    plan: Plan, executor: Executor, keep: Callable[[Job, bool], str]
 ) -> dict[str, Outcome]:
-    """Run the works of a plan that must be done, and show how far it is and how long it will take.
-    `keep` is called with each work that is done and whether it was made now. It returns a line for
-    the user, or nothing."""
+    """Run the jobs of a plan that must be done, and show progress and the time left. `keep` is
+    called with each job that is done and whether it ran now. It returns a line for the user, or
+    nothing."""
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
     try:
@@ -528,10 +522,10 @@ def run_plan(
             def changed(outcomes: dict[str, Outcome]) -> None:
                 progress.show(outcomes)
                 if signals:
-                    raise Interrupted(signals[0], "stopped; the same command goes on")
+                    raise Interrupted(signals[0], "stopped; run the same command again to continue")
 
-            return run_works(
-                list(plan.works.values()),
+            return run_jobs(
+                list(plan.jobs.values()),
                 executor,
                 changed,
                 set_up,
@@ -544,10 +538,10 @@ def run_plan(
             signal.signal(number, handler)
 
 
-def newest_numbers(works: Iterable[Work]) -> dict[str, float]:
-    """Step, loss and speed of the training that logged last among works that are not done."""
+def newest_numbers(jobs: Iterable[Job]) -> dict[str, float]:
+    """Step, loss and speed of the training that logged last among jobs that are not done."""
     try:
-        runs = [work.path for work in works if (work.path / "log.jsonl").is_file()]
+        runs = [job.path for job in jobs if (job.path / "log.jsonl").is_file()]
         newest = max(runs, key=lambda run: (run / "log.jsonl").stat().st_mtime)
         record = [record for record in records(newest) if record["event"] == "train"][-1]
         speed = record["real_tokens_per_second"]
@@ -557,16 +551,16 @@ def newest_numbers(works: Iterable[Work]) -> dict[str, float]:
 
 
 class StudyProgress(Progress):
-    """What the user sees while a study runs: in a log a line for each work that ends and one each
-    minute, with the time left; on a terminal a bar too."""
+    """The progress of a study: a line for each job that ends and one per minute, with the time
+    left; on a terminal also a bar."""
 
-    def __init__(self, plan: Plan, slots: int, keep: Callable[[Work, bool], str]):
+    def __init__(self, plan: Plan, slots: int, keep: Callable[[Job, bool], str]):
         self.plan, self.slots, self.keep = plan, slots, keep
-        self.open = to_do(plan.works.values(), plan.wanted)
+        self.open = to_do(plan.jobs.values(), plan.wanted)
         self.said: set[str] = set()
         self.looked = self.estimated = self.ended = time.monotonic()
         self._estimate()
-        super().__init__("study", len(plan.works), "works", lines=False, stay=True)
+        super().__init__("study", len(plan.jobs), "jobs", lines=False, stay=True)
 
     def show(self, outcomes: dict[str, Outcome]) -> None:
         """Say what has ended since the last time."""
@@ -586,28 +580,28 @@ class StudyProgress(Progress):
             self.total -= 1
             return
         if self.open.pop(key, None):
-            if time.monotonic() > self.estimated + AGAIN:  # more stores are there now
+            if time.monotonic() > self.estimated + AGAIN:  # more stores exist now
                 self._estimate()
             self.seconds.pop(key, None)
             self.ended = time.monotonic()
         else:
-            self.before += 1  # it was there: it tells nothing about the speed
+            self.before += 1  # done before: it says nothing about the speed
         self.advance(1)
-        line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.work.name}: {outcome.state}"
+        line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.job.name}: {outcome.state}"
         if outcome.state == "done":
             after = f"; about {duration(self.left())} left" if self.seconds else ""
             say(f"{line}, {outcome.seconds:.0f} s{after}", error=True)
         elif outcome.state != "there":
             say(line, *(f"    {text}" for text in outcome.why.splitlines()), error=True)
         if outcome.state in ("done", "there"):
-            say(*filter(None, [self.keep(outcome.work, outcome.state == "done")]), error=True)
+            say(*filter(None, [self.keep(outcome.job, outcome.state == "done")]), error=True)
 
     def left(self) -> float:
-        """Seconds to the end: what the open works will cost, less the time since one ended."""
+        """Estimated seconds left: the cost of the open jobs, minus the time since one ended."""
         rest = sum(self.seconds.values()) / max(1, min(self.slots, len(self.seconds)))
         return max(0.0, rest - (time.monotonic() - self.ended))
 
     def _estimate(self) -> None:
         costs = Costs(Forecast(self.plan))
-        self.seconds = {key: costs.seconds(work) for key, work in self.open.items()}
+        self.seconds = {key: costs.seconds(job) for key, job in self.open.items()}
         self.estimated = self.ended = time.monotonic()

@@ -24,7 +24,7 @@ from xformer.config import toml_text
 from xformer.data import style
 from xformer.study.claims import Verdict, verdicts
 from xformer.study.forecast import Forecast, Notes
-from xformer.study.plan import Work
+from xformer.study.plan import Job
 from xformer.study.pool import Outcome
 from xformer.study.results import (
     LEVEL,
@@ -41,7 +41,7 @@ from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, ScoreT
 
 TEMPLATES = Path(__file__).parent / "templates"
 WIDE = 4  # panels side by side
-DIFFERS = ("where we differ", "the paper", "here", "why")  # heads of the table of deviations
+DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -52,7 +52,7 @@ class Entry:
     """What stands in one place of a grid."""
 
     text: str
-    published: str = ""  # the paper's number, and ours less theirs
+    published: str = ""  # the paper's number, and ours minus theirs
     value: float | None = None  # what rows are sorted by
     run: str = ""  # key of the run that it links to
     prose: bool = False  # words rather than a number or a name
@@ -86,7 +86,7 @@ class Section:
     title: str
     about: str = ""
     figure: Drawing | None = None
-    run: Work | None = None  # that the figure is of
+    run: Job | None = None  # that the figure is of
     grid: Grid | None = None
     note: str = ""
     deviations: Grid | None = None
@@ -104,9 +104,9 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A work of the study: how it stands, its scores, and how to make it."""
+    """A job of the study: its state, its scores, and the command that runs it."""
 
-    work: Work
+    job: Job
     state: str
     scores: str
     curve: LossCurve | None
@@ -117,7 +117,7 @@ class RunEntry:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a report says."""
+    """Everything that a report shows."""
 
     title: str
     question: str
@@ -125,7 +125,7 @@ class Report:
     notes: Sequence[str]
     sections: Sequence[Section]
     failed: Sequence[Outcome]
-    waiting: dict[str, int]  # why works were not run, and how many
+    waiting: dict[str, int]  # why jobs were not run, and how many
     runs: Sequence[RunEntry]
 
 
@@ -149,7 +149,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         sections,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
-        [_run(work, results, outcomes, directory) for work in plan.works.values()],
+        [_run(job, results, outcomes, directory) for job in plan.jobs.values()],
     )
 
 
@@ -190,23 +190,23 @@ def _claims(results: Results) -> Iterator[Section]:
     study, every = results.study, verdicts(results)
     if not every:
         return
-    heads, note = ["claim", "here", "ground"], ""
+    heads, note = ["claim", "verdict", "evidence"], ""
     if study.registration is not None:
-        heads += ["margin", "detected with power 0.8", "registered"]
+        heads += ["margin", "detectable at power 0.8", "registered"]
         note = f"Registered: {study.registration.words()}."
     rows = []
     for verdict in every:
         row = [Entry(verdict.claim.text, prose=True), Entry(verdict.state, bold=True)]
         row += [Entry(text, prose=True) for text in (_ground(verdict), *_registration(verdict))]
         rows.append(row)
-    title = "What the paper claims, and what holds here"
+    title = "The paper's claims, and whether they hold here"
     yield Section(title, grid=Grid(heads, rows), note=note)
 
 
 def _ground(verdict: Verdict) -> str:
     """The differences that decided a claim, in words."""
     digits, margin = verdict.table.digits, verdict.claim.margin * verdict.table.scale
-    against = f"p that it is {margin:g}:" if margin else "p"
+    against = f"p against {margin:g}:" if margin else "p"
     parts = []
     for level, difference, p in verdict.parts:
         text = f"{level} {difference.mean:+.{digits}f}".lstrip()
@@ -216,7 +216,7 @@ def _ground(verdict: Verdict) -> str:
         if p is not None:
             small = f"{against} {p:.3f}" if p >= 0.0005 else f"{against} < 0.001"
         parts.append(f"{text} ({small})")
-    floor = "" if verdict.learnt else "no run leaves chance: "
+    floor = "" if verdict.learnt else "no run is above chance: "
     return floor + "; ".join(parts) if parts else "no runs to compare"
 
 
@@ -262,13 +262,13 @@ def _legend(results: Results, table: ScoreTable) -> str:
     if table.where:
         text += ", " + ", ".join(f"{factor} {level}" for factor, level in table.where.items())
     if table.minus:
-        text += f", less that of the stage {table.minus}"
+        text += f", minus that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
     text += " (seeds)" if SEED in results.study.factors(table.stage) else " (runs)"
     if table.best != "none":
         text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
-        text += f"; then what {table.published.source} prints, and ours less theirs"
+        text += f"; then the number in {table.published.source}, and ours minus theirs"
     for name, parts in results.means(table).items():
         text += f". {name}: mean of {', '.join(parts)}"
     return f"{text}."
@@ -309,9 +309,9 @@ def _scores(cells: list[list[Cell]], digits: int) -> Grid:
 
 def _summary(results: Results, summary: Summary, notes: Notes) -> Section:
     table = results.study.table(summary.table)
-    about = f"Of the cells of the table above, {table.title!r}, by {summary.by}"
+    about = f"Over the cells of the table above, {table.title!r}, by {summary.by}"
     if summary.published is not None:
-        about += f"; then what {summary.published.source} prints"
+        about += f"; then the number in {summary.published.source}"
     rows = [[Entry(row[0].row), *map(_statistic, row)] for row in results.statistics(summary)]
     grid = Grid((summary.by, *STATISTICS), rows)
     return Section(summary.title, f"{about}.", grid=grid, deviations=_deviations(notes, table))
@@ -332,7 +332,7 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
             end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
             texts = (panel.name, line.name, str(line.runs), panel.value)
             rows.append([Entry(text) for text in (*texts, f"{end} at step {line.x[-1]:g}")])
-    caption = "Mean over runs; bands are one standard deviation."
+    caption = "Mean over runs; bands show ± one standard deviation."
     drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
     grid = Grid(("panel", "line", "runs", "number", "last point"), rows)
     return Section(curves.title, "", drawing, grid=grid, deviations=_deviations(notes, curves))
@@ -340,11 +340,11 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
 
 def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Section]:
     if drawn := results.picture(picture):
-        work, path = drawn
+        job, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
         drawing = Drawing(f"{picture.name}.svg", "", *images)
-        yield Section(picture.title, "", drawing, work, deviations=_deviations(notes, picture))
+        yield Section(picture.title, "", drawing, job, deviations=_deviations(notes, picture))
 
 
 def _data(path: Path) -> str:
@@ -361,22 +361,22 @@ def _deviations(notes: Notes, shown: Shown) -> Grid | None:
 # -------------------------------------------------------------------------------------- its runs
 
 
-def _run(work: Work, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
-    metrics = results.metrics.get(work.key, {})
+def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
+    metrics = results.metrics.get(job.key, {})
     scores = [
         f"{s} {m} {value:.4g}" for s, values in metrics.items() for m, value in values.items()
     ]
     config = ""
-    if work.recipe is not None and (work.path / "config.json").exists():
-        config = str(Path("..") / work.path.relative_to(directory.parent) / "config.json")
+    if job.recipe is not None and (job.path / "config.json").exists():
+        config = str(Path("..") / job.path.relative_to(directory.parent) / "config.json")
     return RunEntry(
-        work,
-        state_of(work, outcomes),
+        job,
+        state_of(job, outcomes),
         "; ".join(scores),
-        None if work.recipe is None else _loss_curve(work.path),
-        "" if work.recipe is None else toml_text(work.recipe),
+        None if job.recipe is None else _loss_curve(job.path),
+        "" if job.recipe is None else toml_text(job.recipe),
         config,
-        shlex.join(["python", *work.command]),
+        shlex.join(["python", *job.command]),
     )
 
 

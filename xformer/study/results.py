@@ -34,7 +34,7 @@ from xformer.data.files import (
     write_bytes,
 )
 from xformer.monitor import records
-from xformer.study.plan import UNPACKED, Plan, Work
+from xformer.study.plan import UNPACKED, Job, Plan
 from xformer.study.pool import Outcome
 from xformer.study.spec import (
     METRIC,
@@ -48,18 +48,18 @@ from xformer.study.spec import (
 )
 
 LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
-ENOUGH = 8  # scores that a bootstrap needs: from three it only spans the smallest to the largest
+ENOUGH = 8  # scores that a bootstrap needs; with three, its interval is just the range
 RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
 COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
 CONFIG = "config.json"
 OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
-KEY = "key"  # the member that says which work it is
+KEY = "key"  # the member that says which job it is
 WEIGHTS = "model.sha256"  # in the form of the command sha256sum
-MOST = 2**28  # bytes that are unpacked of one file
-BEGINNING = (1980, 1, 1, 0, 0, 0)  # the time of every member: the same content is the same file
+MOST = 2**28  # bytes that one file may unpack to
+BEGINNING = (1980, 1, 1, 0, 0, 0)  # timestamp of every member, so that equal content is equal bytes
 Metrics = dict[str, dict[str, float]]  # {split: {metric: score}}
-Replicate = tuple[str, ...]  # the levels that tell one score of several: a seed
+Replicate = tuple[str, ...]  # the levels that identify a replicate, such as its seed
 
 
 # --------------------------------------------------------------------------------- a few scores
@@ -139,12 +139,12 @@ class Cell:
 
     row: str
     column: str
-    runs: tuple[Work, ...]  # the finished ones
+    runs: tuple[Job, ...]  # the finished ones
     sample: Sample | None  # None if none is finished
     published: float | None
     show: str = "mean"
     best: float | None = None  # the highest number, if the table shows it
-    at_chance: int = 0  # how many of the runs score no more than a model that has learnt nothing
+    at_chance: int = 0  # how many of the runs are not above chance
 
     @property
     def value(self) -> float | None:
@@ -155,7 +155,7 @@ class Cell:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published, in the units of the table."""
+        """Ours minus the published, in the units of the table."""
         if self.value is None or self.published is None:
             return None
         return self.value - self.published
@@ -200,25 +200,25 @@ class Results:
         names = [name for table in self.study.tables for name in table.metrics]
         with_log = any(name.startswith("train.") for name in names)
         self.metrics = {
-            work.key: _read_metrics(work, with_log)
-            for work in plan.works.values()
-            if work.stage and work.done
+            job.key: _read_metrics(job, with_log)
+            for job in plan.jobs.values()
+            if job.stage and job.done
         }
 
-    def score(self, work: Work, table: ScoreTable, column: str) -> float | None:
-        """The run's score in a column of a table, in its units, less that of the run that `minus`
-        names; None if it is not there yet."""
-        value = self._plain_score(work, table, column)
+    def score(self, job: Job, table: ScoreTable, column: str) -> float | None:
+        """The run's score in a column of a table, in its units, minus that of the run that `minus`
+        names; None if either is not finished."""
+        value = self._plain_score(job, table, column)
         if not table.minus or value is None:
             return value
-        levels = {factor: work.levels[factor] for factor in self.study.factors(table.minus)}
+        levels = {factor: job.levels[factor] for factor in self.study.factors(table.minus)}
         base = next((w for w in self.plan.runs(table.minus) if w.levels == levels), None)
         less = None if base is None else self._plain_score(base, table, column)
         return None if less is None else value - less
 
-    def _plain_score(self, work: Work, table: ScoreTable, column: str) -> float | None:
+    def _plain_score(self, job: Job, table: ScoreTable, column: str) -> float | None:
         named, _, metric = table.metric_of(column).rpartition(".")
-        splits = self.metrics.get(work.key)
+        splits = self.metrics.get(job.key)
         if splits is None:
             return None
         scores = []
@@ -226,20 +226,20 @@ class Results:
             if metric not in splits.get(split, {}):
                 known = ", ".join(f"{s}.{m}" for s, values in splits.items() for m in values)
                 raise BadInput(
-                    f"{self.study.path}: table {table.name}: {work.name} has no "
+                    f"{self.study.path}: table {table.name}: {job.name} has no "
                     f"{split}.{metric}; it has {known}"
                 )
             scores.append(splits[split][metric])
         return mean(scores) * table.scale
 
-    def runs(self, table: ScoreTable, wanted: Levels) -> list[Work]:
+    def runs(self, table: ScoreTable, wanted: Levels) -> list[Job]:
         """The table's runs at these levels. A level of METRIC is a column, not a factor of runs."""
         levels = {f: level for f, level in {**table.where, **wanted}.items() if f != METRIC}
         return [w for w in self.plan.runs(table.stage) if levels.items() <= w.levels.items()]
 
-    def at_chance(self, work: Work, table: ScoreTable, column: str) -> bool:
-        """Whether a run scores no more than the table's `chance`, up to rounding."""
-        score, chance = self._plain_score(work, table, column), table.chance.get(column)
+    def at_chance(self, job: Job, table: ScoreTable, column: str) -> bool:
+        """Whether a run is not above the table's `chance`, up to rounding."""
+        score, chance = self._plain_score(job, table, column), table.chance.get(column)
         return (
             score is not None and chance is not None and score <= table.scale * (chance + ROUNDING)
         )
@@ -254,10 +254,10 @@ class Results:
         rest = [factor for factor in self.study.factors(table.stage) if factor not in inside]
         replicates = [SEED] if SEED in rest else rest
         groups: dict[Replicate, list[float | None]] = {}
-        for work in self.runs(table, wanted):
-            column = {**work.levels, **wanted}[table.columns]
-            key = tuple(work.levels[factor] for factor in replicates)
-            groups.setdefault(key, []).append(self.score(work, table, column))
+        for job in self.runs(table, wanted):
+            column = {**job.levels, **wanted}[table.columns]
+            key = tuple(job.levels[factor] for factor in replicates)
+            groups.setdefault(key, []).append(self.score(job, table, column))
         whole = {k: [s for s in scores if s is not None] for k, scores in groups.items()}
         return {k: mean(s) for k, s in whole.items() if s and len(s) == len(groups[k])}
 
@@ -292,12 +292,12 @@ class Results:
         return Cell(
             row,
             name,
-            tuple(work for part in parts for work in runs[part]),
+            tuple(job for part in parts for job in runs[part]),
             sample_of(scores) if scores else None,
             self._published(table, row, name) if whole else None,
             table.show,
             None if is_mean else self._best(runs[name], table, name),
-            0 if is_mean else sum(self.at_chance(work, table, name) for work in runs[name]),
+            0 if is_mean else sum(self.at_chance(job, table, name) for job in runs[name]),
         )
 
     def _published(self, table: ScoreTable, row: str, column: str) -> float | None:
@@ -306,16 +306,16 @@ class Results:
         name = self.study.stands_for
         return table.published.number(name(table.rows, row), name(table.columns, column))
 
-    def _best(self, runs: Sequence[Work], table: ScoreTable, column: str) -> float | None:
+    def _best(self, runs: Sequence[Job], table: ScoreTable, column: str) -> float | None:
         """The highest score of some runs, or of all their validations if the table asks for it."""
         if table.best == "none":
             return None
         scores = [score for w in runs if (score := self.score(w, table, column)) is not None]
         split, _, metric = table.metric_of(column).rpartition(".")
         if table.best == "epoch" and (split or table.split) == "valid":
-            for work in runs:
-                log = work.path / "log.jsonl"
-                every = events(work.path, "validation") if log.is_file() else []
+            for job in runs:
+                log = job.path / "log.jsonl"
+                every = events(job.path, "validation") if log.is_file() else []
                 validations = [float(event[metric]) for event in every if metric in event]
                 if not all(map(math.isfinite, validations)):
                     raise BadInput(f"{log}: {metric} of a validation is not finite")
@@ -366,7 +366,8 @@ class Results:
                 for name in factors[curves.lines]:
                     wanted = {**curves.where, curves.panels: level, curves.lines: name}
                     line = self._line(curves.stage, name, wanted, event, values.get(level, ""))
-                    lines += [line] if line is not None else []
+                    if line is not None:
+                        lines.append(line)
                 if lines:
                     what = "" if event == "train" else f"{event} "
                     panels.append(Panel(level, f"{what}{values[level]}", tuple(lines)))
@@ -374,9 +375,9 @@ class Results:
 
     def _line(self, stage: str, name: str, wanted: Levels, event: str, value: str) -> Line | None:
         runs = [
-            str(work.path)
-            for work in self.plan.runs(stage)
-            if wanted.items() <= work.levels.items() and work.done
+            str(job.path)
+            for job in self.plan.runs(stage)
+            if wanted.items() <= job.levels.items() and job.done
         ]
         try:
             curve = average(runs, event, value, CurvesConfig(out="-"))
@@ -384,12 +385,12 @@ class Results:
             return None
         return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
 
-    def picture(self, picture: Picture) -> tuple[Work, Path] | None:
+    def picture(self, picture: Picture) -> tuple[Job, Path] | None:
         """The run whose figure a report shows, and that figure; None if no run is finished."""
-        for work in self.plan.runs(picture.stage):
-            path = work.path / picture.file
-            if picture.where.items() <= work.levels.items() and work.done and path.is_file():
-                return work, path
+        for job in self.plan.runs(picture.stage):
+            path = job.path / picture.file
+            if picture.where.items() <= job.levels.items() and job.done and path.is_file():
+                return job, path
         return None
 
 
@@ -398,23 +399,23 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records(run) if record["event"] == kind]
 
 
-def _read_metrics(work: Work, with_log: bool) -> Metrics:
-    """The scores of a finished work, with the last line of its log as a split `train` if asked."""
-    content = read_run_json(work.proof)
+def _read_metrics(job: Job, with_log: bool) -> Metrics:
+    """The scores of a finished job, with the last line of its log as a split `train` if asked."""
+    content = read_run_json(job.proof)
     metrics = content.get("metrics") if isinstance(content, dict) else None
     if metrics is not None and "split" in content:  # evaluate.py scores one split
         metrics = {content["split"]: metrics}
     if not isinstance(metrics, dict) or not all(map(_are_scores, metrics.values())):
-        raise BadInput(f"{work.proof} is no result: it has no metrics")
-    if with_log and work.recipe is not None:
-        last = (events(work.path, "train") or [{}])[-1]
+        raise BadInput(f"{job.proof} is no result: it has no metrics")
+    if with_log and job.recipe is not None:
+        last = (events(job.path, "train") or [{}])[-1]
         numbers = {k: float(v) for k, v in last.items() if isinstance(v, int | float)}
         metrics = {**metrics, "train": numbers}
     for split, scores in metrics.items():
         for metric, value in scores.items():
             if not math.isfinite(value):
                 raise BadInput(
-                    f"{work.proof}: {split}.{metric} of {work.name} is {value}, which no table "
+                    f"{job.proof}: {split}.{metric} of {job.name} is {value}, which no table "
                     "can hold; find out why, then delete its directory to run it again"
                 )
     return metrics
@@ -428,28 +429,28 @@ def _are_scores(scores: Any) -> bool:
 # ------------------------------------------------------------------------------------ results.csv
 
 
-def state_of(work: Work, outcomes: dict[str, Outcome]) -> str:
-    """How a work of a study stands: "done" (in this call or before), "to do", "failed" or "not
+def state_of(job: Job, outcomes: dict[str, Outcome]) -> str:
+    """The state of a job of a study: "done" (in this call or before), "to do", "failed" or "not
     run". Empty for what is made for runs, unless it failed."""
-    state = outcomes[work.key].state if work.key in outcomes else ""
+    state = outcomes[job.key].state if job.key in outcomes else ""
     if state in ("failed", "not run"):
         return state
-    if not work.stage:
+    if not job.stage:
         return ""
-    return "done" if work.done else state or "to do"
+    return "done" if job.done else state or "to do"
 
 
 def _csv_rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, Any]]:
     """A row for each metric of each run, and one for each run that has none."""
-    for work in results.plan.works.values():
-        if not work.stage:
+    for job in results.plan.jobs.values():
+        if not job.stage:
             continue
-        state = state_of(work, outcomes)
-        common: dict[str, Any] = {"stage": work.stage, "run": work.name, "key": work.key}
-        common |= {"state": state, **work.levels}
-        metrics = results.metrics.get(work.key, {})
+        state = state_of(job, outcomes)
+        common: dict[str, Any] = {"stage": job.stage, "run": job.name, "key": job.key}
+        common |= {"state": state, **job.levels}
+        metrics = results.metrics.get(job.key, {})
         if metrics:
-            common["seconds"] = read_run_json(work.proof).get("seconds", "")
+            common["seconds"] = read_run_json(job.proof).get("seconds", "")
         scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:
@@ -470,7 +471,7 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
 
 
 class Ledger:
-    """Finished works as small files, KEY.zip each, so no result depends on a directory of runs.
+    """Finished jobs as small files, KEY.zip each, so no result depends on a directory of runs.
 
     For a run a file holds scores, settings, log, predictions and the checksum of the weights, but
     not the weights; for a command its result; for both the pictures that the study shows. Without a
@@ -482,72 +483,71 @@ class Ledger:
         self.directory, self.plan = directory, plan
         if directory is not None and directory.exists() and not directory.is_dir():
             raise BadInput(f"kept={directory} is a file; give a directory")
-        self.results: dict[str, Any] = {}  # by key, of the works it holds that are not here
-        for work in plan.works.values():
-            path = self._file(work)
+        self.results: dict[str, Any] = {}  # by key, of the jobs it holds that are not here
+        for job in plan.jobs.values():
+            path = self._file(job)
             if path is not None and path.exists():
-                result = _checked_result(path, _read_zip(path), work)
-                if not _holds_anything(work.path):
-                    self.results[work.key] = result
+                result = _checked_result(path, _read_zip(path), job)
+                if not _holds_anything(job.path):
+                    self.results[job.key] = result
 
     def unpack(self) -> None:
-        """Unpack each file whose work is not here into that work's directory, whole or not at
-        all."""
+        """Unpack each file whose job is not here into that job's directory, atomically."""
         for key in self.results:
-            work = self.plan.works[key]
-            path = self._file(work)
+            job = self.plan.jobs[key]
+            path = self._file(job)
             assert path is not None
-            if work.path.is_dir():
-                work.path.rmdir()  # it is empty
-            with atomic_directory(work.path) as directory:
+            if job.path.is_dir():
+                job.path.rmdir()  # it is empty
+            with atomic_directory(job.path) as directory:
                 for name, content in _read_zip(path).items():
                     make_directory((directory / name).parent)
                     (directory / name).write_bytes(content)
-                if work.recipe is None:
+                if job.recipe is None:
                     (directory / UNPACKED).touch()
 
-    def keep(self, work: Work, again: bool) -> str:
-        """Write the file of a finished work, unless there is one. Returns a line for a run that was
+    def keep(self, job: Job, again: bool) -> str:
+        """Write the file of a finished job, unless there is one. Returns a line for a run that was
         made `again`, which says whether it has the same weights as the first time; else nothing."""
-        path = self._file(work)
+        path = self._file(job)
         if path is None:
             return ""
         if not path.exists():
             make_directory(path.parent, "kept=")
-            _write_zip(path, self._members(work))
+            _write_zip(path, self._members(job))
             return ""
-        if not again or work.recipe is None:
+        if not again or job.recipe is None:
             return ""
-        both = (_read_zip(path).get(WEIGHTS, b""), _checksum(work))
+        both = (_read_zip(path).get(WEIGHTS, b""), _checksum(job))
         before, now = (line.decode(errors="replace").split(" ")[0] or "none" for line in both)
         if before == now:
-            return f"{work.name}: made again, with the weights that {path} records"
+            return f"{job.name}: made again, with the weights that {path} records"
         return (
-            f"{work.name}: made again, with other weights than {path} records: {before}, now {now}"
+            f"{job.name}: made again, with other weights than {path} records: {before}, now {now}"
         )
 
-    def _file(self, work: Work) -> Path | None:
-        if self.directory is None or not work.stage:
+    def _file(self, job: Job) -> Path | None:
+        if self.directory is None or not job.stage:
             return None
-        return self.directory / f"{work.key}.zip"
+        return self.directory / f"{job.key}.zip"
 
-    def _members(self, work: Work) -> dict[str, bytes]:
-        """What is kept of a finished work: {name: content}."""
-        paths = [work.proof]
-        if work.recipe is not None:
-            paths += [work.path / name for name in OF_A_RUN]
-            paths += (work.path / "predictions").rglob("*")
+    def _members(self, job: Job) -> dict[str, bytes]:
+        """What is kept of a finished job: {name: content}."""
+        paths = [job.proof]
+        if job.recipe is not None:
+            paths += [job.path / name for name in OF_A_RUN]
+            paths += (job.path / "predictions").rglob("*")
         for picture in self.plan.study.pictures:
-            if picture.stage == work.stage:
-                shown = work.path / picture.file
+            if picture.stage == job.stage:
+                shown = job.path / picture.file
                 paths += [shown, shown.with_name(f"{shown.stem}-dark.svg")]
         files = [path for path in paths if path.is_file()]
-        members = {path.relative_to(work.path).as_posix(): path.read_bytes() for path in files}
-        if work.recipe is not None and (line := _checksum(work)):
+        members = {path.relative_to(job.path).as_posix(): path.read_bytes() for path in files}
+        if job.recipe is not None and (line := _checksum(job)):
             members[WEIGHTS] = line
         if CONFIG in members:
             self._forget_places(members)
-        return {**members, KEY: f"{work.key}\n".encode()}
+        return {**members, KEY: f"{job.key}\n".encode()}
 
     def _forget_places(self, members: dict[str, bytes]) -> None:
         """Replace the directories of this machine in config.json by the names OUTPUT and XFORMER,
@@ -562,17 +562,17 @@ class Ledger:
             members[RUN_MANIFEST] = json_text(manifest).encode()
 
 
-def _checked_result(path: Path, members: dict[str, bytes], work: Work) -> Any:
-    """A work's result among the members of its file. Raises BadInput unless the file holds this
-    work, and all that a run's manifest lists."""
-    name = work.proof.relative_to(work.path).as_posix()
+def _checked_result(path: Path, members: dict[str, bytes], job: Job) -> Any:
+    """A job's result among the members of its file. Raises BadInput unless the file holds this
+    job, and all that a run's manifest lists."""
+    name = job.proof.relative_to(job.path).as_posix()
     try:
         result = json.loads(members[name])
     except (KeyError, ValueError, RecursionError):
         raise _damaged(path, f"it holds no {name}") from None
     key = members.get(KEY, b"").decode(errors="replace").strip()
-    if key != work.key:
-        raise _damaged(path, f"it holds the work {key or 'without a key'}")
+    if key != job.key:
+        raise _damaged(path, f"it holds the job {key or 'without a key'}")
     if RUN_MANIFEST in members:
         try:
             sums = dict(json.loads(members[RUN_MANIFEST])["sha256"])
@@ -588,20 +588,20 @@ def _checked_result(path: Path, members: dict[str, bytes], work: Work) -> Any:
 
 def _holds_anything(directory: Path) -> bool:
     """Whether there is anything in a directory."""
-    return directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))
+    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
 
 
-def _checksum(work: Work) -> bytes:
+def _checksum(job: Job) -> bytes:
     """A line with the checksum of the weights that a run selected. For a run that comes from the
     kept results it is the line that they have. Nothing if the weights are gone."""
-    weights, known = checkpoints.resolve(work.path) / "model.safetensors", work.path / WEIGHTS
+    weights, known = checkpoints.resolve(job.path) / "model.safetensors", job.path / WEIGHTS
     if not weights.is_file():
         return known.read_bytes() if known.is_file() else b""
-    return f"{file_checksum(weights)}  {weights.relative_to(work.path).as_posix()}\n".encode()
+    return f"{file_checksum(weights)}  {weights.relative_to(job.path).as_posix()}\n".encode()
 
 
 def _write_zip(path: Path, members: dict[str, bytes]) -> None:
-    """Write a zip so that it is there whole or not at all; the same members make the same bytes."""
+    """Write a zip atomically; the same members make the same bytes."""
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as file:
         for name in sorted(members):
@@ -629,5 +629,5 @@ def _read_zip(path: Path) -> dict[str, bytes]:
 
 def _damaged(path: Path, why: str) -> BadInput:
     return BadInput(
-        f"{path} is damaged: {why}; restore it from a copy, or delete it: its work is done again"
+        f"{path} is damaged: {why}; restore it from a copy, or delete it, and its job is run again"
     )

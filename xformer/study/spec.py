@@ -1,13 +1,13 @@
 """A study file: which runs, what varies, what to tabulate, what was published, what to check.
 
     [needs.NAME]             what the user brings: a checkpoint, a directory of data
-    [made.NAME]              what a command makes of it: a store, a tokenizer, a checkpoint
+    [made.NAME]              what a command makes from it: a store, a tokenizer, a checkpoint
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
     [[tables]] [[summaries]] [[curves]] [[pictures]] [[claims]]
                              what to show, and the paper's statements, checked
     notes, [[deviations]]    what a reader must know, and how the study differs from the paper
-    [scales.NAME]            laid over all of the above: scale=mini, scale=paper
-    base = "other.toml"      another study, over which this one is laid; equal runs are shared
+    [scales.NAME]            overrides any of the above: scale=mini, scale=paper
+    base = "other.toml"      another study, which this one extends; equal runs are shared
 
 In any string {need.X}, {made.X} and {stage.X} stand for a path, and {FACTOR} for the name of a
 level. Names may depend on levels too: {made.{model}} is made for each model that some run needs. In
@@ -65,7 +65,7 @@ class Made(Settings):
 
     # The arguments of `python`; `{out}` is where the result goes.
     command: tuple[str, ...] = ()
-    # Instead of a command: the name of another one, which it equals.
+    # Instead of a command: the name of another [made], of which this one is an alias.
     same: str = ""
 
 
@@ -80,13 +80,13 @@ class Stage(Settings):
     processes: int = Field(1, ge=1)
     # The JSON file of `metrics` that a command writes into the directory `{out}`, which exists.
     result: str = "result.json"
-    # Settings of every run, laid over the recipe's. In a command, a setting takes the place of
+    # Settings of every run, which override the recipe's. In a command, a setting takes the place of
     # {KEY}; without such a place it is added as KEY=VALUE.
     settings: dict[str, Any] = Field({})
     # Factors, each with its levels and their settings. A plain list holds values of the key that
     # has the factor's name.
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
-    # Combinations that make no sense and are left out, given by some of their levels.
+    # Combinations to leave out, each given by some of its levels.
     without: tuple[Levels, ...] = ()
 
 
@@ -95,8 +95,8 @@ class Published(Settings):
 
     # Paper and table.
     source: str
-    # Names of its columns. One that is a level of the table's column factor stands beside that
-    # level.
+    # Names of its columns. One that is a level of the table's column factor is shown next to
+    # that level.
     columns: tuple[str, ...]
     # Its numbers by row; "" if the paper has none.
     rows: dict[str, tuple[float | str, ...]]
@@ -122,7 +122,7 @@ class Published(Settings):
             for number in numbers:
                 if isinstance(number, str) and number:
                     raise ValueError(
-                        f"{place}: the row {row!r} has {number!r}, which is no number; "
+                        f"{place}: the row {row!r} has {number!r}, which is not a number; "
                         'give "" if the paper has none'
                     )
         return self
@@ -161,15 +161,15 @@ class ScoreTable(Shown):
     minus: str = ""
     # What a cell is: the mean over runs, or their standard deviation.
     show: Literal["mean", "deviation"] = "mean"
-    # Show the highest number too, as papers do that print no mean: the highest score of the runs,
-    # or of every validation of every run.
+    # Also show the maximum, as papers do that report no mean: over the runs, or over all
+    # validations of all runs.
     best: Literal["none", "run", "epoch"] = "none"
     # Further columns, each the mean of some columns, taken within each seed.
     means: dict[str, tuple[str, ...]] = Field({})
-    # For a column, the score that a model which has learnt nothing does not exceed: the share of
-    # the commonest class, or of a correlation over n rows 1.64 / sqrt(n), the 95 % quantile. Runs
-    # that score no more are counted: small sets often fail to train (Mosbach et al. 2021). If no
-    # run of a claim scores more, the claim stays undecided.
+    # The chance level of a column: the majority-class share, or for a correlation over n rows its
+    # 95 % quantile under independence, 1.64 / sqrt(n). Runs at or below it are counted, because
+    # fine-tuning on small sets often fails (Mosbach et al. 2021). If every run of a claim is at
+    # chance, the claim stays undecided.
     chance: dict[str, float] = Field({})
     published: Published | None = None
 
@@ -245,15 +245,15 @@ class Claim(Settings):
     than: Levels
     # The factor at each level of which the claim must hold; empty: on average.
     each: str = ""
-    # How much more, in the units of the metric. A negative margin allows that much less.
+    # By how much, in the units of the metric. A negative margin makes it a non-inferiority claim.
     margin: float = 0.0
 
 
 class Registration(Settings):
     """How the claims are tested, written down before the first run. The report shows the commit
-    that holds each claim; a claim that is younger than the first result is exploration."""
+    that holds each claim; a claim that is younger than the first result is exploratory."""
 
-    # The least number of levels of each random factor, for each side of a claim: seeds.seed = 5
+    # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
     # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, int]
     # Student's two-sided test of differences that are paired by the factor `seed`. Scores are first
@@ -321,7 +321,7 @@ class Study(Settings):
     registration: Registration | None = None
     # For a factor, the only levels that are kept.
     levels: dict[str, tuple[str, ...]] = Field({})
-    # Our level, or FACTOR=LEVEL, -> the published row or column that it stands beside.
+    # Our level, or FACTOR=LEVEL -> the published row or column that it is shown next to.
     like: dict[str, str] = Field({})
     # What a reader of the results must know. Numbers are placeholders (xformer.study.forecast).
     notes: tuple[str, ...] = ()
@@ -375,7 +375,7 @@ class Study(Settings):
 
 @contextmanager
 def within(place: object) -> Iterator[None]:
-    """Put "PLACE: " before the message of a BadInput."""
+    """Prefix the message of a BadInput with "PLACE: "."""
     try:
         yield
     except BadInput as error:
@@ -388,7 +388,7 @@ def read_study(path: Path, scale: str) -> Study:
     scales = values.pop("scales", {})
     if not isinstance(scales, dict) or not scales:
         door = typed("train.py")
-        raise BadInput(f"{path} is not a study, it has no scales; a recipe is run with {door}")
+        raise BadInput(f"{path} is not a study: it has no scales; a recipe is run with {door}")
     if not scale:
         raise BadInput(f"give a scale of {path}: scale={' or scale='.join(scales)}")
     if scale not in scales or not is_safe_filename(scale):
@@ -431,7 +431,7 @@ def _known(name: str, names: Collection[str], place: str = "") -> None:
     if name not in names:
         near = nearest(name, sorted(names))
         at = f"{place}: " if place else ""
-        raise BadInput(f"{at}there is no {name!r} among its names{near}")
+        raise BadInput(f"{at}there is no {name!r}{near}")
 
 
 def _check_levels(study: Study) -> None:
@@ -496,12 +496,12 @@ def _check_file_names(study: Study) -> None:
         for name in every:
             if not is_safe_filename(name):
                 good = "give letters, digits, - and _"
-                raise BadInput(f"{kind}: the name {name!r} is no plain file name; {good}")
+                raise BadInput(f"{kind}: the name {name!r} is not a plain file name; {good}")
     files = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
     files |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
     for place, file in files.items():
         if not all(map(is_safe_filename, file.split("/"))):
-            raise BadInput(f"{place}={file!r} does not lie below {{out}}")
+            raise BadInput(f"{place}={file!r} does not lie inside {{out}}")
 
 
 def _check_stage(study: Study, name: str) -> None:
