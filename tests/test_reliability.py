@@ -86,7 +86,7 @@ def test_a_finished_run_that_keeps_no_state(
     assert checkpoints.load(run).history[-1]["op"] == "train"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
     assert "is finished" in good(forks.run(*line)).err
-    refused(forks.run(*line, "train.steps=24"), "it cannot be made longer")
+    refused(forks.run(*line, "train.steps=24"), "it cannot be extended")
     assert before == {p: p.stat().st_mtime_ns for p in before}
     good(forks.run(*training(SMOKE, data.text, tmp_path / "next", *STEPS, f"init={run}")))
     with (selected / "model.safetensors").open("r+b") as weights_file:
@@ -109,7 +109,7 @@ def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_
     good(forks.run(*next_line, "train.steps=18"))
     # killed between the two files
     shutil.copy(selected / "config.json", selected / "optimizer.safetensors")
-    refused(forks.run(*line, "train.steps=18"), "it cannot be made longer")
+    refused(forks.run(*line, "train.steps=18"), "it cannot be extended")
     assert "is finished" in good(forks.run(*line, "train.keep_state=false")).err
     assert not (selected / "optimizer.safetensors").exists()
 
@@ -392,7 +392,7 @@ def test_a_start_that_differs_says_so(forks: Forks, data: Toys, tmp_path: Path) 
     (said,) = stopped(10, "batch.accumulate=2")
     assert said == (
         "since the last start: threads 2 -> 1, system.precision bf16 -> fp32, "
-        "batch.accumulate 1 -> 2; results may not be bit for bit those of one uninterrupted run"
+        "batch.accumulate 1 -> 2; results may not be bit-identical to those of an uninterrupted run"
     )
     done = good(forks.run(*line, "batch.accumulate=2"))
     assert "since the last start" not in done.err

@@ -223,7 +223,7 @@ train.run_validation = validate
         status = forks.run(*line, before=prescribed + killer).status
         assert status == (-9 if number == signal.SIGKILL else 128 + number)
     done = good(forks.run(*line, before=prescribed))
-    early = "the run ends early: 3 validations were not better than step 6 (train.patience=3)"
+    early = "early stopping: 3 validations in a row were no better than step 6 (train.patience=3)"
     assert early in done.err
     same(*runs)
     assert result(runs[1])["steps"] == 12

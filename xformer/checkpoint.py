@@ -1,4 +1,4 @@
-"""The Checkpoint, a value that every tool takes and returns; how it is saved and loaded.
+"""Checkpoint, the immutable value that every tool takes and returns, and its files.
 
 CHECKPOINT/model.safetensors    the weights, under the model's own names
 CHECKPOINT/config.json          the model's shape, its head, the history of operations
@@ -263,8 +263,8 @@ def _head_record(head: Head) -> dict[str, Any]:
 
 
 def size(checkpoint: Checkpoint) -> int:
-    """About how many bytes `save` writes for a checkpoint with float32 weights, without the state
-    of a run."""
+    """The approximate number of bytes that `save` writes for a checkpoint with float32 weights,
+    without the state of a run."""
     files = [*checkpoint.tokenizer.files().values()]
     if checkpoint.source is not None and checkpoint.mapping is not None:
         files += [*checkpoint.source.files().values(), checkpoint.mapping.tobytes()]
@@ -360,7 +360,9 @@ def verify(path: Path) -> None:
         checksums = pool.map(lambda name: file_checksum(path / name), sums)
         for (name, expected), actual in zip(sums.items(), checksums, strict=True):
             if actual != expected:
-                raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
+                raise BadInput(
+                    f"{path / name} is damaged: its checksum differs from the manifest's"
+                )
 
 
 def _sums(path: Path) -> dict[str, Any]:

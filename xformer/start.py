@@ -20,7 +20,7 @@ from pathlib import Path
 from xformer.data.display import one_line, say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, Interrupted, reason
 
-# with any of these the user decides how OpenMP's threads wait
+# variables with which a user sets how OpenMP's threads wait
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = "2000"  # iterations of libgomp's waiting loop; measured in docs/scaling.md
 POLL = 1.0  # seconds between two checks of the parent

@@ -1,4 +1,5 @@
-"""Find the layer in which numbers stop being finite, by repeating the passes of a step."""
+"""Find the layer that produced the first NaN or infinity, by repeating the forward and backward
+passes of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from xformer.parallel.feed import to_device
 from xformer.prepare import Setup
 from xformer.tasks.task import Loss, Model
 
-# where the first number arises that is not finite, the earliest first
+# where the first value that is not finite can arise, in the order of computation
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)
 LossOf = Callable[[Setup, Model, Batch[Tensor], int, int], Loss]  # the last: step, micro-batch
 
@@ -72,7 +73,7 @@ def first_layer(
     if earliest[0] == NOWHERE:
         norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
         largest = max(norms, key=lambda name: norms[name], default="")
-        return NOWHERE, 0, f"nothing is infinite; the largest gradient is that of {largest}"
+        return NOWHERE, 0, f"all values are finite; the largest gradient is that of {largest}"
     return earliest
 
 

@@ -1,4 +1,4 @@
-"""Classify texts; and what all tasks that read the pooled first token share.
+"""Text classification, and the base class of all tasks that read the pooled first token.
 
 N sequences, G groups of them, C hidden size, K classes.
 """

@@ -1,6 +1,6 @@
-"""MLM together with a classification of pairs of texts: does the second text follow the first
-(next sentence: Devlin et al. 2019), are they in the right order (Lan et al. 2020), do two proteins
-belong to one family (Min et al. 2019)?
+"""MLM together with a binary classification of text pairs: next-sentence prediction (Devlin et al.
+2019), sentence-order prediction (Lan et al. 2020), or whether two proteins belong to the same
+family (Min et al. 2019).
 
 N sequences, M masked tokens, C hidden size.
 """
@@ -84,7 +84,7 @@ class Pairs(MLM):
 
 
 def pair_scale(weight: float, masking: float, split: Split) -> float:
-    """The number of masked tokens that a pair counts as, so that the loss is the mean over masked
+    """The weight of a pair in masked tokens, so that the loss is the mean over masked
     tokens plus `weight` times the mean over pairs. `masking` is the share of masked tokens.
 
     A constant of the whole split keeps the loss a sum, which micro-batches and ranks can add.

@@ -92,8 +92,8 @@ class Regress(Pooled):
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The pearson and spearman correlations of predictions and labels, (N,) each.
 
-    A correlation is undefined if one side is constant or there is only one row. It then counts as
-    0, the value at chance, as in GLUE. Raises Failure if a score is not finite.
+    A correlation is undefined if either array is constant or there is only one row. It then counts
+    as 0, the chance level, as in GLUE. Raises Failure if a score is not finite.
     """
     from scipy.stats import pearsonr, spearmanr
 

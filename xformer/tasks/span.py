@@ -1,4 +1,4 @@
-"""Find the answer to a question as a span of its context, scored as by SQuAD's own script.
+"""Extractive question answering: the answer is a span of the context, scored as by SQuAD's script.
 
 N windows, L the length of the longest, T tokens in the batch, Q questions.
 """

@@ -1,4 +1,4 @@
-"""Tasks: kinds of output, with everything that depends on the kind. A model has one task.
+"""The interface of a task, such as MLM or classification, and the model with its heads.
 
 T tokens in the batch, N sequences, M masked or labelled tokens, C hidden size, V vocabulary, K
 outputs of a head.
@@ -143,7 +143,7 @@ class Task(ABC):
     has_questions: ClassVar[bool] = False
     """Several rows may belong to one question, and its predictions hold Questions."""
     has_table: ClassVar[bool] = True
-    """Its predictions can be written as a table, which `table` makes."""
+    """Its predictions can be written as a table; see the method `table`."""
     takes_threshold: ClassVar[bool] = False
     """A threshold decides whether it gives an answer at all."""
     hf_class: ClassVar[str] = ""
@@ -191,7 +191,7 @@ class Task(ABC):
         return self.outputs
 
     def size(self, split: Split) -> int:
-        """For how many items evaluation keeps numbers: the rows of a split."""
+        """The number of items that evaluation keeps numbers for: by default the rows of a split."""
         return split.rows
 
     def evaluation_batch(
