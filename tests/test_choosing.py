@@ -330,5 +330,5 @@ def test_a_metric_that_scoring_will_not_give(data, tmp_path: Path) -> None:  # t
             "train.metric=pair_loss",
         ],
     )
-    with pytest.raises(BadInput, match=r"gives: loss, accuracy, perplexity$"):
+    with pytest.raises(BadInput, match=r"which has loss, accuracy, perplexity$"):
         prepare(recipe, ALONE)

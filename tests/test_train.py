@@ -481,7 +481,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (['surgery=[{op="clean", seed="x"}]'], ["surgery.0.seed='x'", "integer"]),
     (["surgery=[{}]"], ["an operation is written like"]),
     (["surgery=clean"], ["surgery='clean'", "list"]),
-    (["train.metric=f1"], ["train.metric='f1' is none of", "gives: loss, accuracy, perplexity"]),
+    (["train.metric=f1"], ["train.metric='f1' is not a metric", "has loss, accuracy, perplexity"]),
     (["data={no_valid}"], ["needs a split 'valid'", "train.select=last"]),
 ]
 

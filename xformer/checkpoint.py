@@ -77,18 +77,14 @@ class Checkpoint:
 
         Raises BadInput if a weight is missing, superfluous or of the wrong shape.
         """
-        check_weights(self.weights, self._empty_model().state_dict(), "the checkpoint")
         with torch.device("meta"):
-            model = self._empty_model()
+            model = Model(self.config, self.task, parts_of(self.weights))
+        check_weights(self.weights, model.state_dict(), "the checkpoint")
         weights = {k: v.to(torch.float32, copy=True) for k, v in self.weights.items()}
         model.load_state_dict(weights, assign=True)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         return model.eval()
-
-    def _empty_model(self) -> Model:
-        with torch.device("meta"):
-            return Model(self.config, self.task, parts_of(self.weights))
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
         """This checkpoint with another head. Weights that the new head shares are kept. A task head
@@ -157,8 +153,8 @@ def initialise(
     `purpose` they are those of a model trained from scratch with this seed; each purpose has
     others.
     """
-    *_, owner, kind = ("", *name.split("."))
-    if owner.endswith("norm"):
+    module, _, kind = name.rpartition(".")
+    if module.endswith("norm"):
         return torch.ones(shape) if kind in ("weight", "running_var") else torch.zeros(shape)
     if kind == "bias":
         return torch.zeros(shape)

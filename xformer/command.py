@@ -88,15 +88,10 @@ def _dispatch() -> None:
 
 
 def _help() -> str:
-    lines = ["Pre-train, operate on, fine-tune and look inside BERT-family encoders.", ""]
+    lines = ["Pre-train, modify, fine-tune and analyse BERT-family encoders.", ""]
     lines += [f"    xformer {name:<12}{command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "`xformer NAME --help` explains a command. `xformer --version` prints the version.",
-        ]
-    )
+    end = "`xformer NAME --help` explains a command. `xformer --version` prints the version."
+    return "\n".join([*lines, "", end])
 
 
 def _preprocess() -> None:

@@ -156,7 +156,7 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
 
 def _check_writable(output: Path) -> None:
     """Raise BadInput if an output file cannot be written, or would replace a file of a run."""
-    folder = output.absolute().parent
+    folder = output.parent.resolve()
     if not folder.is_dir():
         raise BadInput(
             f"{output} cannot be written: {output.parent} is not a directory; make it first, or "
@@ -253,9 +253,10 @@ def _predict_file(
         model = checkpoint.model().to(ranks.device)
         alone = replace(ranks, rank=0, world_size=1)  # the other ranks do nothing here
         outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
-        lines = as_table(task.table(outputs, split, config.threshold))
         if as_json:
             lines = task.lines(outputs, split, config.threshold)
+        else:
+            lines = as_table(task.table(outputs, split, config.threshold))
     if config.out:
         write_text(Path(config.out), lines)
     else:

@@ -154,8 +154,10 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
     notes = []
     if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
-    notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
-    notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
+    if recipe.init is not None and fresh:
+        notes.append(f"new weights: {', '.join(_parts(fresh))}")
+    if dropped:
+        notes.append(f"dropped weights: {', '.join(_parts(dropped))}")
     if head.class_weights:
         pairs = zip(head.labels, head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)

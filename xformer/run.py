@@ -46,20 +46,15 @@ from xformer.recipe import LossConfig
 # keys that may change when a run is continued
 FREE = {
     "batch.accumulate",
-    *(
-        f"train.{name}"
-        for name in (
-            "validate_every",
-            "checkpoint_every",
-            "log_every",
-            "keep_last",
-            "keep_every",
-            "keep_state",
-            "keep_at",
-            "trouble",
-            "spike",
-        )
-    ),
+    "train.validate_every",
+    "train.checkpoint_every",
+    "train.log_every",
+    "train.keep_last",
+    "train.keep_every",
+    "train.keep_state",
+    "train.keep_at",
+    "train.trouble",
+    "train.spike",
 }
 
 # sums over all ranks since the last line of the log; the first four are kept on the device

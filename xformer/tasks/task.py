@@ -365,7 +365,8 @@ def small(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
-    return values.astype(np.min_scalar_type(min(least, ~most) if least < 0 else most))
+    # a signed type that holds -m - 1 holds m too
+    return values.astype(np.min_scalar_type(min(least, -most - 1) if least < 0 else most))
 
 
 def no_labels(split: str) -> BadInput:
