@@ -353,7 +353,7 @@ def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert not run.exists()
     done = good(forks.run(*line, before=FULL.format(steps=["step_2", "step_3"])))
     assert kept(run) == [0, 9]
-    assert "the trajectory checkpoint of step 2 is not written, older ones are kept" in done.err
+    assert "the trajectory checkpoint of step 2 was not written; older ones are kept" in done.err
     assert f"{run / 'trajectory'} lacks step 2, 3: writing failed" in done.err
     # what overwrite= deletes counts as room, and a refusal deletes nothing
     held = {path: path.stat().st_mtime_ns for path in run.rglob("*")}

@@ -75,15 +75,13 @@ class Checkpoint:
     def model(self) -> Model:
         """The model with a float32 copy of these weights, on the CPU in evaluation mode.
 
-        Raises BadInput if a weight is missing, superfluous or of the wrong shape.
+        Raises BadInput if a weight is missing, unexpected or of the wrong shape.
         """
         with torch.device("meta"):
             model = Model(self.config, self.task, parts_of(self.weights))
         check_weights(self.weights, model.state_dict(), "the checkpoint")
         weights = {k: v.to(torch.float32, copy=True) for k, v in self.weights.items()}
         model.load_state_dict(weights, assign=True)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
         return model.eval()
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
@@ -124,7 +122,7 @@ def parts_of(weights: Collection[str]) -> list[str]:
 
 
 def check_weights(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
-    """Raise BadInput naming the first weight that is missing, superfluous or of the wrong shape."""
+    """Raise BadInput naming the first weight that is missing, unexpected or of the wrong shape."""
     for name, tensor in wanted.items():
         if name not in given:
             raise BadInput(f"{where} lacks the weight {name}, {tuple(tensor.shape)}")

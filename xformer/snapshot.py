@@ -54,7 +54,7 @@ class Snapshot:
         to[name].copy_(tensor, non_blocking=True)
 
     def before_change(self) -> None:
-        """Make the device finish the copy before the weights change. The host does not wait."""
+        """Make the device finish the copy before the optimizer step. The host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 

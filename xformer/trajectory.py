@@ -96,8 +96,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Course:
-    """The rows that each step of a run takes, known before it starts. The run has `steps` steps; 0
-    means all that the stream has.
+    """The rows of each step of a run, known before it starts. The run has `steps` steps; 0 means as
+    many as the stream has.
 
     `extra` is the number of special tokens per row. `tokens` and `words` count the whole training
     split, without special tokens; `words` is None if the store has no word count. `store` names the
@@ -136,8 +136,8 @@ class Course:
             step, position, tokens = step + 1, position + len(sizes), tokens + int(sizes.sum())
 
     def end(self, steps: int) -> str:
-        """A clause that says where a run of this many steps ends. Its tokens are estimated from the
-        first steps."""
+        """A clause for messages: where a run of this many steps ends. Its tokens are estimated from
+        the first steps."""
         *_, seen = islice(self.walk(), min(steps, SAMPLE) + 1)
         tokens = steps * seen.tokens // max(seen.step, 1)
         return f"the run ends at step {steps:,}, about {_short(tokens)} tokens"

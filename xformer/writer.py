@@ -52,7 +52,7 @@ class BackgroundWriter:
             work()
         except (OSError, Failure) as error:
             raise Failure(
-                f"{reason(error)}; the {what} is not written, older ones are kept"
+                f"{reason(error)}; the {what} was not written; older ones are kept"
             ) from None
         self._succeeded(what)
 
@@ -70,8 +70,8 @@ class BackgroundWriter:
             except (OSError, Failure) as error:
                 if not self.failing:
                     self.say(
-                        f"{reason(error)}; the {what} is not written, older ones are kept, and the "
-                        "run goes on; no checkpoint becomes the best until one can be written"
+                        f"{reason(error)}; the {what} was not written; older ones are kept, and "
+                        "the run goes on; no checkpoint becomes the best until one can be written"
                     )
                 self.failing = True
                 if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):
@@ -83,5 +83,5 @@ class BackgroundWriter:
 
     def _succeeded(self, what: str) -> None:
         if self.failing:
-            self.say(f"the {what} is written now")
+            self.say(f"the {what} is now written")
         self.failing = False

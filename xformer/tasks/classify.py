@@ -178,7 +178,7 @@ class Classify(Pooled):
 
 
 def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
-    """Class weights from the labels of rows (N,), as scikit-learn's "balanced": inversely
+    """Class weights from labels (N,), as "balanced" in scikit-learn: inversely
     proportional to the number of rows of a class, with a mean of 1 over the rows. A class without
     rows has the weight 0."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)

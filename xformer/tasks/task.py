@@ -30,13 +30,13 @@ Table = dict[str, list[str]]  # column name -> one text per row
 
 @dataclass(frozen=True)
 class Head:
-    """What a checkpoint was trained to predict, and how its input was read.
+    """What a checkpoint was trained to predict, and how its input was preprocessed.
 
     `kind` is the name of the task, `labels` are the class names, and `columns` the names of the raw
     columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
-    settings. `pair` says that the input is two texts. `pair_scale` is the number of masked tokens
-    that a pair counts as, or 0 without a pair head. `smoothing` and `class_weights` change the
-    training loss of classes.
+    settings. `pair` says that the input is two texts. `pair_scale` is the weight of a pair in
+    masked tokens, or 0 without a pair head. `smoothing` and `class_weights` change the training
+    loss of classification.
     """
 
     kind: str
@@ -141,7 +141,7 @@ class Task(ABC):
     takes_class_weights: ClassVar[bool] = False
     """Its training loss takes class weights and label smoothing."""
     has_questions: ClassVar[bool] = False
-    """Several rows may belong to one question, and its predictions hold Questions."""
+    """Its rows are windows of questions, and its predictions have `questions`."""
     has_table: ClassVar[bool] = True
     """Its predictions can be written as a table; see the method `table`."""
     takes_threshold: ClassVar[bool] = False
