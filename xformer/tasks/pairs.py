@@ -73,14 +73,24 @@ class Pairs(MLM):
         pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
         return super().as_arrays(outputs, split) | pairs
 
+    def has_unlabelled(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) < 0).any())
+
+    def metrics_on(self, split: Split) -> list[str]:
+        labelled = (np.asarray(split.columns["label"]) != UNLABELLED).any()
+        return list(self.metrics if labelled else MLM.metrics)
+
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """MLM's metrics are means over masked tokens; those of the pairs are means over rows."""
-        logits, labels, _ = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
+        """MLM's metrics are means over masked tokens; those of the pairs are means over rows, and
+        are left out if no pair has a label."""
+        scores = super().score(predictions)
+        labelled = predictions.arrays["label"] != UNLABELLED
+        if not labelled.any():
+            return scores
+        logits, labels, _ = known_rows(predictions, labelled)
         pairs = losses_of(log_softmax(logits), labels)
-        pairs |= classification(logits.argmax(1), labels, 2)
-        return super().score(predictions) | {
-            f"pair_{name}": pairs[name] for name in ("loss", "accuracy")
-        }
+        pairs["accuracy"] = classification(logits.argmax(1), labels, 2)["accuracy"]
+        return scores | {f"pair_{name}": value for name, value in pairs.items()}
 
 
 def pair_scale(weight: float, masking: float, split: Split) -> float:
