@@ -80,7 +80,8 @@ class EvaluateConfig(Settings):
     task: FASTA, csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing.
     A file that holds only texts needs no header."""
     mapping: str | None = None
-    """How store ids become model ids (see `python train.py --help`); default: as in training."""
+    """How token ids of the store become those of the model (see `python train.py --help`); default:
+    as in training."""
     system: SystemConfig = SystemConfig()
 
 

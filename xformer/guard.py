@@ -25,10 +25,11 @@ LIMIT = 10  # a run ends after this many dropped updates in a row
 
 
 class Guard:
-    """Sums over the steps since the last line of the log, and which of these steps are in trouble.
+    """Detects steps in trouble, and sums the values that the log needs.
 
-    `sums` (4,) holds the loss, the count that it is a sum over, the count of right predictions, and
-    the norm of the newest gradient. Dropped steps are left out. `seen` (5,) holds the number of
+    `sums` (4,) is over the steps since the last line of the log: the loss, the count that it is a
+    sum over, the number of right predictions, and the norm of the newest gradient. Dropped steps
+    are left out. `seen` (5,) holds the number of
     good steps so far, the means of their loss and norm, and the two variances.
     """
 

@@ -61,7 +61,7 @@ class Setup:
         return steps or max(1, round(epochs * self.samples.per_epoch))
 
     def progress(self, step: int, position: int) -> tuple[int, int]:
-        """How much of the run is done at this step and sample, and its length; see `length`."""
+        """How far the run is at this step and sample, and its length; see `length`."""
         settings = self.recipe.train
         done = step if settings.steps else position
         return done, self.length(settings.steps, settings.epochs)

@@ -39,7 +39,7 @@ class Seeds(Settings):
     order: Seed | None = None
     """Seed of the order of the rows, and of which rows `fraction` keeps."""
     masks: Seed | None = None
-    """Seed of which tokens are masked, and of what replaces them."""
+    """Seed of the choice of masked tokens, and of what replaces them."""
     dropout: Seed | None = None
     """Seed of dropout."""
 
@@ -187,14 +187,14 @@ class Recipe(Settings):
     answer (span), the class of each word (tag), or the right one of several endings (choice)."""
     seed: Seeds = Seeds()
     mapping: str = "none"
-    """How store ids become model ids. none: they are the same. ids: they are the same, although
-    the store has another tokenizer. shift:K: add K, modulo the vocabulary size. random:SEED:
-    permute the vocabulary. symbols:SEED: give each symbol of the store a random ordinary piece.
-    unused:SEED: give each symbol a random unused piece."""
+    """How token ids of the store become those of the model. none: unchanged. ids: unchanged,
+    although the store has another tokenizer. shift:K: add K, modulo the vocabulary size.
+    random:SEED: permute the vocabulary. symbols:SEED: give each symbol of the store a random
+    ordinary piece. unused:SEED: give each symbol a random unused piece."""
     surgery: tuple[AnyOperation, ...] = ()
     """Operations to apply to the initial weights, in this order, such as [{op = "clean"}]."""
     overwrite: bool = False
-    """Delete what the run's directory holds, and start the run again."""
+    """Delete the contents of the run's directory, and start from scratch."""
     model: ModelConfig = ModelConfig()
     batch: BatchConfig = BatchConfig()
     masking: MaskingConfig = MaskingConfig()

@@ -79,8 +79,8 @@ def first_layer(
 
 @contextmanager
 def _watched(model: nn.Module, places: list[tuple[int, str]]) -> Iterator[None]:
-    """Append to `places` each module's output, and then each gradient of an output, that is not
-    finite, in the order in which they are computed."""
+    """Append to `places` each output of a module, and then each gradient of an output, that is
+    not finite, in the order of computation."""
 
     def hook(name: str) -> Callable[..., None]:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:
