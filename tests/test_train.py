@@ -449,7 +449,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
     (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
     (["optim.schedule=cosin"], ["optim.schedule='cosin'", "'cosine'"]),
-    (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs 2 values"]),
+    (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs at least 2 values"]),
     (["optim=3"], ["optim=3", "optim.KEY=VALUE"]),
     (["optim.lr.x=3"], ["optim.lr={'x': 3}"]),
     (["model.heads=3"], ["model.hidden=32 is not a multiple of model.heads=3"]),
