@@ -308,7 +308,7 @@ def test_analyses_look_at_each_ending(
 
 def test_a_step_holds_at_least_one_question(forks: Forks, choices: Path, tmp_path: Path) -> None:
     line = training(CHOICE, choices, tmp_path / "run", "batch.tokens=40")
-    refused(forks.run(*line), "batch.tokens=40 is below one question of 3 rows")
+    refused(forks.run(*line), "batch.tokens=40 is too small for one question: 3 rows")
 
 
 def test_the_work_of_a_step_counts_rows(choices: Path, tmp_path: Path) -> None:
@@ -330,5 +330,5 @@ def test_a_metric_that_scoring_will_not_give(data, tmp_path: Path) -> None:  # t
             "train.metric=pair_loss",
         ],
     )
-    with pytest.raises(BadInput, match=r"gives: loss, accuracy, perplexity$"):
+    with pytest.raises(BadInput, match=r"which has loss, accuracy, perplexity$"):
         prepare(recipe, ALONE)

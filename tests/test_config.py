@@ -179,7 +179,7 @@ def test_a_recipe_with_keys_of_before_is_refused(tmp_path: Path, text: str, line
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("base = 'self.toml'", "its chain of `base` recipes is a circle"),
+        ("base = 'self.toml'", "its chain of `base` recipes is circular"),
         ("base = 'absent.toml'", "absent.toml does not exist"),
         ("base = 3", "base=3 is not the path of a recipe"),
         ("a = ", "is not TOML"),

@@ -15,11 +15,12 @@ from toys import TOPICS, Toys
 from xformer import checkpoint as checkpoints
 from xformer.config import all_keys
 from xformer.convert.describe import describe
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.data.writing import create_store
-from xformer.evaluate import EvaluateConfig
+from xformer.evaluate import EvaluateConfig, parse_arguments
 from xformer.parallel.processes import slow_precision
 from xformer.tasks import classify
 
@@ -382,6 +383,21 @@ def test_a_mapping_belongs_to_its_tokenizer(
 
 def test_keys_of_another_form_are_refused(forks: Forks, learned: dict[str, Path]) -> None:
     refused(evaluate(forks, learned["text"], "text=[MASK]", "split=valid"), "split=", "text=")
+    with pytest.raises(BadInput, match=r"^split= cannot be combined with text="):  # the first one
+        parse_arguments(["runs/english", "text=[MASK]", "split=valid", "out=scores.json"])
+
+
+def test_a_folder_of_predictions_may_be_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only files that are asked for are checked."""
+    below = tmp_path / "predictions/figures"
+    below.mkdir(parents=True)
+    (tmp_path / "config.json").write_text('{"identity": {}}')
+    monkeypatch.chdir(below)
+    assert parse_arguments([".", "data=store"]).out is None
+    with pytest.raises(BadInput, match="only a run itself writes to"):
+        parse_arguments([".", "data=store", "out=../valid.json"])
 
 
 def test_votes_are_those_of_a_plain_loop() -> None:

@@ -19,6 +19,7 @@ from xformer.data.writing import create_store
 from xformer.parallel.feed import to_device
 from xformer.preprocess import cli
 from xformer.preprocess.tasks import pairs
+from xformer.tasks.mlm import MLM
 from xformer.tasks.pairs import Pairs
 
 LETTERS = "ABCDEFGH"
@@ -204,6 +205,39 @@ def test_pair_weight_needs_pairs(
 ) -> None:
     refused(forks.run(*training(SMOKE, source, tmp_path / "run", *overrides)), *words)
     assert not (tmp_path / "run").exists()
+
+
+def labelled_pairs(path: Path, **unlabelled: int) -> Path:
+    """A store of 40 pairs of two classes in each split; `unlabelled` of them have no label."""
+    columns = {"tokens": "", "tokens_b": "", "label": "int64"}
+    texts = ("tokens", "tokens_b")
+    with create_store(path, vocabularies.symbols(LETTERS), columns, texts) as store:
+        for name in ("train", "valid", "test"):
+            with store.split(name) as split:
+                label = np.arange(40) % 2
+                label[: unlabelled.get(name, 0)] = -1
+                for column in texts:
+                    split.append_ragged(column, np.tile(np.arange(5, 13), 40), np.full(40, 8))
+                split.append("label", label)
+        store.finish("class", ["no", "yes"], "accuracy", {})
+    return path
+
+
+def test_pairs_without_labels(tmp_path: Path, forks: Forks) -> None:
+    """Training refuses them. A split without any label has only MLM's scores."""
+    pair = ("masking.pair_weight=1", "train.steps=1", *NO_DROPOUT)
+    store = labelled_pairs(tmp_path / "some", valid=39, test=40)
+    good(forks.run(*training(SMOKE, store, tmp_path / "run", *pair)))
+    metrics = read_json(tmp_path / "run/result.json")["metrics"]
+    assert set(metrics["valid"]) == set(Pairs.metrics)
+    assert set(metrics["test"]) == set(MLM.metrics)
+    kept_as_scored(tmp_path / "run")
+    store = labelled_pairs(tmp_path / "none", train=1)
+    done = forks.run(*training(SMOKE, store, tmp_path / "refused", *pair))
+    refused(done, "the split 'train' has rows without a label")
+    store = labelled_pairs(tmp_path / "valid", valid=40)
+    done = forks.run(*training(SMOKE, store, tmp_path / "refused", *pair, "train.metric=pair_loss"))
+    refused(done, "train.metric='pair_loss' is not a metric of the split 'valid'")
 
 
 def test_from_pfam_to_pairs(tmp_path: Path) -> None:

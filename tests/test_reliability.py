@@ -86,7 +86,7 @@ def test_a_finished_run_that_keeps_no_state(
     assert checkpoints.load(run).history[-1]["op"] == "train"
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
     assert "is finished" in good(forks.run(*line)).err
-    refused(forks.run(*line, "train.steps=24"), "it cannot be made longer")
+    refused(forks.run(*line, "train.steps=24"), "it cannot be extended")
     assert before == {p: p.stat().st_mtime_ns for p in before}
     good(forks.run(*training(SMOKE, data.text, tmp_path / "next", *STEPS, f"init={run}")))
     with (selected / "model.safetensors").open("r+b") as weights_file:
@@ -109,7 +109,7 @@ def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_
     good(forks.run(*next_line, "train.steps=18"))
     # killed between the two files
     shutil.copy(selected / "config.json", selected / "optimizer.safetensors")
-    refused(forks.run(*line, "train.steps=18"), "it cannot be made longer")
+    refused(forks.run(*line, "train.steps=18"), "it cannot be extended")
     assert "is finished" in good(forks.run(*line, "train.keep_state=false")).err
     assert not (selected / "optimizer.safetensors").exists()
 
@@ -128,11 +128,11 @@ def test_a_full_disk_costs_a_line_and_nothing_else(
     said = [line for line in done.err.splitlines() if "No space left on device" in line]
     assert said == [
         f"No space left on device: {runs[1] / 'checkpoints/step_6'}; the checkpoint of step 6 "
-        "is not written, older ones are kept, and the run goes on; no checkpoint becomes the "
+        "was not written; older ones are kept, and the run goes on; no checkpoint becomes the "
         "best until one can be written"
     ]
     told = [line for line in done.err.splitlines() if "checkpoint" in line and line not in said]
-    assert told == ["the checkpoint of step 12 is written now"]
+    assert told == ["the checkpoint of step 12 is now written"]
     assert "step_6 is missing" not in done.err
     assert kept(runs[1]) == {"step_12", "step_15"}
     for name in ("model", "optimizer"):
@@ -145,14 +145,13 @@ def test_the_last_checkpoint_must_be_written(forks: Forks, data: Toys, tmp_path:
     line = training(SMOKE, data.text, tmp_path / "run", *STEPS)
     done = forks.run(*line, before=FULL.format(steps=["step_15"]))
     assert done.status == 1
-    assert (
-        "the checkpoint of step 15 is not written, older ones are kept" in done.err.splitlines()[-1]
-    )
+    last = done.err.splitlines()[-1]
+    assert "the checkpoint of step 15 was not written; older ones are kept" in last
     assert kept(tmp_path / "run") == {"step_9", "step_12"}
     stop = AT_STEP.format(step=13, signal="SIGTERM", ranks="0")
     done = forks.run(*line, before=FULL.format(steps=["step_14"]) + stop)
     assert done.status == 1
-    assert "the checkpoint of step 14 is not written" in done.err.splitlines()[-1]
+    assert "the checkpoint of step 14 was not written" in done.err.splitlines()[-1]
     good(forks.run(*line))
 
 
@@ -174,10 +173,10 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         assert writer.task is not None
         writer.task.result(60)
         first = (
-            "Input/output error; the first is not written, older ones are kept, and the run goes "
+            "Input/output error; the first was not written; older ones are kept, and the run goes "
             "on; no checkpoint becomes the best until one can be written"
         )
-        assert said == [first, "the first is written now"]
+        assert said == [first, "the first is now written"]
         writer.start("second", lambda: work("second", 0))
         assert not writer.task.done()  # this thread does not wait
         gone_on.set()
@@ -190,14 +189,14 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         for _ in range(5):
             writer.start("checkpoint", lambda: work("first", 10**6))
         with pytest.raises(
-            Failure, match="Input/output error; the last is not written, older ones are kept"
+            Failure, match="Input/output error; the last was not written; older ones are kept"
         ):
             writer.now("last", lambda: work("first", 10**6))
         writer.now("last", lambda: None)
         writer.now("last", lambda: None)
     assert [line.partition(";")[0] for line in said[3:]] == [
         "Input/output error",
-        "the last is written now",
+        "the last is now written",
     ]
     with pytest.raises(ZeroDivisionError), BackgroundWriter(said.append) as writer:
         writer.start("a mistake of ours", lambda: print(1 // 0))
@@ -383,7 +382,8 @@ def test_a_start_that_differs_says_so(forks: Forks, data: Toys, tmp_path: Path) 
         assert ", native old -> native kernels " in said or ", native old -> torch" in said
         assert "processor Abacus 3 -> " in said
         assert (
-            "threads 1 -> 2, system.precision fp32 -> bf16; results may not be bit for bit" in said
+            "threads 1 -> 2, system.precision fp32 -> bf16; results may not be bit-identical"
+            in said
         )
     content = read_json(run / "config.json")
     for start in (content, *content["starts"]):
@@ -392,7 +392,7 @@ def test_a_start_that_differs_says_so(forks: Forks, data: Toys, tmp_path: Path) 
     (said,) = stopped(10, "batch.accumulate=2")
     assert said == (
         "since the last start: threads 2 -> 1, system.precision bf16 -> fp32, "
-        "batch.accumulate 1 -> 2; results may not be bit for bit those of one uninterrupted run"
+        "batch.accumulate 1 -> 2; results may not be bit-identical to those of an uninterrupted run"
     )
     done = good(forks.run(*line, "batch.accumulate=2"))
     assert "since the last start" not in done.err

@@ -502,6 +502,6 @@ def test_other_stores_are_refused(forks: Forks, data: Toys, store: Path, tmp_pat
     refused(forks.run(*training(classify, store, tmp_path / "run")), "is tag")
     refused(
         forks.run(*training(TAG, store, tmp_path / "run", "train.metric=mcc")),
-        "gives: loss, accuracy, f1, entity_f1",
+        "which has loss, accuracy, f1, entity_f1",
     )
     assert not os.path.exists(tmp_path / "run")

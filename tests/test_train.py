@@ -223,7 +223,7 @@ train.run_validation = validate
         status = forks.run(*line, before=prescribed + killer).status
         assert status == (-9 if number == signal.SIGKILL else 128 + number)
     done = good(forks.run(*line, before=prescribed))
-    early = "the run ends early: 3 validations were not better than step 6 (train.patience=3)"
+    early = "early stopping: 3 validations in a row were no better than step 6 (train.patience=3)"
     assert early in done.err
     same(*runs)
     assert result(runs[1])["steps"] == 12
@@ -449,7 +449,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
     (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
     (["optim.schedule=cosin"], ["optim.schedule='cosin'", "'cosine'"]),
-    (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs 2 values"]),
+    (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs at least 2 values"]),
     (["optim=3"], ["optim=3", "optim.KEY=VALUE"]),
     (["optim.lr.x=3"], ["optim.lr={'x': 3}"]),
     (["model.heads=3"], ["model.hidden=32 is not a multiple of model.heads=3"]),
@@ -481,7 +481,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (['surgery=[{op="clean", seed="x"}]'], ["surgery.0.seed='x'", "integer"]),
     (["surgery=[{}]"], ["an operation is written like"]),
     (["surgery=clean"], ["surgery='clean'", "list"]),
-    (["train.metric=f1"], ["train.metric='f1' is none of", "gives: loss, accuracy, perplexity"]),
+    (["train.metric=f1"], ["train.metric='f1' is not a metric", "has loss, accuracy, perplexity"]),
     (["data={no_valid}"], ["needs a split 'valid'", "train.select=last"]),
 ]
 

@@ -353,8 +353,8 @@ def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert not run.exists()
     done = good(forks.run(*line, before=FULL.format(steps=["step_2", "step_3"])))
     assert kept(run) == [0, 9]
-    assert "the trajectory checkpoint of step 2 is not written, older ones are kept" in done.err
-    assert f"{run / 'trajectory'} lacks step 2, 3: the disk refused it" in done.err
+    assert "the trajectory checkpoint of step 2 was not written; older ones are kept" in done.err
+    assert f"{run / 'trajectory'} lacks step 2, 3: writing failed" in done.err
     # what overwrite= deletes counts as room, and a refusal deletes nothing
     held = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     refused(forks.run(*line, "overwrite=true", before=little.format(-(10**9))), "make room")
@@ -374,7 +374,7 @@ def test_marks_that_a_run_cannot_have(forks: Forks, data: Toys, tmp_path: Path) 
     refused(
         forks.run(*task, 'train.keep_at=["10 words"]'),
         str(data.classes),
-        "does not know how many words it has",
+        "has no word count",
         "make it again",
     )
     assert list(tmp_path.iterdir()) == []
@@ -448,6 +448,6 @@ def test_a_store_of_before_words_were_counted(data: Toys, tmp_path: Path) -> Non
     raw = (data.raw / "train.txt").read_text()
     assert open_store(data.text).split("train").words == len(raw.split())
     line = training(SMOKE, old, tmp_path / "run", *SHORT, 'train.keep_at=["10 words"]')
-    with pytest.raises(BadInput, match="does not know how many words it has"):
+    with pytest.raises(BadInput, match="has no word count"):
         prepare(config.load(Recipe, line[1:]), ALONE)
     assert Trajectory().announcement(tmp_path, 0) == ""

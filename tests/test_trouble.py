@@ -260,7 +260,7 @@ def test_ten_dropped_updates_in_a_row_end_a_run(forks: Forks, data: Toys, tmp_pa
 
 def test_rollback_is_gone(forks: Forks, data: Toys, tmp_path: Path) -> None:
     line = training(SMOKE, data.text, tmp_path / "run", "train.trouble=rollback")
-    refused(forks.run(*line), "train.trouble=rollback is gone: write train.trouble=skip")
+    refused(forks.run(*line), "train.trouble=rollback was removed: write train.trouble=skip")
     assert not (tmp_path / "run").exists()
 
 

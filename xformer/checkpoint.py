@@ -1,4 +1,4 @@
-"""The Checkpoint, a value that every tool takes and returns; how it is saved and loaded.
+"""Checkpoint, the immutable value that every tool takes and returns, and its files.
 
 CHECKPOINT/model.safetensors    the weights, under the model's own names
 CHECKPOINT/config.json          the model's shape, its head, the history of operations
@@ -75,20 +75,14 @@ class Checkpoint:
     def model(self) -> Model:
         """The model with a float32 copy of these weights, on the CPU in evaluation mode.
 
-        Raises BadInput if a weight is missing, superfluous or of the wrong shape.
+        Raises BadInput if a weight is missing, unexpected or of the wrong shape.
         """
-        check_weights(self.weights, self._empty_model().state_dict(), "the checkpoint")
         with torch.device("meta"):
-            model = self._empty_model()
+            model = Model(self.config, self.task, parts_of(self.weights))
+        check_weights(self.weights, model.state_dict(), "the checkpoint")
         weights = {k: v.to(torch.float32, copy=True) for k, v in self.weights.items()}
         model.load_state_dict(weights, assign=True)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
         return model.eval()
-
-    def _empty_model(self) -> Model:
-        with torch.device("meta"):
-            return Model(self.config, self.task, parts_of(self.weights))
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
         """This checkpoint with another head. Weights that the new head shares are kept. A task head
@@ -128,7 +122,7 @@ def parts_of(weights: Collection[str]) -> list[str]:
 
 
 def check_weights(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
-    """Raise BadInput naming the first weight that is missing, superfluous or of the wrong shape."""
+    """Raise BadInput naming the first weight that is missing, unexpected or of the wrong shape."""
     for name, tensor in wanted.items():
         if name not in given:
             raise BadInput(f"{where} lacks the weight {name}, {tuple(tensor.shape)}")
@@ -157,8 +151,8 @@ def initialise(
     `purpose` they are those of a model trained from scratch with this seed; each purpose has
     others.
     """
-    *_, owner, kind = ("", *name.split("."))
-    if owner.endswith("norm"):
+    module, _, kind = name.rpartition(".")
+    if module.endswith("norm"):
         return torch.ones(shape) if kind in ("weight", "running_var") else torch.zeros(shape)
     if kind == "bias":
         return torch.zeros(shape)
@@ -263,8 +257,8 @@ def _head_record(head: Head) -> dict[str, Any]:
 
 
 def size(checkpoint: Checkpoint) -> int:
-    """About how many bytes `save` writes for a checkpoint with float32 weights, without the state
-    of a run."""
+    """The approximate number of bytes that `save` writes for a checkpoint with float32 weights,
+    without the state of a run."""
     files = [*checkpoint.tokenizer.files().values()]
     if checkpoint.source is not None and checkpoint.mapping is not None:
         files += [*checkpoint.source.files().values(), checkpoint.mapping.tobytes()]
@@ -360,7 +354,9 @@ def verify(path: Path) -> None:
         checksums = pool.map(lambda name: file_checksum(path / name), sums)
         for (name, expected), actual in zip(sums.items(), checksums, strict=True):
             if actual != expected:
-                raise BadInput(f"{path / name} is damaged: its checksum is not the manifest's")
+                raise BadInput(
+                    f"{path / name} is damaged: its checksum differs from the manifest's"
+                )
 
 
 def _sums(path: Path) -> dict[str, Any]:

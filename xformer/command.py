@@ -35,8 +35,8 @@ TRAIN = r"""Pre-train or fine-tune a model, as a recipe says.
         surgery='[{op="clean"}]' run=runs/cola-scratch
 
 A recipe is a TOML file, or the name of one that comes with the package; `xformer recipes` lists
-them. The same command again continues a stopped run exactly where it was. A value is parsed as
-TOML, and else taken as a string; data='["stores/a", "stores/b"]' joins the rows of two stores.
+them. To resume a stopped run exactly where it left off, repeat the command. Values are parsed as
+TOML, or else taken as strings; data='["stores/a", "stores/b"]' joins the rows of two stores.
 """
 EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
 
@@ -88,15 +88,10 @@ def _dispatch() -> None:
 
 
 def _help() -> str:
-    lines = ["Pre-train, operate on, fine-tune and look inside BERT-family encoders.", ""]
+    lines = ["Pre-train, modify, fine-tune and analyse BERT-family encoders.", ""]
     lines += [f"    xformer {name:<12}{command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "`xformer NAME --help` explains a command. `xformer --version` prints the version.",
-        ]
-    )
+    end = "`xformer NAME --help` explains a command. `xformer --version` prints the version."
+    return "\n".join([*lines, "", end])
 
 
 def _preprocess() -> None:
@@ -179,13 +174,14 @@ COMMANDS = {
         "Import and export Hugging Face checkpoints, and describe a checkpoint.",
         _program("convert"),
     ),
-    "surgery": Command("Operate on the weights of a checkpoint.", _program("surgery")),
+    "surgery": Command("Modify the weights of a checkpoint.", _program("surgery")),
     "analyze": Command(
-        "Look inside checkpoints: PWCCA, attention, Jacobians, gradients and more.",
+        "Analyse checkpoints: PWCCA, attention, Jacobians, gradients and more.",
         _program("analysis"),
     ),
     "study": Command(
-        "Run a study of many runs, and report it beside the published numbers.", _program("study")
+        "Train many runs as a study, and compare them with published numbers.",
+        _program("study"),
     ),
     "recipes": Command("List the recipes that come with the package, or print one.", _recipes),
 }

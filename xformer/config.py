@@ -1,7 +1,7 @@
 """Typed settings from TOML recipes and `key=value` overrides; --help is made from the fields.
 
 Overrides take precedence over the recipe, the recipe over its base, and the base over defaults.
-Every settings class is frozen, refuses unknown keys, and stands beside the code that uses it.
+Every settings class is frozen, refuses unknown keys, and lives next to the code that uses it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     name. Raises BadInput if a file is missing or is not a recipe."""
     try:
         if path.resolve() in seen:
-            raise BadInput(f"{path}: its chain of `base` recipes is a circle; leave one base out")
+            raise BadInput(f"{path}: its chain of `base` recipes is circular; remove one base")
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise BadInput(f"the recipe {path} is a device or a pipe; give a file")
@@ -187,8 +187,8 @@ def _make_absolute(values: dict[str, Any], folder: Path) -> None:
 def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, Any]:
     """Overrides as nested values: ["optim.lr=1e-4"] -> {"optim": {"lr": 1e-4}}.
 
-    A value is parsed as TOML, and else taken as a string. For keys that take text, a value such as
-    2026 is text too. Raises BadInput if an argument is not KEY=VALUE, or if its key was renamed.
+    Values are parsed as TOML, or else taken as strings. For keys that take strings, a value such as
+    2026 stays a string. Raises BadInput if an argument is not KEY=VALUE, or if its key was renamed.
     """
     types = all_keys(schema)
     values: dict[str, Any] = {}
@@ -242,7 +242,7 @@ def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.value
     dotted |= values
     for old, why in GONE.items():
         if old in dotted:
-            raise BadInput(f"{old} is gone: {why}; leave it out")
+            raise BadInput(f"{old} was removed: {why}; leave it out")
     renamed = {old: new for old, new in MOVED.items() if old in dotted and new in known}
     if renamed:
         news, is_now = " and ".join(renamed.values()), "is now" if len(renamed) == 1 else "are now"
@@ -272,7 +272,7 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
     place = [part for before, part in pairs if not isinstance(before, int)]
     message = error["msg"].replace("tuple", "list").replace("Tuple", "list")
     if kind == "missing" and isinstance(last := place[-1], int):
-        kind, message = "too_short", f"this list needs {last + 1} values at least"
+        kind, message = "too_short", f"this list needs at least {last + 1} values"
         place.pop()
     name = ".".join(map(str, place))
     if kind == "extra_forbidden":

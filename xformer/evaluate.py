@@ -68,19 +68,20 @@ class EvaluateConfig(Settings):
     labels of every row for xformer.predictions instead."""
     threshold: float | None = None
     """For span heads: leave a question unanswered if "no answer" scores higher than its best span
-    by more than this. Scoring the split valid prints a best_threshold to use here. Absent: 0 if
-    the split has questions without an answer, else answer every question."""
+    by more than this. Scoring the split valid prints a best_threshold to use here. Default:
+    0 if the split has questions without an answer, else every question is answered."""
     text: str | None = None
-    """A text with mask tokens, such as 'The [MASK] sat.', for which to print the likeliest
-    fillings."""
+    """A text with mask tokens, such as 'The [MASK] sat.', whose masks to fill with the
+    likeliest tokens."""
     top: int = Field(5, ge=1)
-    """How many fillings to print for each mask."""
+    """How many tokens to print for each mask."""
     input: str | None = None
     """A file of raw rows to predict, in any format that preprocess.py reads for the checkpoint's
     task: FASTA, csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing.
     A file that holds only texts needs no header."""
     mapping: str | None = None
-    """How store ids become model ids (see `python train.py --help`); absent: as in training."""
+    """How token ids of the store become those of the model (see `python train.py --help`); default:
+    as in training."""
     system: SystemConfig = SystemConfig()
 
 
@@ -115,7 +116,7 @@ def main(write_rows: WriteRows | None = None) -> None:
         say(*help_text(EvaluateConfig).split("\n"))
         return
     with processes.group():
-        config = _config(arguments)
+        config = parse_arguments(arguments)
         checkpoint = checkpoints.load(arguments[0])
         ranks = processes.start(config.system)
         provenance.refuse_unlike_ranks(ranks)
@@ -131,7 +132,8 @@ def main(write_rows: WriteRows | None = None) -> None:
             _predict_file(checkpoint, config, ranks, write_rows)
 
 
-def _config(arguments: list[str]) -> EvaluateConfig:
+def parse_arguments(arguments: list[str]) -> EvaluateConfig:
+    """The settings of a command line. Raises BadInput if they do not go together."""
     if not arguments or "=" in arguments[0]:
         raise BadInput("the first argument must be a checkpoint or a run, such as runs/english")
     values = parse_overrides(EvaluateConfig, arguments[1:])
@@ -139,29 +141,34 @@ def _config(arguments: list[str]) -> EvaluateConfig:
     if sum(x is not None for x in (config.data, config.text, config.input)) != 1:
         raise BadInput("give one of data=STORE, text='...' and input=FILE")
     form = next(name for name in FORMS if getattr(config, name) is not None)
-    given = set(values) - set(FORMS[form]) - {form}
-    if given:
+    extra = [key for key in values if key != form and key not in FORMS[form]]
+    if extra:
         raise BadInput(
-            f"{given.pop()}= cannot be combined with {form}=. With {form}= you can set "
+            f"{extra[0]}= cannot be combined with {form}=. With {form}= you can set "
             f"{', '.join(FORMS[form])}"
         )
     if config.out and config.predictions and Path(config.out) == Path(config.predictions):
         raise BadInput(f"out= and predictions= are both {config.out}; give each a file of its own")
     for output in (config.out, config.predictions):
-        if output and not Path(output).absolute().parent.is_dir():
-            raise BadInput(
-                f"{output} cannot be written: {Path(output).parent} is not a directory; make it "
-                "first, or give another file"
-            )
-        folder = Path(output or "").absolute().parent
-        if folder.name == FOLDER and is_run(folder.parent / "config.json"):
-            raise BadInput(
-                f"{output} cannot be written: only a run itself writes to {folder}; give another "
-                "file"
-            )
-        if output and Path(output).is_dir():
-            raise BadInput(f"{output} cannot be written: it is a directory; give a file")
+        if output:
+            _check_writable(Path(output))
     return config
+
+
+def _check_writable(output: Path) -> None:
+    """Raise BadInput if an output file cannot be written, or would replace a file of a run."""
+    folder = output.parent.resolve()
+    if not folder.is_dir():
+        raise BadInput(
+            f"{output} cannot be written: {output.parent} is not a directory; make it first, or "
+            "give another file"
+        )
+    if folder.name == FOLDER and is_run(folder.parent / "config.json"):
+        raise BadInput(
+            f"{output} cannot be written: only a run itself writes to {folder}; give another file"
+        )
+    if output.is_dir():
+        raise BadInput(f"{output} cannot be written: it is a directory; give a file")
 
 
 def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
@@ -247,9 +254,10 @@ def _predict_file(
         model = checkpoint.model().to(ranks.device)
         alone = replace(ranks, rank=0, world_size=1)  # the other ranks do nothing here
         outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
-        lines = as_table(task.table(outputs, split, config.threshold))
         if as_json:
             lines = task.lines(outputs, split, config.threshold)
+        else:
+            lines = as_table(task.table(outputs, split, config.threshold))
     if config.out:
         write_text(Path(config.out), lines)
     else:

@@ -1,8 +1,8 @@
 """Numerical trouble: detected on the device without waiting for it, then traced to its layer.
 
 A step is in trouble if its loss or gradient norm is not finite, or lies more than `train.spike`
-deviations above the mean of the steps before. The device drops its update, so that no weight takes
-harm. The host learns of it when it next reads from the device.
+standard deviations above the running mean. The device drops its update, so that no weight is
+corrupted. The host learns of it when it next reads from the device.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from xformer.session import Session
 from xformer.tasks.task import Model, some_rows
 from xformer.tracing import WEIGHT, LossOf, trace
 
-WINDOW = 100  # steps over which mean and deviation are taken; the weight of older steps fades
-LEAST = 1e-3  # times the mean is the smallest deviation that counts
-LIMIT = 10  # dropped updates in a row that end a run
+WINDOW = 100  # steps; the time constant of the running mean and variance
+LEAST = 1e-3  # the standard deviation counts as at least this share of the mean
+LIMIT = 10  # a run ends after this many dropped updates in a row
 
 
 class Guard:
-    """Sums over the steps since the last line of the log, and which of these steps are in trouble.
+    """Detects steps in trouble, and sums the values that the log needs.
 
-    `sums` (4,) holds the loss, the count that it is a sum over, the count of right predictions, and
-    the norm of the newest gradient. Dropped steps are left out. `seen` (5,) holds the number of
+    `sums` (4,) is over the steps since the last line of the log: the loss, the count that it is a
+    sum over, the number of right predictions, and the norm of the newest gradient. Dropped steps
+    are left out. `seen` (5,) holds the number of
     good steps so far, the means of their loss and norm, and the two variances.
     """
 
@@ -49,7 +50,7 @@ class Guard:
         if self.spike:
             loss_and_norm = torch.stack([values[0] / values[1].clamp(min=1.0), values[3]])
             good &= (loss_and_norm <= self._limits()).all()
-            self.seen = torch.where(good, self._with(loss_and_norm), self.seen)
+            self.seen = torch.where(good, self._updated(loss_and_norm), self.seen)
         self.sums = torch.where(good, self.sums * self.adds + values, self.sums)
         self.unread.append((self.state.step, self.state.position, good, values))
         return 1.0 - good.float()
@@ -60,7 +61,7 @@ class Guard:
         deviation = torch.maximum(variance.sqrt(), LEAST * mean.abs())
         return torch.where(n < WINDOW, torch.inf, mean + self.spike * deviation)
 
-    def _with(self, values: Tensor) -> Tensor:
+    def _updated(self, values: Tensor) -> Tensor:
         """`seen` after a good step with this loss and norm, (5,)."""
         n, mean, variance = self.seen[:1] + 1, self.seen[1:3], self.seen[3:]
         weight = 1 / n.clamp(max=WINDOW)

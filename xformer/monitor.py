@@ -103,7 +103,7 @@ class Monitor:
             self.say(f"{event:<10} step {step:>6}  {split}{line}{state}")
 
     def _write(self) -> None:
-        """Write the waiting lines of the log. If the disk refuses, they go on waiting."""
+        """Write the pending lines of the log. If writing fails, they stay pending."""
         try:
             while self.unwritten:
                 self.unwritten = self.unwritten[self.file.write(self.unwritten) or 0 :]
@@ -114,8 +114,8 @@ class Monitor:
             self.refused = True
 
     def _on_board(self, draw: Callable[[], None]) -> None:
-        """Call `draw` unless the disk has refused; then the end of the run, or its next start,
-        draws everything from the log."""
+        """Call `draw`. Once that has failed, nothing more is drawn until the end of the run, or its
+        next start, draws everything from the log."""
         if not self.drawing:
             return
         try:
@@ -220,7 +220,7 @@ def cut_log(run: Path, step: int) -> str:
     If lines up to `step` cannot be read, keeps a copy of the damaged log, and returns a line that
     says so; otherwise "". A torn last line is not damage: a killed run leaves one. The log is
     flushed before a checkpoint is written, so that line is after the checkpoint, and its step will
-    be made again.
+    be repeated.
     """
     path = run / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""

@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim behind settings, and NovoGrad; learning rates; clip and step.
+"""The optimizers of torch.optim, and NovoGrad; the learning-rate schedule; clip and step.
 
 Losses are sums, so gradients are sums too. The caller divides `gradient_norm` by the count that the
 loss is a sum over, and `clip_and_step` divides the gradient by it.
@@ -48,19 +48,18 @@ class OptimConfig(Settings):
     betas: tuple[Beta, Beta] = follows("name", BETAS, (0.9, 0.999))
     """Decay rates of the two moments. Adagrad ignores them."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = follows("name", DECAYS, 0.0, ge=0)
-    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW shrinks the weights
-    separately from the step, and NovoGrad adds the decay to the normalised gradient. All others add
-    it to the gradient itself (an L2 term), which is far stronger than AdamW's decay at the same
-    value."""
+    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW decouples it from
+    the gradient, and NovoGrad adds it to the normalised gradient. All others add it to the gradient
+    itself (an L2 term), which is far stronger than AdamW's decay at the same value."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the rate falls after the warm-up: linearly to 0, along half a cosine to 0, or not at
     all."""
     warmup: float = Field(0.0, ge=0)
     """Length of the warm-up in steps, or, below 1, as a share of the run."""
     clip: float = Field(1.0, ge=0)
-    """Largest norm of the whole gradient; larger ones are scaled down to it. 0 does not clip."""
+    """Gradient clipping: the maximum norm of the whole gradient. 0 turns it off."""
 
     def notes(self) -> list[str]:
         """Lines to print at the start of training: the optimizer, its rate and its weight decay."""
@@ -69,7 +68,7 @@ class OptimConfig(Settings):
         if decay and self.name not in ("adamw", "novograd"):
             lines.append(
                 f"optim.weight_decay={decay:g} with {self.name} is an L2 term, added to the "
-                "gradient; adamw shrinks the weights separately from the step"
+                "gradient; adamw decouples it from the gradient"
             )
         return lines
 

@@ -45,7 +45,7 @@ FOLDER = "predictions"  # in a run's directory
 
 def write(path: Path, predictions: Predictions, store: str) -> None:
     """Write predictions to a compressed file, which is complete or absent. `store` is the key of
-    the store. Raises OSError if the disk refuses."""
+    the store. Raises OSError if writing fails."""
     questions = predictions.questions
     about = {
         "format": FORMAT,

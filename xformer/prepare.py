@@ -61,7 +61,7 @@ class Setup:
         return steps or max(1, round(epochs * self.samples.per_epoch))
 
     def progress(self, step: int, position: int) -> tuple[int, int]:
-        """How much of the run is done at this step and sample, and its length; see `length`."""
+        """How far the run is at this step and sample, and its length; see `length`."""
         settings = self.recipe.train
         done = step if settings.steps else position
         return done, self.length(settings.steps, settings.epochs)
@@ -120,8 +120,8 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
     array = mapping.build_mapping(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
         raise BadInput(
-            f"batch.tokens={recipe.batch.tokens} is below one question of {split.together} rows of "
-            f"batch.max_tokens={recipe.batch.max_tokens}"
+            f"batch.tokens={recipe.batch.tokens} is too small for one question: "
+            f"{split.together} rows of batch.max_tokens={recipe.batch.max_tokens}"
         )
     examples = split.rows // split.together
     samples = Samples(examples, recipe.seed.of("order"), recipe.fraction)
@@ -154,8 +154,10 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
     notes = []
     if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
-    notes += [f"new weights: {', '.join(_parts(fresh))}"] if fresh and recipe.init else []
-    notes += [f"dropped weights: {', '.join(_parts(dropped))}"] if dropped else []
+    if recipe.init is not None and fresh:
+        notes.append(f"new weights: {', '.join(_parts(fresh))}")
+    if dropped:
+        notes.append(f"dropped weights: {', '.join(_parts(dropped))}")
     if head.class_weights:
         pairs = zip(head.labels, head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
@@ -167,8 +169,8 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
 
 
 def _trajectory(setup: Setup) -> Trajectory:
-    """The steps at which `train.keep_at` keeps the weights. Raises BadInput if there are none such
-    in the run."""
+    """The steps at which `train.keep_at` keeps the weights. Raises BadInput if the run has no
+    such steps."""
     settings, split = setup.recipe.train, setup.train.split
     if not settings.keep_at:
         return Trajectory()
@@ -210,7 +212,7 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
 
 def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
     """A checkpoint's model config with the recipe's dropout. Raises BadInput if the recipe asks for
-    another shape than the checkpoint has."""
+    a different shape."""
     dropout = {}
     for name in wanted.model_fields_set:
         value, has = getattr(wanted, name), getattr(config, name)
@@ -225,8 +227,8 @@ def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
 
 
 def _pair_scale(recipe: Recipe, store: Store) -> float:
-    """The number of masked tokens that a pair counts as; 0 without a pair head. Raises BadInput if
-    the task or the store does not have pairs of two classes."""
+    """The weight of a pair in the loss, in masked tokens; 0 without a pair head. Raises BadInput if
+    the task cannot learn pairs, or the store has no pairs of two classes."""
     masking, split = recipe.masking, store.split("train")
     if not masking.pair_weight:
         return 0.0
@@ -272,15 +274,14 @@ def _metric(recipe: Recipe, task: Task, store: Store) -> str:
     known = task.metrics_on(split) if recipe.train.metric else task.metrics
     if metric not in known:
         raise BadInput(
-            f"train.metric={metric!r} is none of those that scoring the split {split.name!r} of "
-            f"{store.name} gives: {', '.join(known)}"
+            f"train.metric={metric!r} is not a metric of the split {split.name!r} of "
+            f"{store.name}, which has {', '.join(known)}"
         )
     return metric
 
 
 def training_tokens(setup: Setup) -> int:
-    """How many tokens the rows have that the run trains on, before truncation and without special
-    tokens."""
+    """The number of tokens in the training rows, before truncation and without special tokens."""
     split = setup.train.split
     if setup.samples.per_epoch == setup.train.examples:
         return split.tokens

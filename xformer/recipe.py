@@ -30,7 +30,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 class Seeds(Settings):
     """The seeds of everything random in a run. `seed=N` is short for `seed.all=N`. Each of the
-    others overrides it for one thing, so that runs can differ in that thing alone."""
+    others overrides it for one purpose, so that runs can differ in only that."""
 
     all: Seed = 0
     """Seed of everything that has no seed of its own."""
@@ -39,7 +39,7 @@ class Seeds(Settings):
     order: Seed | None = None
     """Seed of the order of the rows, and of which rows `fraction` keeps."""
     masks: Seed | None = None
-    """Seed of which tokens are masked, and of what replaces them."""
+    """Seed of the choice of masked tokens, and of what replaces them."""
     dropout: Seed | None = None
     """Seed of dropout."""
 
@@ -61,7 +61,7 @@ class Seeds(Settings):
 
 
 class BatchConfig(Settings):
-    """The size of a step, summed over all ranks and micro-batches."""
+    """The batch size of an optimizer step, summed over all ranks and micro-batches."""
 
     rows: int = Field(32, ge=1, le=2**20)
     """Rows per step, or questions with head=choice. The last step of a run may have fewer."""
@@ -69,9 +69,9 @@ class BatchConfig(Settings):
     """Tokens per step, special tokens included: a step takes as many rows as fit. 0 uses
     batch.rows."""
     max_tokens: int = Field(128, ge=3)
-    """Longest row in tokens, special tokens included. Longer rows are truncated."""
+    """Maximum length of a row in tokens, special tokens included. Longer rows are truncated."""
     accumulate: int = Field(1, ge=1, le=2**20)
-    """Micro-batches into which each rank cuts its part of a step, to save memory."""
+    """Gradient accumulation: micro-batches per rank and step. More of them need less memory."""
 
 
 class MaskingConfig(Settings):
@@ -79,7 +79,7 @@ class MaskingConfig(Settings):
     and 10 % stay unchanged."""
 
     probability: float = Field(0.15, gt=0, lt=1)
-    """Share of the tokens to predict."""
+    """Fraction of the tokens to predict."""
     pair_weight: float = Field(0.0, ge=0)
     """Weight of the pair loss relative to the MLM loss, for stores of pairs. 0 trains no pair head
     (BERT's next sentence and ALBERT's sentence order: 1; PLUS's protein families: 0.43)."""
@@ -127,12 +127,12 @@ class TrainConfig(Settings):
     keep_every: int = Field(0, ge=0)
     """Also keep the checkpoints of steps that are multiples of this; 0 keeps none of them."""
     keep_at: str | tuple[int | str, ...] = ()
-    """When to keep the weights alone, in RUN/trajectory: "log" (at step 0, at powers of two, then
+    """When to keep a copy of the weights, in RUN/trajectory: "log" (step 0, powers of two, then
     every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or a list of
     steps, tokens (special tokens included) and words of the raw text, such as [0, 100, "5M tokens",
     "1M words"]."""
     keep_state: bool = True
-    """Whether a finished run can be made longer. false keeps only the weights of the selected
+    """Whether a finished run can be extended. false keeps only the weights of the selected
     checkpoint, a third of its size or less."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of the log; each line is a mean over the steps since the last."""
@@ -145,10 +145,10 @@ class TrainConfig(Settings):
     early."""
     trouble: Literal["stop", "skip"] = "stop"
     """What to do if a loss or a gradient is not finite, or is a spike: stop, or skip the update of
-    that step. The log names the rows of the store and the layer where it arose."""
+    that step. The log names the layer where it arose, and the rows of the store."""
     spike: float = Field(0.0, ge=0)
     """A loss or gradient norm that lies more than this many standard deviations above its mean over
-    the last 100 steps is a spike; 0 detects none."""
+    the last 100 steps is a spike; 0 turns this check off."""
     only: tuple[str, ...] = ()
     """Train only these weights, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
     with * and ?. All others are frozen. Empty: train all."""
@@ -158,8 +158,8 @@ class TrainConfig(Settings):
     def _no_rollback(cls, value: Any) -> Any:
         if value == "rollback":
             raise ValueError(
-                "train.trouble=rollback is gone: write train.trouble=skip, which drops the update "
-                "and goes on"
+                "train.trouble=rollback was removed: write train.trouble=skip, which drops the "
+                "update and goes on"
             )
         return value
 
@@ -178,23 +178,23 @@ class Recipe(Settings):
     fraction: float = Field(1.0, gt=0, le=1)
     """Share of the training rows to use; seed.order decides which."""
     run: str = Field(min_length=1)
-    """Directory of the run. The same command again continues a stopped run."""
+    """Directory of the run. Repeat the command to resume a stopped run."""
     init: str | None = None
-    """The checkpoint or finished run to start from; absent: a fresh model with the shape in
-    model.*."""
+    """The checkpoint or finished run to start from. Without it, a model with the shape in model.*
+    is initialised at random."""
     head: TaskName
     """What to predict: masked tokens (mlm), a class (classify), a score (regress), the span of an
     answer (span), the class of each word (tag), or the right one of several endings (choice)."""
     seed: Seeds = Seeds()
     mapping: str = "none"
-    """How store ids become model ids. none: they are the same. ids: they are the same, although
-    the store has another tokenizer. shift:K: add K, modulo the vocabulary size. random:SEED:
-    permute the vocabulary. symbols:SEED: give each symbol of the store a random ordinary piece.
-    unused:SEED: give each symbol a random unused piece."""
+    """How token ids of the store become those of the model. none: unchanged. ids: unchanged,
+    although the store has another tokenizer. shift:K: add K, modulo the vocabulary size.
+    random:SEED: permute the vocabulary. symbols:SEED: give each symbol of the store a random
+    ordinary piece. unused:SEED: give each symbol a random unused piece."""
     surgery: tuple[AnyOperation, ...] = ()
     """Operations to apply to the initial weights, in this order, such as [{op = "clean"}]."""
     overwrite: bool = False
-    """Delete what the run's directory holds, and start the run again."""
+    """Delete the contents of the run's directory, and start from scratch."""
     model: ModelConfig = ModelConfig()
     batch: BatchConfig = BatchConfig()
     masking: MaskingConfig = MaskingConfig()

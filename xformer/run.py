@@ -7,7 +7,7 @@ RUN/log.jsonl.damaged      a copy of a log in which some lines could not be read
 RUN/tensorboard/           curves, drawn from the log
 RUN/checkpoints/step_N/    the newest `keep_last`, one every `keep_every` steps, and the best; with
                            `keep_state` = false a finished run keeps only the selected weights
-RUN/trajectory/step_N/     the weights alone, at the steps of `keep_at`; never pruned
+RUN/trajectory/step_N/     only the weights, at the steps of `keep_at`; never pruned
 RUN/result.json            scores, and the checkpoint that train.select chose
 RUN/predictions/SPLIT.npz  the selected checkpoint's predictions for every row of a held-out split
 RUN/run_manifest.json      SHA-256 of a finished run's result.json, config.json and predictions
@@ -46,20 +46,15 @@ from xformer.recipe import LossConfig
 # keys that may change when a run is continued
 FREE = {
     "batch.accumulate",
-    *(
-        f"train.{name}"
-        for name in (
-            "validate_every",
-            "checkpoint_every",
-            "log_every",
-            "keep_last",
-            "keep_every",
-            "keep_state",
-            "keep_at",
-            "trouble",
-            "spike",
-        )
-    ),
+    "train.validate_every",
+    "train.checkpoint_every",
+    "train.log_every",
+    "train.keep_last",
+    "train.keep_every",
+    "train.keep_state",
+    "train.keep_at",
+    "train.trouble",
+    "train.spike",
 }
 
 # sums over all ranks since the last line of the log; the first four are kept on the device
@@ -68,7 +63,7 @@ SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "s
 
 @dataclass
 class State:
-    """How far a run is. Weights, moments and this are all that resuming needs."""
+    """The progress of a run. Resuming needs this, the weights and the moments, and nothing else."""
 
     step: int = 0
     position: int = 0  # samples consumed
@@ -79,7 +74,7 @@ class State:
     seconds: float = 0.0
     real_tokens: int = 0
     dropped: int = 0  # updates that were dropped because of numerical trouble
-    in_a_row: int = 0  # how many of the newest updates were dropped, without a good one between
+    in_a_row: int = 0  # updates dropped in a row up to now
     statistics: list[float] = field(default_factory=list)  # `Guard.seen`
     since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
 
@@ -106,8 +101,8 @@ class Run:
         """Create a run directory, or open one to continue it; then call `begin`. `config` is the
         content of its config.json. With `overwrite`, an existing run is deleted first.
 
-        Raises BadInput if another process uses the directory, if it holds something else than a
-        run, or if its run was made with other settings, which the message names.
+        Raises BadInput if another process uses the directory, if it holds something other than
+        a run, or if its run was made with other settings, which the message names.
         """
         for parent in (path, *path.parents):
             if parent.exists() and not parent.is_dir():
@@ -127,7 +122,7 @@ class Run:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BadInput(
-                f"run={path} is in use by another process; end that, or give another directory"
+                f"run={path} is in use by another process; stop that one, or give another directory"
             ) from None
         if overwrite:
             _delete_run(path)
@@ -170,7 +165,7 @@ class Run:
 
     def begin(self, config: dict[str, Any], step: int) -> None:
         """Record settings and environment from `step` on, and delete what a killed process left
-        half done, the trajectory after `step`, and the result: a running run has none.
+        half done, the trajectory after `step`, and the result, which only a finished run has.
 
         `starts` in config.json keeps the settings and environments of earlier starts.
         """
@@ -285,8 +280,8 @@ def is_finished(path: Path) -> bool:
     return (path / "result.json").is_file()
 
 
-def has_weights_alone(path: Path) -> bool:
-    """Whether a run is finished and has kept only weights, so that it cannot be made longer."""
+def kept_only_weights(path: Path) -> bool:
+    """Whether a run is finished and has kept only weights, so that it cannot be extended."""
     if not is_finished(path):
         return False
     selected = checkpoints.resolve(path)
@@ -315,10 +310,10 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
             f"run={path} was made with other settings: {'; '.join(refused)}; "
             "give another run=, or overwrite=true to start anew"
         )
-    if changed and has_weights_alone(path):
+    if changed and kept_only_weights(path):
         raise BadInput(
-            f"run={path} is finished and kept its weights alone (train.keep_state=false): it "
-            f"cannot be made longer; give another run= with init={path}"
+            f"run={path} is finished and kept only its weights (train.keep_state=false): it "
+            f"cannot be extended; give another run= with init={path}"
         )
 
 

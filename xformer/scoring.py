@@ -25,7 +25,7 @@ MASKING_SEED = 0  # all runs validate with the same masks, so that their losses 
 @dataclass(frozen=True)
 class Scores:
     """Metrics by name, the task's `outputs` for every row (see Task.evaluate), and the predictions
-    that are written to files, from which the metrics are computed."""
+    from which the metrics are computed, as they are written to files."""
 
     metrics: dict[str, float]
     outputs: np.ndarray
@@ -97,8 +97,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     """
     task = checkpoint.task
     if task is None:
-        door = typed("train.py")
-        raise BadInput(f"this checkpoint has no head to score: fine-tune it with {door} first")
+        program = typed("train.py")
+        raise BadInput(f"this checkpoint has no head to score: fine-tune it with {program} first")
     head = task.head
     check_task(store, task)
     if spec is None and checkpoint.source is not None:  # the mapping of training

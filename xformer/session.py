@@ -1,4 +1,5 @@
-"""A run while it trains: what is due after a step, what is logged, which checkpoints are kept."""
+"""Everything around the training step: what is due after it, what is logged, which checkpoints are
+kept."""
 
 from __future__ import annotations
 
@@ -47,10 +48,10 @@ class Due:
 
 
 class Session:
-    """A run while it trains; a context manager that every rank enters.
+    """The bookkeeping of a training run; a context manager that every rank enters.
 
     The session decides what is due after a step, writes the log, and writes checkpoints in the
-    background. `state` says how far the run is.
+    background. `state` is the progress of the run.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Session:
         """Write one line of the log: means over the steps since the last line, if there were any.
 
         `sums` (4,) holds the summed loss, the count that it is a sum over, the number of right
-        predictions, and the norm of the newest gradient. It is set to zero.
+        predictions, and the norm of the newest gradient. It is reset to zero.
         """
         setup, state, since = self.setup, self.state, self.state.since_log
         total, count, correct, norm = sums.tolist()
@@ -178,14 +179,14 @@ class Session:
 
     def keep(self, due: Due, best: bool) -> None:
         """Write a checkpoint if one is due, or if this step is the last or the `best` so far. At
-        the steps of the trajectory, write the weights alone. All ranks call this together."""
+        the steps of the trajectory, write only the weights. All ranks call this together."""
         whole = best or self.done or due.stop or due.checkpoint
         if whole or self.state.step in self.setup.trajectory.steps:
             with self.clock.stopped():
                 self._keep(whole, now=self.done or due.stop)
 
     def _keep(self, whole: bool, now: bool) -> None:
-        """Copy the `whole` state of the run, or its weights alone, and write the copy in the
+        """Copy the `whole` state of the run, or only its weights, and write the copy in the
         background, or before returning if `now`."""
         self.writer.free()
         self.snapshot.take(whole)
@@ -198,8 +199,8 @@ class Session:
 
     def _save(self, state: dict[str, Any], whole: bool) -> None:
         """Write the copy: first the weights for the trajectory, if the step belongs to it, then the
-        `whole` checkpoint. In this order no run goes on from a step whose trajectory weights are
-        missing. Raises OSError or Failure if the disk refuses."""
+        `whole` checkpoint. In this order, no run resumes from a step whose trajectory weights are
+        missing. Raises OSError or Failure if writing fails."""
         setup, run, recipe, step = self.setup, self.run, self.setup.recipe, state["step"]
         record: dict[str, Any] = {
             "op": "train",
@@ -225,8 +226,8 @@ class Session:
 
 
 def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> float | None:
-    """The share of the devices' peak that was used since the last line of the log; None if the peak
-    is not known."""
+    """The model FLOPs utilisation (MFU) since the last line of the log; None if the peak of the
+    device is not known."""
     system, device = setup.recipe.system, setup.ranks.device
     peak = 1e12 * system.peak_tflops or cost.peak_flops(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "", system.precision
@@ -241,15 +242,15 @@ def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> flo
 
 def sync_log(run: Run) -> None:
     """Flush the log and TensorBoard's files to the disk. Called before a checkpoint is written, so
-    that a run which continues from it has a log that reaches as far."""
+    that the log of a run resumed from it is complete up to that step."""
     board = (run.path / "tensorboard").glob("*")
     for file in (run.path / "log.jsonl", *board):
-        with suppress(FileNotFoundError):  # after an error of the disk there is no board
+        with suppress(FileNotFoundError):  # the directory is deleted after a disk error
             sync(file)
 
 
 def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
-    """Say what a new run trains, and log its sizes."""
+    """Print what a new run trains, and log the numbers of parameters, rows and tokens."""
     for note in (*setup.notes, *setup.recipe.optim.notes()):
         monitor.say(note)
     limit = f"batch.max_tokens={setup.recipe.batch.max_tokens}"
@@ -269,15 +270,15 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
 def announce_changes(
     setup: Setup, run: Run, state: State, config: dict[str, Any], monitor: Monitor
 ) -> None:
-    """Compare this start with the one that made the checkpoint. Say what may change the bits of the
-    results, and how a raised train.steps or train.epochs changes the learning rate."""
+    """Compare this start with the one that made the checkpoint. Print what may keep the results
+    from being bit-identical, and how a raised train.steps or train.epochs changes the rate."""
     earlier = run.made_by(state.step)
     if earlier is None:
         return
     if differing := provenance.changes(earlier, config):
         monitor.say(
-            f"since the last start: {', '.join(differing)}; results may not be bit for bit those "
-            "of one uninterrupted run"
+            f"since the last start: {', '.join(differing)}; results may not be bit-identical to "
+            "those of an uninterrupted run"
         )
     before, now = earlier["config"]["train"], setup.recipe.train
     name = "steps" if now.steps else "epochs"
@@ -315,8 +316,8 @@ class Clock:
 
 
 class StopFlag:
-    """Tells all ranks in the same step that one of them was told to stop. On CUDA it does so two or
-    three steps late, so that the host never waits for the device."""
+    """Tells all ranks, in the same step, that one of them received a signal to stop. On CUDA this
+    lags two or three steps, so that the host never waits for the device."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -341,8 +342,8 @@ class StopFlag:
 
 @contextmanager
 def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
-    """Let rank 0 check the store's blocks in the background once `begin` is set. The list that this
-    gives will hold a line about the first damage.
+    """Let rank 0 check the store's blocks in the background once `begin` is set. Yields a list to
+    which a line about the first damage will be appended.
 
     Raises Failure with that line when the `with` block ends. If the block crashes, the check is
     finished first, because a damaged store may be the cause.

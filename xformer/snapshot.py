@@ -14,7 +14,7 @@ from xformer.tasks.task import Model
 class Snapshot:
     """Copies weights and optimizer state into host memory of rank 0.
 
-    The memory, 12 bytes a parameter, is allocated once and used again. On CUDA it is pinned, and
+    The memory, 12 bytes a parameter, is allocated once and reused. On CUDA it is pinned, and
     the copy runs on a stream of its own beside the computation.
     """
 
@@ -28,7 +28,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, moments: bool = True) -> None:
-        """Copy the weights and, with `moments`, the optimizer state over the last copy."""
+        """Copy the weights and, with `moments`, the optimizer state. Overwrites the last copy."""
         if self.ranks.rank:
             return
         # buffers on the main stream, because the next forward pass already changes them
@@ -54,7 +54,7 @@ class Snapshot:
         to[name].copy_(tensor, non_blocking=True)
 
     def before_change(self) -> None:
-        """Make the device finish the copy before the weights change. The host does not wait."""
+        """Make the device finish the copy before the optimizer step. The host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from xformer.data.display import one_line, say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, Interrupted, reason
 
-# with any of these the user decides how OpenMP's threads wait
+# variables with which a user sets how OpenMP's threads wait
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = "2000"  # iterations of libgomp's waiting loop; measured in docs/scaling.md
 POLL = 1.0  # seconds between two checks of the parent
@@ -74,7 +74,7 @@ def as_command(name: str) -> None:
 
 
 def share_cores() -> None:
-    """Let idle OpenMP threads release their core soon, unless the user has set how they wait.
+    """Make idle OpenMP threads yield their core soon, unless the user has set how they wait.
 
     By default an idle thread of GNU's OpenMP spins for milliseconds, so that two runs on the same
     cores slow each other down several times. torch reads the variable when it loads OpenMP, and
@@ -85,10 +85,10 @@ def share_cores() -> None:
 
 
 def end_with_parent() -> None:
-    """Under torchrun, end this rank within seconds after torchrun has ended.
+    """Under torchrun, end this rank within seconds of the end of torchrun.
 
-    torchrun starts its ranks in sessions of their own, so they outlive it if it is killed. Ranks
-    that are starting would wait half an hour for its store.
+    torchrun starts each rank in a session of its own, so that ranks outlive it if it is killed.
+    Ranks that are still starting would wait half an hour for its TCP store.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
@@ -100,7 +100,7 @@ def _watch(parent: int) -> None:
         time.sleep(POLL)
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):  # standard error may have been a pipe to torchrun
-            say("error: torchrun is gone: its ranks stop", error=True)
+            say("error: torchrun has ended: its ranks stop", error=True)
     # a rank that is training writes a checkpoint first; one that is starting ends at once
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)

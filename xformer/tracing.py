@@ -1,4 +1,5 @@
-"""Find the layer in which numbers stop being finite, by repeating the passes of a step."""
+"""Find the layer that produced the first NaN or infinity, by repeating the forward and backward
+passes of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from xformer.parallel.feed import to_device
 from xformer.prepare import Setup
 from xformer.tasks.task import Loss, Model
 
-# where the first number arises that is not finite, the earliest first
+# where the first value that is not finite can arise, in the order of computation
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)
 LossOf = Callable[[Setup, Model, Batch[Tensor], int, int], Loss]  # the last: step, micro-batch
 
@@ -72,14 +73,14 @@ def first_layer(
     if earliest[0] == NOWHERE:
         norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
         largest = max(norms, key=lambda name: norms[name], default="")
-        return NOWHERE, 0, f"nothing is infinite; the largest gradient is that of {largest}"
+        return NOWHERE, 0, f"all values are finite; the largest gradient is that of {largest}"
     return earliest
 
 
 @contextmanager
 def _watched(model: nn.Module, places: list[tuple[int, str]]) -> Iterator[None]:
-    """Append to `places` each module's output, and then each gradient of an output, that is not
-    finite, in the order in which they are computed."""
+    """Append to `places` each output of a module, and then each gradient of an output, that is
+    not finite, in the order of computation."""
 
     def hook(name: str) -> Callable[..., None]:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:

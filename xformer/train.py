@@ -37,12 +37,12 @@ from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
 from xformer.prepare import Setup, open_run, prepare
 from xformer.recipe import Recipe
-from xformer.run import SINCE_LOG, Run, State, has_weights_alone, is_finished
+from xformer.run import SINCE_LOG, Run, State, is_finished, kept_only_weights
 from xformer.scoring import Scores, score
 from xformer.session import Session, announce, announce_changes, sync_log
 from xformer.tasks.task import Loss, Model
 
-DROPOUT = 4  # tells the hash keys of dropout from those of other uses
+DROPOUT = 4  # keeps the hash keys of dropout apart from those of other uses
 
 
 def main() -> None:
@@ -54,16 +54,16 @@ def main() -> None:
 
 
 def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
-    """Run a recipe to its end, or to step `until`, from wherever its run directory stands.
+    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint.
 
     Raises BadInput before anything is written, Interrupted after a signal once a checkpoint is
     written, and Failure if the store is damaged, at numerical trouble, or if the last checkpoint
     cannot be written.
     """
-    # what the recipe names, and where the run stands
+    # what the recipe names, and how far the run got
     setup = prepare(recipe, ranks)
     run, config = open_run(setup)
-    if ranks.on_rank_zero(lambda: has_weights_alone(run.path)):
+    if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)
         return
@@ -127,7 +127,7 @@ def loop(
     guard: Guard,
     until: int,
 ) -> None:
-    """Step until the end: rate, micro-batches, clip, step, log, validate, checkpoint."""
+    """The training loop: rate, micro-batches, clip, step, log, validate, checkpoint."""
     setup, state = session.setup, session.state
     while not session.done and (not until or state.step < until):
         with session.part("waiting for data"):
@@ -155,7 +155,7 @@ def loop(
         if due.log:
             session.log(rate, guard.sums)
         best = due.validation and run_validation(session, model.model)
-        if session.done and not due.log:  # train.patience has ended the run
+        if session.done and not due.log:  # early stopping (train.patience)
             session.log(rate, guard.sums)
         session.keep(due, best)
         session.stop_if_told(due)
@@ -180,7 +180,7 @@ def run_validation(session: Session, model: Model) -> bool:
         setup.ranks.on_rank_zero(session.writer.free)
         best = run.checkpoint_path(state.best_step)
         if state.best_step and not setup.ranks.on_rank_zero(best.is_dir):
-            if not session.writer.failing:  # else the writer has said that none is written
+            if not session.writer.failing:  # else the writer has reported it already
                 session.monitor.say(f"{best} is missing: this validation counts as the best so far")
             state.best_step, state.best_scores = 0, {}
         scores = score_split(setup, model, "valid").metrics
@@ -195,7 +195,7 @@ def run_validation(session: Session, model: Model) -> bool:
         session.monitor.event("validation", state.step, **scores)
         if setup.share(state.step, state.position) < 1 and session.done:
             session.monitor.say(
-                f"the run ends early: {state.worse} validations were not better than step "
+                f"early stopping: {state.worse} validations in a row were no better than step "
                 f"{state.best_step} (train.patience={setup.recipe.train.patience})"
             )
     return better
@@ -250,7 +250,7 @@ def _finish(setup: Setup, run: Run, model: Model, state: State, monitor: Monitor
 
 
 def _leave(setup: Setup, run: Run) -> None:
-    """Say that a run is finished already. Its state is deleted if train.keep_state=false is new."""
+    """Say that the run is already finished. If train.keep_state=false is new, delete its state."""
     if not setup.recipe.train.keep_state:
         setup.ranks.on_rank_zero(run.forget_state)
     if setup.ranks.rank == 0:

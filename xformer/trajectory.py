@@ -96,11 +96,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Course:
-    """The rows that each step of a run takes, known before it starts. The run has `steps` steps; 0
-    means all that the stream has.
+    """The rows of each step of a run, known before it starts. The run has `steps` steps; 0 means as
+    many as the stream has.
 
     `extra` is the number of special tokens per row. `tokens` and `words` count the whole training
-    split, without special tokens; `words` is None if the store does not know it. `store` names the
+    split, without special tokens; `words` is None if the store has no word count. `store` names the
     store in messages.
     """
 
@@ -129,14 +129,15 @@ class Course:
         while True:
             words = (tokens - self.extra * position) * (self.words or 0) // max(self.tokens, 1)
             yield Place(step, tokens, words)
-            if (step == self.steps) if self.steps else (position >= self.stream.end):
+            ended = step == self.steps if self.steps else position >= self.stream.end
+            if ended:
                 return
             *_, sizes = self.stream.take(position)
             step, position, tokens = step + 1, position + len(sizes), tokens + int(sizes.sum())
 
     def end(self, steps: int) -> str:
-        """A clause that says where a run of this many steps ends. Its tokens are estimated from the
-        first steps."""
+        """A clause for messages: where a run of this many steps ends. Its tokens are estimated from
+        the first steps."""
         *_, seen = islice(self.walk(), min(steps, SAMPLE) + 1)
         tokens = steps * seen.tokens // max(seen.step, 1)
         return f"the run ends at step {steps:,}, about {_short(tokens)} tokens"
@@ -145,8 +146,8 @@ class Course:
 def steps_of(keep_at: str | Sequence[int | str], course: Course) -> frozenset[int]:
     """The steps at which a run keeps its weights.
 
-    Raises BadInput if a mark is beyond the run's end, or asks for words although the store does not
-    know how many it has.
+    Raises BadInput if a mark is beyond the run's end, or asks for words although the store has no
+    word count.
     """
     wanted = parse(keep_at)
     if isinstance(wanted, Log):
@@ -154,7 +155,7 @@ def steps_of(keep_at: str | Sequence[int | str], course: Course) -> frozenset[in
     for mark in wanted:
         if mark.unit == "word" and course.words is None:
             raise BadInput(
-                f"train.keep_at={mark.text}: {course.store} does not know how many words it has; "
+                f"train.keep_at={mark.text}: {course.store} has no word count; "
                 f"make it again with {typed('preprocess.py text')}, or give tokens"
             )
     if all(mark.unit == "step" for mark in wanted):
@@ -256,7 +257,7 @@ class Trajectory:
             return ""
         shown = ", ".join(map(str, gone[:8])) + (f" and {len(gone) - 8} more" if gone[8:] else "")
         return (
-            f"{run / 'trajectory'} lacks step {shown}: the disk refused it, or train.keep_at was "
+            f"{run / 'trajectory'} lacks step {shown}: writing failed, or train.keep_at was "
             "changed after that step"
         )
 

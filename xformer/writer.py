@@ -9,14 +9,14 @@ from types import TracebackType
 
 from xformer.data.errors import Failure, reason
 
-PAUSES = (5.0, 30.0, 120.0)  # seconds before each new try of a failed write; the last one repeats
+PAUSES = (5.0, 30.0, 120.0)  # seconds before each retry of a failed write; the last one repeats
 
 
 class BackgroundWriter:
-    """Does one piece of work at a time in a thread; a context manager.
+    """Runs one job at a time in a thread; a context manager.
 
-    If the disk refuses, it tries again after a pause, until newer work takes its place. `failing`
-    is true from the first refusal to the next success; one line on the screen reports each.
+    A job that fails is tried again after a pause, until a newer one replaces it. `failing` is true
+    from the first failure to the next success; each of the two is reported in one line.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -38,7 +38,7 @@ class BackgroundWriter:
         self.pool.shutdown()
 
     def free(self) -> None:
-        """Wait until the current work is done. Work that has failed is given up."""
+        """Wait for the current job. A job that has failed is not tried again."""
         self.superseded.set()
         if self.task is not None:
             self.task.result()
@@ -46,19 +46,19 @@ class BackgroundWriter:
         self.task = None
 
     def now(self, what: str, work: Callable[[], None]) -> None:
-        """Do `work` in this thread. Raises Failure if the disk refuses."""
+        """Do `work` in this thread. Raises Failure if that fails."""
         self.free()
         try:
             work()
         except (OSError, Failure) as error:
             raise Failure(
-                f"{reason(error)}; the {what} is not written, older ones are kept"
+                f"{reason(error)}; the {what} was not written; older ones are kept"
             ) from None
         self._succeeded(what)
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Start `work` in the background. It writes `what`, and raises OSError or Failure if the
-        disk refuses."""
+        """Start `work` in the background. It writes `what`, and raises OSError or Failure if
+        that fails."""
         self.free()
         self.task = self.pool.submit(self._persist, what, work)
 
@@ -70,8 +70,8 @@ class BackgroundWriter:
             except (OSError, Failure) as error:
                 if not self.failing:
                     self.say(
-                        f"{reason(error)}; the {what} is not written, older ones are kept, and the "
-                        "run goes on; no checkpoint becomes the best until one can be written"
+                        f"{reason(error)}; the {what} was not written; older ones are kept, and "
+                        "the run goes on; no checkpoint becomes the best until one can be written"
                     )
                 self.failing = True
                 if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):
@@ -83,5 +83,5 @@ class BackgroundWriter:
 
     def _succeeded(self, what: str) -> None:
         if self.failing:
-            self.say(f"the {what} is written now")
+            self.say(f"the {what} is now written")
         self.failing = False

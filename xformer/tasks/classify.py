@@ -1,4 +1,4 @@
-"""Classify texts; and what all tasks that read the pooled first token share.
+"""Text classification, and the base class of all tasks that read the pooled first token.
 
 N sequences, G groups of them, C hidden size, K classes.
 """
@@ -178,7 +178,7 @@ class Classify(Pooled):
 
 
 def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
-    """Class weights from the labels of rows (N,), as scikit-learn's "balanced": inversely
+    """Class weights from labels (N,), as "balanced" in scikit-learn: inversely
     proportional to the number of rows of a class, with a mean of 1 over the rows. A class without
     rows has the weight 0."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)

@@ -119,8 +119,8 @@ class MLM(Task):
     def by_row(
         self, model: Model, x: Tensor, batch: Batch[Tensor], host: Batch[np.ndarray]
     ) -> Tensor:
-        """The three numbers of each row, (N, 3), from the hidden states of its masked tokens, x
-        (M, C)."""
+        """The three numbers that evaluation keeps for each row, (N, 3). x (M, C) are the hidden
+        states of the masked tokens."""
         assert batch.targets is not None
         assert host.places is not None
         tokens = torch.stack(self._by_token(model, x, batch.targets), 1)  # (M, 2)

@@ -1,6 +1,6 @@
-"""MLM together with a classification of pairs of texts: does the second text follow the first
-(next sentence: Devlin et al. 2019), are they in the right order (Lan et al. 2020), do two proteins
-belong to one family (Min et al. 2019)?
+"""MLM together with a binary classification of text pairs: next-sentence prediction (Devlin et al.
+2019), sentence-order prediction (Lan et al. 2020), or whether two proteins belong to the same
+family (Min et al. 2019).
 
 N sequences, M masked tokens, C hidden size.
 """
@@ -73,18 +73,28 @@ class Pairs(MLM):
         pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
         return super().as_arrays(outputs, split) | pairs
 
+    def has_unlabelled(self, split: Split) -> bool:
+        return bool((np.asarray(split.columns["label"]) < 0).any())
+
+    def metrics_on(self, split: Split) -> list[str]:
+        labelled = (np.asarray(split.columns["label"]) != UNLABELLED).any()
+        return list(self.metrics if labelled else MLM.metrics)
+
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """MLM's metrics are means over masked tokens; those of the pairs are means over rows."""
-        logits, labels, _ = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
+        """MLM's metrics are means over masked tokens; those of the pairs are means over rows, and
+        are left out if no pair has a label."""
+        scores = super().score(predictions)
+        labelled = predictions.arrays["label"] != UNLABELLED
+        if not labelled.any():
+            return scores
+        logits, labels, _ = known_rows(predictions, labelled)
         pairs = losses_of(log_softmax(logits), labels)
-        pairs |= classification(logits.argmax(1), labels, 2)
-        return super().score(predictions) | {
-            f"pair_{name}": pairs[name] for name in ("loss", "accuracy")
-        }
+        pairs["accuracy"] = classification(logits.argmax(1), labels, 2)["accuracy"]
+        return scores | {f"pair_{name}": value for name, value in pairs.items()}
 
 
 def pair_scale(weight: float, masking: float, split: Split) -> float:
-    """The number of masked tokens that a pair counts as, so that the loss is the mean over masked
+    """The weight of a pair in masked tokens, so that the loss is the mean over masked
     tokens plus `weight` times the mean over pairs. `masking` is the share of masked tokens.
 
     A constant of the whole split keeps the loss a sum, which micro-batches and ranks can add.

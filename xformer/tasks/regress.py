@@ -92,8 +92,8 @@ class Regress(Pooled):
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The pearson and spearman correlations of predictions and labels, (N,) each.
 
-    A correlation is undefined if one side is constant or there is only one row. It then counts as
-    0, the value at chance, as in GLUE. Raises Failure if a score is not finite.
+    A correlation is undefined if either array is constant or there is only one row. It then counts
+    as 0, the chance level, as in GLUE. Raises Failure if a score is not finite.
     """
     from scipy.stats import pearsonr, spearmanr
 
@@ -102,6 +102,6 @@ def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     if len(labels) < 2:
         return dict.fromkeys(CORRELATIONS, 0.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a constant side gives NaN, which becomes 0 below
+        warnings.simplefilter("ignore")  # a constant array gives NaN, which becomes 0 below
         values = [pearsonr(predictions, labels)[0], spearmanr(predictions, labels)[0]]
     return {name: float(np.nan_to_num(v)) for name, v in zip(CORRELATIONS, values, strict=True)}

@@ -1,4 +1,4 @@
-"""Find the answer to a question as a span of its context, scored as by SQuAD's own script.
+"""Extractive question answering: the answer is a span of the context, scored as by SQuAD's script.
 
 N windows, L the length of the longest, T tokens in the batch, Q questions.
 """
@@ -186,7 +186,7 @@ def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
     inside = (place >= second[:, None]) & (place < (second + lengths)[:, None])
     start, end = (logits[..., i].masked_fill(~inside, -torch.inf) for i in (0, 1))
     # (N, L, LONGEST): the scores of the spans that start at each place, of 1, 2, ... tokens
-    ends = torch.nn.functional.pad(end, (0, LONGEST - 1), value=-torch.inf).unfold(1, LONGEST, 1)
+    ends = F.pad(end, (0, LONGEST - 1), value=-torch.inf).unfold(1, LONGEST, 1)
     score, flat = (start[:, :, None] + ends).flatten(1).max(1)
     first = flat // LONGEST
     return torch.stack([null, score, first - second, first + flat % LONGEST - second], 1)

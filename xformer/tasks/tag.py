@@ -1,4 +1,4 @@
-"""Classify each word: parts of speech, entities, the structure of a protein.
+"""Classify each word: part-of-speech tags, named entities, protein secondary structure.
 
 T tokens in the batch, K classes, S tokens in a split, W words in it.
 """

@@ -1,4 +1,4 @@
-"""Tasks: kinds of output, with everything that depends on the kind. A model has one task.
+"""The interface of a task, such as MLM or classification, and the model with its heads.
 
 T tokens in the batch, N sequences, M masked or labelled tokens, C hidden size, V vocabulary, K
 outputs of a head.
@@ -30,13 +30,13 @@ Table = dict[str, list[str]]  # column name -> one text per row
 
 @dataclass(frozen=True)
 class Head:
-    """What a checkpoint was trained to predict, and how its input was read.
+    """What a checkpoint was trained to predict, and how its input was preprocessed.
 
     `kind` is the name of the task, `labels` are the class names, and `columns` the names of the raw
     columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
-    settings. `pair` says that the input is two texts. `pair_scale` is the number of masked tokens
-    that a pair counts as, or 0 without a pair head. `smoothing` and `class_weights` change the
-    training loss of classes.
+    settings. `pair` says that the input is two texts. `pair_scale` is the weight of a pair in
+    masked tokens, or 0 without a pair head. `smoothing` and `class_weights` change the training
+    loss of classification.
     """
 
     kind: str
@@ -141,9 +141,9 @@ class Task(ABC):
     takes_class_weights: ClassVar[bool] = False
     """Its training loss takes class weights and label smoothing."""
     has_questions: ClassVar[bool] = False
-    """Several rows may belong to one question, and its predictions hold Questions."""
+    """Its rows are windows of questions, and its predictions have `questions`."""
     has_table: ClassVar[bool] = True
-    """Its predictions can be written as a table, which `table` makes."""
+    """Its predictions can be written as a table; see the method `table`."""
     takes_threshold: ClassVar[bool] = False
     """A threshold decides whether it gives an answer at all."""
     hf_class: ClassVar[str] = ""
@@ -191,7 +191,7 @@ class Task(ABC):
         return self.outputs
 
     def size(self, split: Split) -> int:
-        """For how many items evaluation keeps numbers: the rows of a split."""
+        """The number of items that evaluation keeps numbers for: by default the rows of a split."""
         return split.rows
 
     def evaluation_batch(
@@ -365,7 +365,8 @@ def small(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
-    return values.astype(np.min_scalar_type(min(least, ~most) if least < 0 else most))
+    # a signed type that holds -m - 1 holds m too
+    return values.astype(np.min_scalar_type(min(least, -most - 1) if least < 0 else most))
 
 
 def no_labels(split: str) -> BadInput:
