@@ -146,7 +146,7 @@ def check_output_directory(
         )
 
 
-def origin() -> dict[str, Any]:
+def command_origin() -> dict[str, Any]:
     """The record of where a store comes from: the command line as it was typed."""
     return {"command": ["preprocess.py", *sys.argv[1:]]}
 

@@ -121,8 +121,8 @@ def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
     return lines + [_line(kind, times.get(kind, 0.0), whole) for kind in (*order, OTHER)]
 
 
-def _line(kind: str, time: float, whole: float) -> str:
-    return f"  {kind:<22} {100 * time / whole:5.1f} %"
+def _line(kind: str, seconds: float, whole: float) -> str:
+    return f"  {kind:<22} {100 * seconds / whole:5.1f} %"
 
 
 def _operator_times(events: list[Any]) -> dict[str, float]:

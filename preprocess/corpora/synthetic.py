@@ -48,9 +48,9 @@ from xformer.data.writing import SplitWriter, create_store
 from ..arguments import (
     add_output,
     check_output_directory,
+    command_origin,
     fraction,
     length_range,
-    origin,
     say_written,
     whole_number,
 )
@@ -489,7 +489,7 @@ def run(arguments: argparse.Namespace) -> None:
         corpus,
         arguments.vocab_size,
         frequencies,
-        origin(),
+        command_origin(),
         arguments.overwrite,
         workers,
     )

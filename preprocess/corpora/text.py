@@ -18,8 +18,8 @@ from xformer.data.writing import SplitWriter, create_store
 from ..arguments import (
     add_output,
     check_output_directory,
+    command_origin,
     expression,
-    origin,
     say_written,
     whole_number,
 )
@@ -210,7 +210,7 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer,
         options,
         arguments.max_tokens,
-        origin(),
+        command_origin(),
         arguments.overwrite,
         workers,
         arguments.documents,

@@ -20,7 +20,7 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
 from .labelled import SPLITS, Row, TaskSource, find_splits, input_files
-from .tables import ENDINGS, RowTable, ending
+from .tables import ENDINGS, RowTable, extension
 
 NUMBERS = ["0", "1", "2"]
 ENTAILMENT = ("entailment", "not_entailment")
@@ -174,7 +174,7 @@ def read(arguments: argparse.Namespace, name: str) -> TaskSource:
 def _open(path: Path, split: str, glue: Glue) -> RowTable:
     """One file of a task. Raises BadInput if it lacks a column; only a test set may lack labels."""
     table = RowTable(path)
-    has_header = table.find(glue.text) is not None or ending(path) not in (".tsv", ".txt")
+    has_header = table.find(glue.text) is not None or extension(path) not in (".tsv", ".txt")
     if "4" in glue.text and not has_header and len(table.columns) == 4:
         table = RowTable(path, replace(table.form, header=False))  # CoLA's training file
     required = [glue.text, glue.text_b, *([] if split.startswith("test") else [glue.label])]

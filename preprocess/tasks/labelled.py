@@ -33,11 +33,17 @@ from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
+from ..arguments import (
+    add_output,
+    check_output_directory,
+    command_origin,
+    say_written,
+    whole_number,
+)
 from ..bad import BadRows
 from ..binarize import BATCH, check_files, sources
 from ..words import CachedEncoder
-from .tables import ending, stem
+from .tables import extension, stem
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
@@ -546,7 +552,7 @@ def find_splits(
     files = [
         p
         for p in sorted(directory.iterdir())
-        if p.is_file() and ending(p) in endings and not p.name.startswith(".")
+        if p.is_file() and extension(p) in endings and not p.name.startswith(".")
     ]
     words = "|".join(names)
     by_name = rf"({words})"
@@ -554,7 +560,7 @@ def find_splits(
     splits = _match_splits(directory, files, by_name, names)
     splits = splits or _match_splits(directory, files, by_last_word, names)
     every = [path for paths in splits.values() for path in paths]
-    if len({ending(path) for path in every}) > 1:
+    if len({extension(path) for path in every}) > 1:
         shown = ", ".join(path.name for path in every)
         raise BadInput(f"{directory} holds files of several endings, {shown}; keep those of one")
     return splits
@@ -677,7 +683,7 @@ def run(
         arguments.output,
         tokenizer,
         arguments.seed,
-        origin(),
+        command_origin(),
         arguments.overwrite,
         arguments.stratify,
     )

@@ -23,7 +23,7 @@ from ..bad import BadRows
 from ..binarize import check_files
 from . import splits
 from .labelled import Row, TaskSource
-from .tables import RowTable, ending
+from .tables import RowTable, extension
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or one directory per composer."
 MIDI = (".mid", ".midi")
@@ -67,7 +67,7 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         )
     bad = BadRows(arguments.skip_bad)
     table = table_of(source) if source.is_dir() else source
-    if table is not None and ending(table) not in TABLES:
+    if table is not None and extension(table) not in TABLES:
         raise BadInput(
             f"{table} is not a table of pieces; give maestro*.csv or .json, or a directory"
         )
@@ -93,8 +93,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
 
 def table_of(directory: Path) -> Path | None:
     """MAESTRO's table of pieces in a directory; None if there is none."""
-    files = [path for path in sorted(directory.glob("maestro*")) if ending(path) in TABLES]
-    return min(files, key=ending, default=None)  # csv before json
+    files = [path for path in sorted(directory.glob("maestro*")) if extension(path) in TABLES]
+    return min(files, key=extension, default=None)  # csv before json
 
 
 def _maestro(path: Path, split_column: str | None, bad: BadRows, used: set[str]) -> list[Piece]:

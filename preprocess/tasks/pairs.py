@@ -26,7 +26,13 @@ from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, open_store
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
+from ..arguments import (
+    add_output,
+    check_output_directory,
+    command_origin,
+    say_written,
+    whole_number,
+)
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {
@@ -96,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
                     _write(pairs, split.columns["tokens"], out, progress)
         options = {"kind": kind, "rounds": arguments.rounds, "seed": arguments.seed}
         read_from = {"name": source.path.name, "key": source.key}
-        record = {**origin(), "pairs": options, "store": read_from}
+        record = {**command_origin(), "pairs": options, "store": read_from}
         store.finish("class", CLASSES[kind], "accuracy", record)
         written = store.splits
     say_written(arguments.output, written, started)

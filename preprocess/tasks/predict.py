@@ -25,7 +25,7 @@ from ..words import CachedEncoder
 from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
 from .labelled import Row
 from .sequences import FASTA, SEQUENCE, Sequences
-from .tables import Form, RowTable, ending
+from .tables import Form, RowTable, extension
 
 INPUT = "input"  # the split, and the column of the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
@@ -103,8 +103,10 @@ def _rows(path: Path, head: HeadRecord, tokenizer: Tokenizer) -> Iterator[Row]:
         return _music(path, head)
     if letters:
         return _sequences(path, head, letters)
-    if ending(path) in (*FASTA, *music.MIDI):
-        raise BadInput(f"{path}: this checkpoint was trained on text, not on {ending(path)} files")
+    if extension(path) in (*FASTA, *music.MIDI):
+        raise BadInput(
+            f"{path}: this checkpoint was trained on text, not on {extension(path)} files"
+        )
     if head.kind == "tag":
         return _sentences(path, head)
     if head.kind == "choice":
@@ -194,7 +196,7 @@ def _table(
 def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[str] | None]:
     """A table, and its column for each of `names`. The columns are None if the file has no header
     and holds just these columns, which a csv file may not do."""
-    if ending(path) in (*JSON, PARQUET):
+    if extension(path) in (*JSON, PARQUET):
         table = RowTable(path)
         columns = [table.find(options) for options in names]
         if None in columns:
@@ -211,7 +213,7 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[s
     bare, first = replace(usual, header=False), _first_row(path, usual)
     if numbers := _numbered(names, len(first)):
         return RowTable(path, bare), numbers
-    if len(first) == len(names) and ending(path) != ".csv":
+    if len(first) == len(names) and extension(path) != ".csv":
         return RowTable(path, bare), None
     raise _wrong_header(path, first, names)
 
@@ -224,7 +226,7 @@ def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
         lacks = f"the header lacks the column{'s' * (len(lacking) > 1)} {' and '.join(lacking)}; "
     has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in header[:20])
     hint = f"; a file without a header must have {_count_columns(names)}"
-    hint = "" if ending(path) == ".csv" else hint
+    hint = "" if extension(path) == ".csv" else hint
     return BadInput(f"{path}:1: {lacks}it has {_count_columns(header)}, {has}{hint}")
 
 
@@ -270,14 +272,14 @@ def _sequences(path: Path, head: HeadRecord, letters: str) -> Iterator[Row]:
 def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, str, str | None]]:
     """(line, sequence, id) of FASTA, three lines per record, UCI's splice file, or a table."""
     first = ""
-    if ending(path) not in (*JSON, PARQUET):
+    if extension(path) not in (*JSON, PARQUET):
         lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
         first = next(filter(None, lines), "")
     splice = head.task == "dna/splice" or head.columns.get("label") == "class"
-    if splice and ending(path) != ".csv" and first.count(",") == 2:
+    if splice and extension(path) != ".csv" and first.count(",") == 2:
         for row in dna.splice_rows(path, BAD):
             yield row.line, row.texts[0], row.id
-    elif ending(path) in FASTA or first.startswith(">"):
+    elif extension(path) in FASTA or first.startswith(">"):
         for record in sequences.sequence_records(path, None, None, Sequences(letters), BAD, None):
             yield record.line, record.sequence, record.id
     else:
@@ -303,7 +305,7 @@ def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
 def _pieces(path: Path) -> list[music.Piece] | None:
     """The pieces that a path names: a MIDI file, a directory of them, or MAESTRO's table (or its
     directory). None if it is a file of another kind."""
-    if ending(path) in music.MIDI and not path.is_dir():
+    if extension(path) in music.MIDI and not path.is_dir():
         return [music.Piece(path, path.name, "", INPUT, path, 1)]
     table = music.table_of(path) if path.is_dir() else path
     if table is None:
@@ -314,7 +316,7 @@ def _pieces(path: Path) -> list[music.Piece] | None:
         return [
             music.Piece(file, str(file.relative_to(path)), "", INPUT, file, 1) for file in files
         ]
-    if ending(table) not in music.TABLES:
+    if extension(table) not in music.TABLES:
         return None
     opened = RowTable(table)
     if not opened.find(["midi_filename"]):
@@ -341,13 +343,13 @@ def _pitches(path: Path) -> Iterator[Row]:
 
 def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
     """Sentences in CoNLL's columns, whose labels are ignored, or one sentence per line."""
-    if ending(path) in (*JSON, PARQUET, ".csv"):
+    if extension(path) in (*JSON, PARQUET, ".csv"):
         raise BadInput(
             f"{path}: this checkpoint labels words; give one sentence per line (.txt), or CoNLL's "
             "columns (.conll)"
         )
     word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
-    if ending(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
+    if extension(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
         columns = tags.columns_of(path, "test", word, label)
         for line, words, _ in tags.sentences(path, columns, BAD):
             yield Row(INPUT, (" ".join(words),), None, path, line)
@@ -392,7 +394,7 @@ def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
 def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output: Path) -> None:
     """Write questions and windows of their contexts. They come from SQuAD's JSON, or from a table
     with the columns `question` and `context`. The column `question.input` gets the questions."""
-    if ending(path) == ".json" and squad.is_squad(read_json(path)):
+    if extension(path) == ".json" and squad.is_squad(read_json(path)):
         paragraphs = list(squad.read_articles(path, BAD, training=False))
     else:
         paragraphs = [

@@ -26,7 +26,7 @@ from ..binarize import check_files, read_lines
 from ..corpora.fasta import read_fasta
 from . import splits
 from .labelled import Row, TaskSource, check_metric, find_splits, input_files
-from .tables import ENDINGS, RowTable, ending, stem
+from .tables import ENDINGS, RowTable, extension, stem
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 # what the columns of the sequence and of the label may be called, the first choice first
@@ -162,7 +162,7 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
     fasta = [
         path
         for path in sorted(source.iterdir())
-        if ending(path) in FASTA and not path.name.startswith(".")
+        if extension(path) in FASTA and not path.name.startswith(".")
     ]
     files = find_splits(source, (*ENDINGS, *FASTA))
     if "train" in files:
@@ -188,7 +188,7 @@ def _columns(
 ) -> list[str] | None:
     """The columns of the sequence and of the label, which a test file may lack. None if the file is
     not a table."""
-    if ending(path) in (*FASTA, ".txt"):
+    if extension(path) in (*FASTA, ".txt"):
         return None
     table = RowTable(path)
     columns = []
@@ -243,7 +243,7 @@ def sequence_records(
     if isinstance(marks, splits.SplitColumns):
         for split, line, (sequence, *labels) in marks.rows(RowTable(path), columns or [], bad):
             yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
-    elif ending(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
+    elif extension(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         yield from _fasta(path, label, form, bad, marks)
     else:
         yield from _three_lines(path, bad)

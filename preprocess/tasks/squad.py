@@ -30,7 +30,13 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, origin, say_written, whole_number
+from ..arguments import (
+    add_output,
+    check_output_directory,
+    command_origin,
+    say_written,
+    whole_number,
+)
 from ..bad import BadRows
 from ..binarize import check_files, sources
 
@@ -171,7 +177,7 @@ def run(arguments: argparse.Namespace) -> None:
             "task": "squad",
             "options": options,
         }
-        record = origin() | {
+        record = command_origin() | {
             "sources": sources([*files.values()]),
             "columns": columns,
             "squad": options,

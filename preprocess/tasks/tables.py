@@ -39,10 +39,10 @@ class Form:
     def of(cls, path: Path) -> Form:
         """The usual form for a file's name: commas and quotes for .csv, else tabs and no quotes (as
         in GLUE)."""
-        return cls(",", '"') if ending(path) == ".csv" else cls("\t", None)
+        return cls(",", '"') if extension(path) == ".csv" else cls("\t", None)
 
 
-def ending(path: Path) -> str:
+def extension(path: Path) -> str:
     """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`."""
     return (Path(path.stem) if path.suffix in PACKED else path).suffix.lower()
 
@@ -61,7 +61,7 @@ class RowTable:
 
     def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
         self.path, self.form, self.lists = path, form or Form.of(path), lists
-        self.kind = ending(path)
+        self.kind = extension(path)
         # a bad header is an error here; a bad first row is reported later, by `rows`
         bad = BadRows(skip=self.kind in (".jsonl", ".json") or not self.form.header)
         if self.kind == ".parquet":

@@ -11,7 +11,7 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from . import splits
 from .labelled import CLASS_METRICS, SCORE_METRICS, Row, TaskSource, check_metric, input_files
-from .tables import ENDINGS, Form, RowTable, ending
+from .tables import ENDINGS, Form, RowTable, extension
 
 DELIMITERS = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 
@@ -79,7 +79,7 @@ def add_form(parser: argparse.ArgumentParser) -> None:
 def form_of(path: Path, arguments: argparse.Namespace) -> Form:
     """How the lines of a file are split into columns, by the task's options and the file's name.
     Raises BadInput if an option is not one character."""
-    delimiter = arguments.delimiter or ("," if ending(path) == ".csv" else "\t")
+    delimiter = arguments.delimiter or ("," if extension(path) == ".csv" else "\t")
     delimiter = DELIMITERS.get(delimiter, delimiter)
     if len(delimiter) != 1:
         raise BadInput(

@@ -67,10 +67,10 @@ class Workload:
     masked: int = 0
 
     @staticmethod
-    def even(rows: int, length: int, masking: float = 0.0) -> Workload:
-        """`rows` rows of equal length, with the share `masking` of their tokens predicted."""
+    def even(rows: int, length: int, masked: float = 0.0) -> Workload:
+        """`rows` rows of equal length, with the share `masked` of their tokens predicted."""
         tokens = rows * length
-        return Workload(tokens, tokens * length, rows, round(tokens * masking))
+        return Workload(tokens, tokens * length, rows, round(tokens * masked))
 
 
 @dataclass(frozen=True)

@@ -94,5 +94,5 @@ class Choice(Pooled):
 
     def gold(self, split: Split) -> list[str] | None:
         labels = np.asarray(split.columns["label"])[:: split.together].tolist()
-        texts = ["" if label < 0 else str(self._first + label) for label in labels]
-        return texts if self.has_labels(split) else None
+        names = ["" if label < 0 else str(self._first + label) for label in labels]
+        return names if self.has_labels(split) else None
