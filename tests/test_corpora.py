@@ -138,7 +138,7 @@ def test_files_directories_and_globs(tmp_path, monkeypatch, capsys):
     assert find_files(["d/m.json"]) == [Path("d/m.json")]
     Path("none").mkdir()
     for argument, phrase in [
-        ("none", "none holds no file"),
+        ("none", "none holds no non-empty file"),
         ("*.xyz", r"\*.xyz matches no file"),
         ("no.txt", "no.txt does not exist"),
         ("d/empty.txt", "is empty"),

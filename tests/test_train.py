@@ -726,7 +726,7 @@ def test_help_explains_every_key() -> None:
         "  overwrite: true | false = false",
         "  surgery: list of operations = []",
         '        {op = "clean", seed = int, distribution = "normal" | "truncated"}',
-        "batch.*: The size of a step, summed over all ranks and micro-batches.",
+        "batch.*: The batch size of an optimizer step, summed over all ranks and micro-batches.",
     ):
         assert line in lines
 
