@@ -142,14 +142,14 @@ def initialise(
     distribution: Distribution = "normal",
     purpose: str = "",
 ) -> Tensor:
-    """Fresh values of one weight: norms and running variances 1, biases and running means 0, all
-    others N(0, initializer_range^2), or N(0, spread^2) for a HilbertCNN.
+    """Fresh values of a weight tensor: norms and running variances 1, biases and running means 0,
+    all others N(0, initializer_range^2), or N(0, spread^2) for a HilbertCNN.
 
     "normal" is Kao & Lee 2021, appendix A; "truncated" is the same within two standard deviations
-    (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each weight has its own generator, seeded
+    (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each tensor has its own generator, seeded
     by (seed, name), so that its values do not depend on what else is initialised. Without a
-    `purpose` they are those of a model trained from scratch with this seed; each purpose has
-    others.
+    `purpose` they are what a from-scratch model with this seed starts from; each purpose gives
+    different ones.
     """
     module, _, kind = name.rpartition(".")
     if module.endswith("norm"):
@@ -222,8 +222,8 @@ def save(
     """Write a checkpoint as a directory that is complete or absent. A run also saves `optimizer`
     and `state`, with which it continues.
 
-    Raises BadInput if `path` exists, unless `overwrite`, and whatever `check` raises, which is
-    called last: then the directory is not written.
+    Raises BadInput if `path` exists, unless `overwrite`. `check` is called last: if it raises, the
+    directory is not written.
     """
     with atomic_directory(Path(path), overwrite) as directory:
         save_tensors(checkpoint.weights, directory / "model.safetensors")

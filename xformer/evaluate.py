@@ -64,15 +64,15 @@ class EvaluateConfig(Settings):
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
     head=choice: per question) and a column `gold` if the split has labels. For span heads, write
-    JSON from each question's id to its answer. If the name ends in .npz, write the outputs and
+    JSON that maps each question's id to its answer. If the name ends in .npz, write the outputs and
     labels of every row for xformer.predictions instead."""
     threshold: float | None = None
     """For span heads: leave a question unanswered if "no answer" scores higher than its best span
     by more than this. Scoring the split valid prints a best_threshold to use here. Default:
     0 if the split has questions without an answer, else every question is answered."""
     text: str | None = None
-    """A text with mask tokens, such as 'The [MASK] sat.', whose masks to fill with the
-    likeliest tokens."""
+    """A text with mask tokens, such as 'The [MASK] sat.'. The likeliest tokens for each mask are
+    printed."""
     top: int = Field(5, ge=1)
     """How many tokens to print for each mask."""
     input: str | None = None

@@ -79,7 +79,7 @@ class MaskingConfig(Settings):
     and 10 % stay unchanged."""
 
     probability: float = Field(0.15, gt=0, lt=1)
-    """Fraction of the tokens to predict."""
+    """Fraction of all tokens that are chosen for prediction."""
     pair_weight: float = Field(0.0, ge=0)
     """Weight of the pair loss relative to the MLM loss, for stores of pairs. 0 trains no pair head
     (BERT's next sentence and ALBERT's sentence order: 1; PLUS's protein families: 0.43)."""
@@ -89,7 +89,7 @@ class LossConfig(Settings):
     """Changes to the training loss of head=classify. Validation uses the plain loss."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of each label that is spread evenly over all classes (Szegedy et al. 2016)."""
+    """Share of each label's mass that is spread evenly over all classes (Szegedy et al. 2016)."""
     class_weights: Literal["balanced"] | tuple[float, ...] = ()
     """Weight of each class, in the order of the store's labels. "balanced" makes them inversely
     proportional to the number of training rows of each class, with a mean of 1 over the rows.
@@ -150,8 +150,8 @@ class TrainConfig(Settings):
     """A loss or gradient norm that lies more than this many standard deviations above its mean over
     the last 100 steps is a spike; 0 turns this check off."""
     only: tuple[str, ...] = ()
-    """Train only these weights, such as ["embeddings.word", "mlm_head"]: names or their beginnings,
-    with * and ?. All others are frozen. Empty: train all."""
+    """Train only these weights, such as ["embeddings.word", "mlm_head"]: names or prefixes, with
+    the wildcards * and ?. All others are frozen. Empty: train all."""
 
     @field_validator("trouble", mode="before")
     @classmethod

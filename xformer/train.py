@@ -57,7 +57,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint.
 
     Raises BadInput before anything is written, Interrupted after a signal once a checkpoint is
-    written, and Failure if the store is damaged, at numerical trouble, or if the last checkpoint
+    written, and Failure if the store is damaged, on numerical trouble, or if the last checkpoint
     cannot be written.
     """
     # what the recipe names, and how far the run got
@@ -250,7 +250,7 @@ def _finish(setup: Setup, run: Run, model: Model, state: State, monitor: Monitor
 
 
 def _leave(setup: Setup, run: Run) -> None:
-    """Say that the run is already finished. If train.keep_state=false is new, delete its state."""
+    """Say that the run is already finished. With train.keep_state=false, delete its state."""
     if not setup.recipe.train.keep_state:
         setup.ranks.on_rank_zero(run.forget_state)
     if setup.ranks.rank == 0:

@@ -118,7 +118,7 @@ def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
 
 
 def too_few(samples: int, ranks: tuple[int, int]) -> str:
-    """A warning if some correlations must be 1 for want of samples, otherwise an empty text."""
+    """A warning if some correlations must be 1 for want of samples, otherwise ""."""
     if samples > sum(ranks):
         return ""
     return (
@@ -183,7 +183,7 @@ def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
 
 
 def _svcca_rank(network: Basis) -> int:
-    """The number of directions that SVCCA keeps, those that hold 99 % of the variance."""
+    """The number of directions that SVCCA keeps, those that explain 99 % of the variance."""
     share = torch.cumsum(network.scale**2, 0) / (network.scale**2).sum()
     return int((share < KEPT_VARIANCE).sum()) + 1
 
@@ -261,7 +261,7 @@ def grid(stream: LayerStream) -> list[list[Similarity]]:
 
     `stream()` starts a pass. It yields chunks of samples: the layers of both networks, lists of
     (n, d). The first pass computes each layer's basis, the second the inner products between them.
-    Raises ValueError, with the layer, if one is constant.
+    Raises ValueError that names the layer if one is constant.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():

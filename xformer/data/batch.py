@@ -30,13 +30,13 @@ Array = TypeVar("Array")
 class Batch(Generic[Array]):
     """A packed batch, of numpy arrays on the host or of tensors on a device.
 
-    `places` and `targets` are set for MLM and tags, `labels` for other tasks. An example is
-    `together` neighbouring rows (the endings of a multiple-choice question), otherwise one row.
+    `places` and `targets` are set for MLM and tags, `labels` for other tasks. An example is one
+    row, or `together` neighbouring rows (the endings of a multiple-choice question).
     """
 
     tokens: Array  # (T,) int32
     positions: Array  # (T,) int32, from 0 in each row
-    segments: Array  # (T,) int32, 1 from the second text of a pair on
+    segments: Array  # (T,) int32, 1 in the second text of a pair and its last separator
     cu_seqlens: Array  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
     longest: int  # length of the longest row
     labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
@@ -107,7 +107,7 @@ def rows_of(examples: np.ndarray, together: int) -> np.ndarray:
 
 
 def truncate(a: np.ndarray, b: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Truncate pairs of texts of `a` and `b` tokens, (N,) each, to `budget` tokens together.
+    """Truncate pairs of texts of `a` and `b` tokens, (N,) each, to `budget` tokens in total.
 
     The longer text of a pair loses tokens until both fit. Returns the new lengths, (N,) each.
     """
@@ -151,7 +151,7 @@ class Assembler:
 
     @property
     def examples(self) -> int:
-        """Number of examples in the split. There are fewer than rows if rows belong together."""
+        """Number of examples in the split: fewer than rows if an example spans several rows."""
         return self.split.rows // self.split.together
 
     @property
@@ -227,8 +227,8 @@ class Assembler:
     ) -> list[Batch[np.ndarray]]:
         """Packed batches of the first counts[0] examples, of the next counts[1], and so on.
 
-        With `masks` they are masked. They are built together, because a call of numpy costs nearly
-        the same for a small batch as for a large one.
+        With `masks` they are masked. They are built together, because a numpy call costs nearly the
+        same for a small batch as for a large one.
         """
         together = self.split.together
         rows = rows_of(examples, together)
@@ -313,7 +313,7 @@ class Assembler:
     def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:
         """The model's ids of the tokens at these places of a column, int32.
 
-        A place outside the column gives some id of it: the caller overwrites that token.
+        A place outside the column yields an arbitrary id: the caller overwrites that token.
         """
         if not len(column.values):
             return np.zeros(len(places), np.int32)

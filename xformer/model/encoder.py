@@ -36,8 +36,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.by_variance:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        # PLUS divides by the square root of the standard deviation, which torch takes with C - 1
-        # (Min et al. 2019, public code).
+        # PLUS divides by the square root of the standard deviation, and x.std divides by C - 1, not
+        # by C (Min et al. 2019, public code).
         scale = (x.std(-1, keepdim=True) + self.eps).sqrt()
         return self.weight * (x - x.mean(-1, keepdim=True)) / scale + self.bias
 

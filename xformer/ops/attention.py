@@ -30,7 +30,7 @@ class Layout:
     cu_seqlens[i + 1].
 
     `longest` is the length of the longest sequence. Raises ValueError if `cu_seqlens` is not
-    (N + 1,) int32 without gaps.
+    (N + 1,) int32 and contiguous.
     """
 
     cu_seqlens: Tensor  # (N + 1,) int32, on the batch's device
@@ -56,9 +56,8 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
 
     qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` is
     the rate at which probabilities are dropped. On the CPU there may be tokens after the last
-    sequence; their output is 0. The result has a first derivative, that of `plain` also a second
-    one. Raises ValueError if qkv has another shape, and on the CPU if the layout does not fit
-    it.
+    sequence; their output is 0. The result can be differentiated once, that of `plain` twice.
+    Raises ValueError if qkv has another shape, and on the CPU if the layout does not fit it.
     """
     if qkv.dim() != 4 or qkv.size(1) != 3:
         raise ValueError(f"attention takes (T, 3, H, D), not {tuple(qkv.shape)}")
@@ -84,8 +83,8 @@ def plain(
 ) -> Tensor:
     """Attention by PyTorch's operations, with every sequence padded to the longest.
 
-    On the CPU the dropout masks depend on the `seed` and on a token's number in the batch; `first`
-    is the number of qkv[0].
+    On the CPU the dropout masks depend on the `seed` and on each token's index in the batch;
+    `first` is the index of qkv[0].
     """
     token, ends = torch.arange(len(qkv), device=qkv.device), layout.cu_seqlens
     inside = (token < ends[-1])[:, None, None]
@@ -151,14 +150,14 @@ def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def _dropped(weights: Tensor, bounds: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     """Dropout on the probabilities (N, H, L, L), on the CPU with the same masks as in C++.
-    `bounds` (N + 1,) are the numbers of the sequences' first tokens in the batch."""
+    `bounds` (N + 1,) are the indices of the sequences' first tokens in the batch."""
     if weights.device.type != "cpu":
         return F.dropout(weights, rate)
     seed = dropouts.new_seed() if seed is None else seed
     _, H, L, _ = weights.size()
     position = torch.arange(L, dtype=torch.int32, device="cpu")
     head = torch.arange(H, dtype=torch.int32, device="cpu")
-    row = bounds[:-1, None] + position  # (N, L): the query's number in the batch
+    row = bounds[:-1, None] + position  # (N, L): the query's index in the batch
     keep = dropouts.keep_mask(rate, seed, row[:, None, :, None], position, head[:, None, None])
     return torch.where(keep, weights / (1.0 - rate), 0.0)
 
@@ -170,10 +169,10 @@ untrusted: set[str] = set()  # kernels that check_kernels has ruled out in this 
 
 
 def check_kernels(device: torch.device) -> str:
-    """Compare the two kernels below, which are private operations of PyTorch, with the plain way.
+    """Compare the two kernels below, which are private operations of PyTorch, with `plain`.
 
     A kernel that fails or differs is not used in this process. Returns a sentence that says so, or
-    "" if both agree. It takes a tiny batch, once at the start of a command.
+    "" if both agree. It runs on a tiny batch, once at the start of a command.
     """
     kernels = {"flash": (_flash, torch.bfloat16, 2e-2), "efficient": (_efficient, SINGLE, 1e-4)}
     problems = []
@@ -221,7 +220,7 @@ def _efficient(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     assert dropout == 0.0
     D = qkv.size(3)
     q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
-    # not by the argument `scale`: PyTorch 2.13 cannot trace the backward pass of a call with it
+    # q is scaled here, because PyTorch 2.13 cannot trace the backward pass of a call with `scale`
     if q.size(3) != D:
         q = q * math.sqrt(q.size(3) / D)
     ends, longest = layout.cu_seqlens, layout.longest

@@ -47,8 +47,9 @@ class TrainingSystem(SystemConfig):
     """How a run is executed. A run may continue with other values."""
 
     peak_tflops: float = Field(0.0, ge=0)
-    """Peak of a device in 10^12 operations a second; `mfu` is the share of it that a run reaches. 0
-    takes the known peak of the GPU in this precision; without one no mfu is logged."""
+    """Peak throughput of a device, in 10^12 operations per second; `mfu` (model FLOPs utilisation)
+    is the share of it that a run reaches. 0 takes the known peak of the GPU in this precision;
+    without one no mfu is logged."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 

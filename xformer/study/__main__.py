@@ -4,7 +4,7 @@
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=paper executor=slurm \\
         needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
-    python -m xformer.study verify runs/english steps=20    # make a run's first steps again
+    python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
 
 The same command again runs only what is not done yet. A killed run resumes, a failed one is
 retried, a further seed adds its own runs, and studies share the runs that they have in common.
@@ -45,20 +45,20 @@ class Arguments(Settings):
     """Where to run: as processes on this machine, or as jobs on a Slurm cluster."""
     output: str = "runs/studies"
     """Directory of all studies: their reports, and the runs they share. While it holds a file named
-    PAUSE nothing runs: running jobs stop, training with a checkpoint, and resume once the file is
-    gone."""
+    PAUSE nothing runs: running jobs stop (training writes a checkpoint first), and resume once the
+    file is gone."""
     kept: str = ""
     """Directory of finished results, one small file each. They count as done, and new ones are
-    added. If you commit it, no result depends on a directory of runs."""
+    added. If you commit it, the results do not depend on the run directories."""
     needs: dict[str, str] = Field({})
     """The path of something that the study needs: needs.NAME=PATH."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
-    """Run only jobs at these levels, and what they wait for: only.corpus=english, or
+    """Run only jobs at these levels, and what they depend on: only.corpus=english, or
     only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
     """Jobs to run at once; 0: one per GPU, or one per core."""
     per_device: int = Field(1, ge=1)
-    """Runs that share a GPU."""
+    """How many runs share a GPU."""
     dry_run: bool = False
     """Only list the runs, what they would cost, and what is missing (also written --dry-run)."""
     slurm: dict[str, str | int] = Field({})

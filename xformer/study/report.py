@@ -49,7 +49,7 @@ DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the tabl
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in one place of a grid."""
+    """The content of one cell of a grid."""
 
     text: str
     published: str = ""  # the paper's number, and ours minus theirs
@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of entries below their heads."""
+    """Rows of entries below their column headers."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Entry]]
@@ -81,12 +81,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it, in this order."""
+    """A heading and what follows it, in the order of the fields."""
 
     title: str
     about: str = ""
     figure: Drawing | None = None
-    run: Job | None = None  # that the figure is of
+    run: Job | None = None  # the job that drew the figure
     grid: Grid | None = None
     note: str = ""
     deviations: Grid | None = None
@@ -221,7 +221,7 @@ def _ground(verdict: Verdict) -> str:
 
 
 def _registration(verdict: Verdict) -> list[str]:
-    """Margin, what the seeds detect, and the commit of a registered claim; else nothing."""
+    """Margin, detectable effect and commit of a registered claim; otherwise nothing."""
     if not verdict.registered:
         return []
     every = [difference.detectable for _, difference, _ in verdict.parts]
@@ -381,7 +381,7 @@ def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Pa
 
 
 def _loss_curve(run: Path) -> LossCurve | None:
-    """Training loss by step, if the run has a log of two lines at least."""
+    """Training loss by step, if the run's log has at least two points."""
     try:
         logged = [(event["step"], event["loss"]) for event in events(run, "train")]
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
@@ -400,7 +400,7 @@ def _loss_curve(run: Path) -> LossCurve | None:
 
 
 def table_figure(table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str]) -> str:
-    """An SVG of a table: a group for each column, called by `names`, and a colour for each row.
+    """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
     Every score is a point, beside mean and standard deviation, and a published number is a dashed
     line."""
     columns, width = len(names), 0.8 / len(cells)

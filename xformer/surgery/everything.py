@@ -42,7 +42,7 @@ def reinit_scaled(
     values of `clean`.
 
     Args:
-        match: What each matrix keeps: its magnitude (the root of the sum of squares) or its
+        match: What each matrix keeps: its magnitude (the Frobenius norm) or its
             variance.
         seed: Seed of the random values (default: the run's, or --seed).
         distribution: Normal or truncated, as in clean.
@@ -68,10 +68,10 @@ def _size(matrix: Tensor, match: Scale) -> float:
 
 @operation
 def oracle_shuffle(checkpoint: Checkpoint, seed: Seed = 0) -> Checkpoint:
-    """Shuffle the elements within each weight: the "oracle" initialisation (Zhang et al. 2021,
-    section 5.2).
+    """Shuffle the elements within each weight tensor: the "oracle" initialisation (Zhang et al.
+    2021, section 5.2).
 
-    Each weight keeps the exact distribution of its values and nothing else. Query, key and value
+    Each tensor keeps the exact distribution of its values and nothing else. Query, key and value
     are shuffled separately. Biases and LayerNorms are shuffled too.
 
     Args:
