@@ -139,7 +139,7 @@ def test_files_directories_and_globs(tmp_path, monkeypatch, capsys):
     Path("none").mkdir()
     for argument, phrase in [
         ("none", "none holds no non-empty file"),
-        ("*.xyz", r"\*.xyz matches no file"),
+        ("*.xyz", r"\*.xyz matches no non-empty file"),
         ("no.txt", "no.txt does not exist"),
         ("d/empty.txt", "is empty"),
     ]:
