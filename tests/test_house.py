@@ -52,7 +52,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "Weights with everything that is needed to use them.": ("xformer.checkpoint",),
     "Detecting lost ranks.": ("xformer.parallel.watch",),
     "Ranks and devices.": ("xformer.parallel.processes",),
-    "One model on several ranks, and batches on their way to the device.": (
+    "One model on several ranks, batches on their way to the device, and compiled code.": (
+        "xformer.parallel.compiled",
         "xformer.parallel.feed",
         "xformer.parallel.replicas",
     ),

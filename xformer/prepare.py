@@ -83,14 +83,14 @@ class Setup:
         assert task is not None
         return task
 
-    def feed(self) -> Feed:
-        """The training batches of this rank, step by step."""
+    def feed(self, fixed: bool = False) -> Feed:
+        """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
         masking = recipe.masking.probability if self.task.predicts_masked else 0.0
         seed = recipe.seed.of("masks")
-        return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking)
+        return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking, fixed)
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""

@@ -15,6 +15,7 @@ from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
 from xformer.data.store import Store
+from xformer.parallel.compiled import not_compiled
 from xformer.parallel.feed import made_ahead, to_device
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Model, Predictions, Task, check_finite, tensor_on
@@ -77,7 +78,7 @@ def outputs_of(
     total, unit = sum(map(len, mine)), "rows" if split.together == 1 else "questions"
     with Progress(f"scoring {split.name}", total, unit, active=ranks.rank == 0) as progress:
         for host, batch in made_ahead(batches, mine, ranks.device):
-            with ranks.autocast(precision):
+            with ranks.autocast(precision), not_compiled():
                 places, values = task.evaluate(model, batch, host, assembler)
             outputs[tensor_on(places, ranks.device)] = values.float()
             tokens += len(host.tokens)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from xformer.data.batch import Batch
+from xformer.parallel.compiled import not_compiled
 from xformer.parallel.feed import to_device
 from xformer.prepare import Setup
 from xformer.tasks.task import Loss, Model
@@ -59,7 +60,7 @@ def first_layer(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for i in range(micro_batches):
         places: list[tuple[int, str]] = []
-        with _watched(model, places):
+        with _watched(model, places), not_compiled():
             total = loss_of(i).total
             if not _finite(total):
                 places.append((FORWARD, "the loss itself"))

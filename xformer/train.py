@@ -31,6 +31,7 @@ from xformer.monitor import Monitor, cut_log
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
+from xformer.parallel.compiled import compile_parts, compiles
 from xformer.parallel.feed import Step
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
@@ -62,6 +63,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     """
     # what the recipe names, and how far the run got
     setup = prepare(recipe, ranks)
+    compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
@@ -102,12 +104,15 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
         for note in filter(None, (damage, slow, native.note(ranks.device), trajectory)):
             monitor.say(note)
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
-        feed = setup.feed()
+        feed = setup.feed(fixed=compiling != "none")
+        precision = recipe.system.precision
+        if note := compile_parts(model, compiling, ranks, feed.sample, precision):
+            monitor.say(note)
         with (
             Session(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
-            replicas = Replicas(model, ranks, feed.sample, recipe.system.precision)
+            replicas = Replicas(model, ranks, feed.sample, precision)
             guard = Guard(recipe.train.spike, state, ranks.device)
             loop(steps, replicas, optimizer, session, guard, until)
         if setup.done(state):

@@ -23,6 +23,7 @@ using std::uint32_t;
 using std::uint64_t;
 
 constexpr int64_t FEW = 1 << 14;  // numbers for which one thread is faster than two
+constexpr int64_t IGNORED = -100;  // a target that does not count, as in torch.nn.functional
 
 template <class To, class From>
 inline To bits(From x) {
@@ -483,14 +484,14 @@ int add_norm_backward(const float* d_out, const float* d_z, const float* z, cons
 
 // The cross-entropy of each row of logits with its target. The logits, whose rows are `stride` apart,
 // come without their bias; they are replaced by the gradient: softmax less target, and 0 after the last
-// column. `hits` says whether the target is the first of the largest logits. Rows from `valid` on do
-// not count: their gradient is 0. The gradient's sums over rows are added to d_bias.
-// Returns 1, and does nothing, if a target is not one of the columns.
+// column. `hits` says whether the target is the first of the largest logits. Rows from `valid` on and
+// rows with the target IGNORED do not count: their gradient is 0. The gradient's sums over rows are
+// added to d_bias. Returns 1, and does nothing, if another target is not one of the columns.
 template <class T>
 int cross_entropy(T* logits, const float* bias, const int64_t* targets, float* losses, float* hits,
                   float* d_bias, int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
     for (int64_t r = 0; r < valid; r++)
-        if (targets[r] < 0 || targets[r] >= columns) return 1;
+        if (targets[r] != IGNORED && (targets[r] < 0 || targets[r] >= columns)) return 1;
     int threads = omp_get_max_threads();
     std::vector<float> sums(columns * threads, 0.0f);
 #pragma omp parallel num_threads(threads)
@@ -501,7 +502,7 @@ int cross_entropy(T* logits, const float* bias, const int64_t* targets, float* l
         for (int64_t r = 0; r < rows; r++) {
             T* row = logits + r * stride;
             std::memset(row + columns, 0, (stride - columns) * sizeof(T));
-            if (r >= valid) {
+            if (r >= valid || targets[r] == IGNORED) {
                 std::memset(row, 0, columns * sizeof(T));
                 continue;
             }

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
+from xformer.data.capacity import Capacities
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import tensor_on
 
 TOKENS_AHEAD = 2**17  # tokens of the steps made at once, so that small steps cost no more per token
+SHAPES = 8  # most shapes of micro-batches that are filled up
+ONE_SHAPE = 2**13  # tokens: steps of at least this many per micro-batch have one shape
+LOOKED_AT = 512  # micro-batches, to choose the shapes
 STEPS_AHEAD = 512  # most steps made at once: each takes 3 KiB beside its tokens
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -71,7 +75,8 @@ class Feed:
     """Cuts the samples of a stream into steps, and each step into micro-batches.
 
     Every rank gets `accumulate` micro-batches a step, with about equally many tokens. `masking` is
-    the share of tokens to predict, or 0.
+    the share of tokens to predict, or 0. If `fixed`, every micro-batch is filled up to one of a few
+    shapes, for compiled code.
     """
 
     def __init__(
@@ -82,12 +87,14 @@ class Feed:
         accumulate: int = 1,
         seed: int = 0,
         masking: float = 0.0,
+        fixed: bool = False,
     ):
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
         self.accumulate, self.seed, self.masking = accumulate, seed, masking
         self.made: dict[int, Step] = {}  # by position
         self.at_once = 1  # tokens made at once; at first one step, because the disk may be cold
         self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self.capacities = self._capacities() if fixed else None
 
     def take(self, position: int) -> Step:
         """The step that begins at sample `position`."""
@@ -167,7 +174,33 @@ class Feed:
             return iter(())
         rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
         masks = Masks(self.seed, self.masking, epochs) if self.masking else None
-        return iter(self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks))
+        batches = self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks)
+        return iter(batches if self.capacities is None else map(self.capacities.fill, batches))
+
+    def _capacities(self) -> Capacities:
+        """The shapes for the micro-batches of this run, from the sizes of its first ones."""
+        split, pieces = self.assembler.split, self.ranks.world_size * self.accumulate
+        position = 0
+        tokens: list[int] = []
+        rows: list[int] = []
+        while position < self.stream.end and len(tokens) < LOOKED_AT:
+            examples, _, sizes = self.stream.take(position)
+            for i, j in pairwise(self._bounds(sizes)):
+                tokens.append(int(sizes[i:j].sum()))
+                rows.append((j - i) * split.together)
+            position += len(examples)
+        most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
+        if self.stream.tokens and pieces == 1:
+            tokens.append(self.stream.tokens)  # no step has more
+        masked = 1.0 if "labels" in split.columns and not self.masking else self.masking
+        return Capacities(
+            np.array(tokens),
+            np.array(rows),
+            most,
+            self.assembler.max_tokens,
+            split.together,
+            masked,
+        )
 
     def sample(self) -> Batch[Tensor]:
         """The first example as a micro-batch on the device, for a pass that changes nothing."""

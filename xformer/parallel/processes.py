@@ -50,6 +50,10 @@ class TrainingSystem(SystemConfig):
     """Peak throughput of a device, in 10^12 operations per second; `mfu` (model FLOPs utilisation)
     is the share of it that a run reaches. 0 takes the known peak of the GPU in this precision;
     without one no mfu is logged."""
+    compile: Literal["auto", "none", "layers", "graphs"] = "auto"
+    """What torch.compile compiles for training: the embeddings and each layer (layers), the whole
+    loss, which then runs as one CUDA graph (graphs; for small models on a single GPU), or nothing.
+    Batches are filled up to a few shapes. auto: layers on CUDA, none on the CPU."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 

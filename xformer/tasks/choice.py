@@ -21,6 +21,7 @@ from xformer.tasks.task import (
     Model,
     Predictions,
     Table,
+    labelled,
     no_labels,
     texts,
 )
@@ -52,7 +53,7 @@ class Choice(Pooled):
         labels = batch.labels[:: batch.together]  # (Q,)
         total = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.detach().argmax(1) == labels).sum().float()
-        return Loss(total, len(labels), correct)
+        return Loss(total, labelled(labels), correct)
 
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         group = np.arange(split.rows) // split.together

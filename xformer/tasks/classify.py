@@ -25,6 +25,7 @@ from xformer.tasks.task import (
     Table,
     Task,
     features,
+    labelled,
     no_labels,
     of_rows,
     texts,
@@ -110,7 +111,7 @@ class Classify(Pooled):
             reduction="sum",
             label_smoothing=self.head.smoothing,
         )
-        return Loss(total, len(batch.labels), correct)
+        return Loss(total, labelled(batch.labels), correct)
 
     def _weights_on(self, device: torch.device) -> Tensor | None:
         """The class weights (K,), copied to the device once; None if all classes weigh the same."""

@@ -20,7 +20,7 @@ from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
 from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
-from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task, tensor_on
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task, labelled, tensor_on
 
 
 class MLMHead(nn.Module):
@@ -82,7 +82,7 @@ class MLM(Task):
         if model.training:
             word = model.encoder.embeddings.word.weight
             total, correct = model.mlm_head.loss(x, word, targets)
-            return Loss(total, len(targets), correct)
+            return Loss(total, labelled(targets), correct)
         losses, right = self._by_token(model, x, targets)
         return Loss(losses.sum(), len(targets), right.sum())
 

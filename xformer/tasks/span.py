@@ -29,6 +29,7 @@ from xformer.tasks.task import (
     Questions,
     Table,
     Task,
+    labelled,
     tensor_on,
     texts,
 )
@@ -71,7 +72,7 @@ class Span(Task):
         assert batch.labels is not None
         total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
-        return Loss(total, len(batch.labels), correct)
+        return Loss(total, labelled(batch.labels[:, 0]), correct)
 
     def tokens_read(self, work: Workload) -> int:
         return work.tokens
@@ -164,6 +165,7 @@ def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
     row = torch.arange(len(sizes), device=values.device)
     row = row.repeat_interleave(sizes, output_size=len(values))  # a known size: CUDA need not sync
     out = values.new_full((len(sizes), batch.longest, values.size(1)), -torch.inf)
+    out[:, 0] = 0.0  # the softmax of an empty sequence, which is filler, must not be NaN
     return out.index_put((row, batch.positions), values)
 
 

@@ -24,6 +24,7 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
+    labelled,
     no_labels,
     of_rows,
     tensor_on,
@@ -59,7 +60,7 @@ class Tag(Task):
         assert batch.targets is not None
         total = F.cross_entropy(logits, batch.targets, reduction="sum")
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
-        return Loss(total, len(batch.targets), correct)
+        return Loss(total, labelled(batch.targets), correct)
 
     def tokens_read(self, work: Workload) -> int:
         return work.masked

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Split
+from xformer.data.tags import IGNORED
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Encoder
 from xformer.model.hilbert import FEATURES, HilbertCNN
@@ -57,7 +58,7 @@ class Loss:
     """A summed loss, the `count` that it is a sum over, and the number of right predictions."""
 
     total: Tensor  # ()
-    count: int
+    count: int | Tensor  # ()
     correct: Tensor  # (), float
 
 
@@ -341,6 +342,11 @@ class Model(nn.Module):
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
         y: Tensor = self.pooler(self.drop(x, rate))
         return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
+
+
+def labelled(labels: Tensor) -> Tensor:
+    """How many labels count, (). Filler has the label IGNORED; see xformer.data.capacity."""
+    return (labels != IGNORED).sum()
 
 
 def tensor_on(values: np.ndarray, device: torch.device) -> Tensor:

@@ -1,0 +1,59 @@
+"""Compile the training step of every task and shape for CUDA, without a GPU.
+
+    benchmarks.fake_cuda.start("benchmarks.compiled_steps", FOLDER)
+
+traces the loss of each case of benchmarks/steps.py on a fake device, as torch.compile does before
+it generates code. A case that cannot be traced as one program ends with a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from benchmarks import fake_cuda
+from benchmarks.steps import CASES, OPTIMIZERS, Case
+
+# an optimizer does not change the loss, and a Hilbert-CNN is never compiled
+COMPILED = {name: case for name, case in CASES.items() if name not in (*OPTIMIZERS, "Hilbert-CNN")}
+
+
+def programs(case: Case) -> tuple[int, set[str]]:
+    """The number of programs that the loss needs, and the attention kernels in them."""
+    kernels: list[set[str]] = []
+
+    def backend(program: Any, _: Any) -> Callable[..., Any]:
+        names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        kernels.append({name.removeprefix("aten.") for name in names if "_attention_" in name})
+        forward: Callable[..., Any] = program.forward
+        return forward
+
+    with fake_cuda.device():
+        trainer, (batch, *_) = case.trainer(), case.batches()
+        trainer.model.copy.compile(fullgraph=True, dynamic=False, backend=backend)
+        for _ in range(2):
+            with trainer.ranks.autocast(trainer.recipe.system.precision):
+                trainer.model(batch).total.backward()
+    return len(kernels), set().union(*kernels)
+
+
+def main() -> None:
+    """Print a line for each case."""
+    import torch._dynamo
+
+    with (
+        # torch.compile asks these before it traces
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "get_rng_state", return_value=None),
+        mock.patch.object(torch.cuda, "set_rng_state", return_value=None),
+    ):
+        for name, case in COMPILED.items():
+            torch._dynamo.reset()
+            count, kernels = programs(case)
+            unit = "program" if count == 1 else "programs"
+            print(f"{name}: {', '.join([f'{count} {unit}', *sorted(kernels)])}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""Compiled training: batches of fixed shapes, and what torch.compile makes of the model.
+
+The tests compile with the back end "eager", which traces the model as inductor does, but runs
+PyTorch's own operations. Two models are compiled by inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
+from test_scale import SHORT, close
+from torch import Tensor
+from toys import Toys
+
+from benchmarks import fake_cuda
+from benchmarks.compiled_steps import COMPILED
+from benchmarks.steps import CNN, SHAPE, TASKS
+from xformer.data.batch import Batch
+from xformer.data.capacity import Capacities, least_filler
+from xformer.data.errors import BadInput
+from xformer.data.sampler import Samples, Stream
+from xformer.model.config import ModelConfig
+from xformer.parallel import compiled
+from xformer.parallel.compiled import compile_parts, compiles, not_compiled
+from xformer.parallel.feed import ONE_SHAPE, SHAPES, Feed, to_device
+from xformer.parallel.processes import ALONE, Ranks, TrainingSystem
+from xformer.tasks.task import Model, Task
+
+LONGEST = 16
+NO_RATES = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
+EAGER = "from xformer.parallel import compiled; compiled.BACKEND = 'eager'"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compile with PyTorch's own operations. The list gets the size of each program."""
+    sizes: list[int] = []
+
+    def backend(program: Any, _: Any) -> Callable[..., Any]:
+        sizes.append(len(program.graph.nodes))
+        forward: Callable[..., Any] = program.forward
+        return forward
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    return sizes
+
+
+def batch_of(task: Task, rows: int, seed: int = 0) -> Batch[np.ndarray]:
+    """A batch of rows of 4 to LONGEST tokens, sorted by length, as the assembler makes it."""
+    draw = np.random.default_rng([seed, rows])
+    rows *= 2 if task.name == "choice" else 1
+    sizes = np.sort(draw.integers(4, LONGEST + 1, rows))
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    T = int(ends[-1])
+    places = np.sort(draw.choice(T, T // 4, replace=False))
+    labels = draw.integers(0, 2, rows)
+    if task.name == "span":
+        labels = draw.integers(0, 4, (rows, 2))
+    if task.name == "regress":
+        labels = draw.normal(size=rows).astype(np.float32)
+    return Batch(
+        tokens=draw.integers(5, SHAPE["vocab_size"], T).astype(np.int32),
+        positions=(np.arange(T) - np.repeat(ends[:-1], sizes)).astype(np.int32),
+        segments=np.zeros(T, np.int32),
+        cu_seqlens=ends,
+        longest=int(sizes.max()),
+        labels=labels,
+        places=places,
+        targets=draw.integers(0, 3 if task.name == "tag" else SHAPE["vocab_size"], len(places)),
+        rows=np.arange(rows),
+        together=2 if task.name == "choice" else 1,
+    )
+
+
+def capacities_for(task: Task, batches: list[Batch[np.ndarray]], most: int = 3) -> Capacities:
+    tokens = np.array([len(batch.tokens) for batch in batches])
+    rows = np.array([len(batch.cu_seqlens) - 1 for batch in batches])
+    masked = 1.0 if task.name == "tag" else 0.25
+    return Capacities(tokens, rows, most, LONGEST, batches[0].together, masked)
+
+
+def model_of(task: Task, **changes: Any) -> Model:
+    torch.manual_seed(0)
+    model = Model(ModelConfig(**(SHAPE | changes)), task).train()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, 0.0, 0.05)
+    return model
+
+
+def step(model: Model, batch: Batch[np.ndarray]) -> tuple[list[float], Tensor]:
+    """The loss, its count and the right predictions, and the gradient."""
+    model.zero_grad()
+    loss = model(to_device(batch, CPU))
+    loss.total.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    values = [loss.total.item(), float(loss.count), loss.correct.item()]
+    return values, torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def same_step(ours: tuple[list[float], Tensor], expected: tuple[list[float], Tensor]) -> None:
+    assert ours[0] == pytest.approx(expected[0], rel=2e-6)
+    difference = (ours[1] - expected[1]).norm() / expected[1].norm()
+    assert difference < 2e-5
+
+
+# ------------------------------------------------------------------------------- the capacities
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 20])
+def test_the_chosen_levels_need_the_least_filler(most: int) -> None:
+    sizes = np.random.default_rng(most).integers(10, 60, 12)
+    values = sorted(set(sizes.tolist()))
+
+    def filler(levels: list[int]) -> int:
+        return sum(min(level for level in levels if level >= size) - size for size in sizes)
+
+    ours = least_filler(sizes, most)
+    assert len(ours) == min(most, len(values))
+    others = combinations(values, min(most, len(values)))
+    assert filler(ours) == min(filler([*c]) for c in others if c[-1] == values[-1])
+
+
+def test_a_filled_batch_has_the_shape_of_a_capacity() -> None:
+    task = TASKS["mlm"]
+    batches = [batch_of(task, rows) for rows in (8, 9, 30, 31)]
+    capacities = capacities_for(task, batches, most=2)
+    known = list(capacities.known)
+    for batch in batches:
+        filled = capacities.fill(batch)
+        T, N = len(batch.tokens), len(batch.cu_seqlens) - 1
+        assert filled.places is not None
+        shape = len(filled.tokens), len(filled.cu_seqlens) - 1, len(filled.places)
+        assert shape in [(c.tokens, c.rows, c.places) for c in known]
+        assert filled.longest == LONGEST
+        for name in ("tokens", "positions", "segments"):
+            np.testing.assert_array_equal(getattr(filled, name)[:T], getattr(batch, name))
+            assert getattr(filled, name).dtype == np.int32
+        sizes = np.diff(filled.cu_seqlens)
+        np.testing.assert_array_equal(sizes[:N], np.diff(batch.cu_seqlens))
+        assert filled.cu_seqlens[-1] == len(filled.tokens)
+        assert (sizes >= 0).all()
+        assert sizes.max() <= LONGEST
+        assert (filled.first < len(filled.tokens)).all()  # also of empty rows
+        starts = np.repeat(filled.cu_seqlens[:-1], sizes)
+        np.testing.assert_array_equal(filled.positions, np.arange(len(filled.tokens)) - starts)
+        np.testing.assert_array_equal(filled.rows, batch.rows)
+    assert capacities.known == known
+
+
+def test_a_batch_beyond_all_capacities_adds_one() -> None:
+    """No masked place is left out, and the new capacity serves the next batch too."""
+    task = TASKS["mlm"]
+    capacities = capacities_for(task, [batch_of(task, 8)])
+    (before,) = capacities.known
+    large = batch_of(task, 40)
+    assert large.places is not None
+    filled = capacities.fill(large)
+    assert filled.places is not None
+    assert filled.targets is not None
+    assert (filled.targets >= 0).sum() == len(large.places)
+    assert len(capacities.known) == 2
+    assert len(filled.tokens) < 1.1 * len(large.tokens) + 16
+    capacities.fill(large)
+    assert len(capacities.known) == 2
+    assert capacities.known[0] == before
+
+
+class Lengths:
+    """An assembler of rows whose lengths are drawn, without any tokens."""
+
+    def __init__(self, lengths: np.ndarray, longest: int):
+        self.lengths, self.max_tokens = lengths, longest
+        self.split: Any = type("Split", (), {"together": 1, "columns": {}})
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        return self.lengths[rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "limit"), [(32, 0, 0.06), (16, 0, 0.06), (1, ONE_SHAPE, 0.03)]
+)
+@pytest.mark.parametrize("spread", [0.3, 0.6])
+def test_little_of_a_batch_is_filler(rows: int, tokens: int, limit: float, spread: float) -> None:
+    """Over 1,000 steps of rows whose lengths vary as those of sentences do."""
+    draw = np.random.default_rng(0)
+    lengths = np.clip(np.exp(draw.normal(3.3, spread, 20_000)), 5, 128).astype(int)
+    assembler: Any = Lengths(lengths, 128)
+    stream = Stream(Samples(len(lengths), 0), 2**62, assembler.sizes, rows, tokens)
+    feed = Feed(assembler, stream, ALONE, fixed=True)
+    assert feed.capacities is not None
+    assert len(feed.capacities.known) == (1 if tokens else SHAPES)
+    position, real, whole = 0, 0, 0
+    for _ in range(1000):
+        examples, _, sizes = stream.take(position)
+        position += len(examples)
+        ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        T = int(ends[-1])
+        nothing = np.zeros(T, np.int32)
+        filled = feed.capacities.fill(Batch(nothing, nothing, nothing, ends, 128, rows=examples))
+        real, whole = real + T, whole + len(filled.tokens)
+    assert 1 - real / whole < limit
+    assert len(feed.capacities.known) <= (1 if tokens else SHAPES + 2)
+
+
+# ------------------------------------------------------------------------------ compiled models
+
+
+@pytest.mark.parametrize("what", ["none", "layers", "graphs"])
+@pytest.mark.parametrize("name", TASKS)
+def test_filler_and_compiling_change_no_task(
+    name: str, what: str, traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, count, right predictions and gradient. The whole loss has no graph break."""
+    task = TASKS[name]
+    batches = [batch_of(task, rows) for rows in (8, 11, 12)]
+    capacities = capacities_for(task, batches)
+    model = model_of(task, **NO_RATES)
+    expected = [step(model, batch) for batch in batches]
+    if what == "graphs":  # its mode belongs to inductor
+        model.compile(fullgraph=True, dynamic=False, backend=compiled.BACKEND)
+    else:
+        compile_parts(
+            model, what, ALONE, lambda: to_device(capacities.fill(batches[0]), CPU), "fp32"
+        )
+    for batch, before in zip(batches, expected, strict=True):
+        same_step(step(model, capacities.fill(batch)), before)
+    assert bool(traced) == (what != "none")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "pre"},
+        {"shared_layers": True, "embedding": 32},
+        {"positions": "sinusoidal"},
+        {"norm_form": "deviation", "token_types": 0},
+        {"layers": 5},
+    ],
+)
+def test_families_compile_without_breaks(changes: dict[str, Any], traced: list[int]) -> None:
+    """However many layers a model has, there are three programs for each shape: the embeddings, a
+    layer, and the last layer, which computes only the masked tokens after its attention."""
+    task = TASKS["mlm"]
+    batch = batch_of(task, 8)
+    capacities = capacities_for(task, [batch])
+    model = model_of(task, **NO_RATES, **changes)
+    expected = step(model, batch)
+    filled = capacities.fill(batch)
+    note = compile_parts(model, "layers", ALONE, lambda: to_device(filled, CPU), "fp32")
+    assert note.startswith("torch.compile: layers")
+    same_step(step(model, filled), expected)
+    assert len(traced) == 3
+
+
+def test_a_thousand_mixed_batches_compile_nothing_more(traced: list[int]) -> None:
+    """With dropout, whose seed changes in every step."""
+    task = TASKS["classify"]
+    model = model_of(task, layers=1, hidden=16, heads=2, intermediate=16)
+    batches = [batch_of(task, 24, seed) for seed in range(1000)]
+    capacities = capacities_for(task, batches, most=SHAPES)
+    compile_parts(
+        model, "layers", ALONE, lambda: to_device(capacities.fill(batches[0]), CPU), "fp32"
+    )
+    seen = set()
+    warm = 0
+    for batch in batches:
+        filled = capacities.fill(batch)
+        if len(filled.tokens) not in seen:
+            seen.add(len(filled.tokens))
+            model(to_device(filled, CPU)).total.backward()
+            warm = len(traced)
+        else:
+            model(to_device(filled, CPU))
+            assert len(traced) == warm
+    assert 4 <= len(seen) <= SHAPES
+    assert len(traced) == 2 * len(seen)
+
+
+def test_dropout_differs_from_step_to_step(traced: list[int]) -> None:
+    task = TASKS["mlm"]
+    model = model_of(task)
+    batch = capacities_for(task, [batch_of(task, 8)]).fill(batch_of(task, 8))
+    compile_parts(model, "layers", ALONE, lambda: to_device(batch, CPU), "fp32")
+    losses = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        losses.append(step(model, batch)[0][0])
+    assert losses[0] == losses[2] != losses[1]
+    with torch.no_grad():
+        assert model(to_device(batch, CPU)).total != model(to_device(batch, CPU)).total
+
+
+def test_inductor_compiles_two_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name, changes in (("mlm", {"layers": 1}), ("classify", {"layers": 1, "norm": "pre"})):
+        task = TASKS[name]
+        model = model_of(task, **(NO_RATES | changes))
+        batch = batch_of(task, 8)
+        filled = capacities_for(task, [batch]).fill(batch)
+        expected = step(model, batch)
+        note = compile_parts(model, "layers", ALONE, lambda f=filled: to_device(f, CPU), "fp32")  # type: ignore[misc]
+        assert note == "torch.compile: layers; the first batch of each shape takes long"
+        same_step(step(model, filled), expected)
+    assert any(tmp_path.rglob("*.so"))
+
+
+def test_without_a_compiler_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no gcc\nsecond line")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    model, batch = model_of(TASKS["mlm"]), batch_of(TASKS["mlm"], 8)
+    note = compile_parts(model, "layers", ALONE, lambda: to_device(batch, CPU), "fp32")
+    assert note.startswith("torch.compile fails here (")
+    assert "no gcc" in note
+    assert note.endswith("): the model runs without it")
+    assert batch.places is not None
+    assert step(model, batch)[0][1] == len(batch.places)
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_scoring_does_not_use_compiled_code(traced: list[int]) -> None:
+    """Its batches have many shapes."""
+    task = TASKS["classify"]
+    model = model_of(task, **NO_RATES)
+    batch = capacities_for(task, [batch_of(task, 8)]).fill(batch_of(task, 8))
+    compile_parts(model, "layers", ALONE, lambda: to_device(batch, CPU), "fp32")
+    before = len(traced)
+    with not_compiled():
+        model(to_device(batch_of(task, 5), CPU))
+    assert len(traced) == before
+    model(to_device(batch_of(task, 5), CPU))
+    assert len(traced) > before
+
+
+# ------------------------------------------------------------------------------------- the runs
+
+
+def test_what_is_compiled() -> None:
+    def decided(asked: Any, device: str, ranks: int = 1, config: Any = SHAPE) -> str:
+        system = TrainingSystem(compile=asked)
+        where = Ranks(0, ranks, torch.device(device))
+        return compiles(system, where, ModelConfig(**config))
+
+    assert decided("auto", "cpu") == "none"
+    assert decided("auto", "cuda", 8) == "layers"
+    assert decided("auto", "cuda", config=CNN) == "none"
+    assert decided("graphs", "cuda") == "graphs"
+    assert decided("layers", "cpu") == "layers"
+    with pytest.raises(BadInput, match="needs a transformer"):
+        decided("layers", "cuda", config=CNN)
+    for device, ranks in (("cpu", 1), ("cuda", 2)):
+        with pytest.raises(BadInput, match="needs a GPU and a single process"):
+            decided("graphs", device, ranks)
+
+
+def test_a_compiled_run_gives_the_same_model(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """On one rank and on two, with accumulated gradients, scored at the end."""
+    runs = {
+        "plain": (1, "system.compile=none"),
+        "compiled": (1, "system.compile=layers"),
+        "ranks": (2, "system.compile=layers"),
+    }
+    for name, (ranks, setting) in runs.items():
+        line = training(SMOKE, data.text, tmp_path / name, *SHORT, *NO_DROPOUT, setting)
+        done = good(forks.run(*line, "batch.accumulate=2", ranks=ranks, before=EAGER))
+        assert ("torch.compile: layers" in done.err) == (name != "plain")
+    for name in ("compiled", "ranks"):
+        close(tmp_path / name, tmp_path / "plain")
+
+
+def test_a_setting_that_does_not_fit_is_one_line(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", *SHORT, "system.compile=graphs")
+    refused(forks.run(*line), "system.compile=graphs needs a GPU and a single process")
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------- a fake device
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
+def test_every_step_compiles_for_cuda_without_breaks(tmp_path: Path) -> None:
+    """The whole loss as one program, with the attention kernels of CUDA in it."""
+    process = fake_cuda.start("benchmarks.compiled_steps", tmp_path)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert lines.keys() == COMPILED.keys()
+    flash, efficient = (
+        "1 program, _flash_attention_forward",
+        "1 program, _efficient_attention_forward",
+    )
+    assert lines["mlm, bf16"] == flash
+    assert lines["no dropout"] == efficient
+    assert lines.pop("class weights") == "2 programs"  # the first one copies them to the device
+    for name, line in lines.items():
+        assert line.startswith("1 program"), (name, line)

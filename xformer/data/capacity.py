@@ -1,0 +1,153 @@
+"""Batches of a few fixed shapes, for compiled code: a batch is filled up to a capacity.
+
+T tokens in the batch, N rows, M masked or tagged tokens. A filled batch gives the same loss and the
+same gradients: filler tokens are rows of their own, to which no other row attends, and no filler
+has a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xformer.data.batch import Batch
+from xformer.data.tags import IGNORED
+
+ALIGNED = 16  # the capacity in tokens is a multiple of this, as 16-bit matrix products like it
+SPARE = 1.25  # rows of a capacity, relative to the most rows of a batch that was looked at
+GROWTH = 1.05  # of a capacity that is too small for a batch
+DEVIATIONS = 4  # by which the masked tokens of a batch may exceed their mean
+
+
+@dataclass(frozen=True, order=True)
+class Capacity:
+    """The shape of a filled batch: T, N and M. `places` is 0 if the task has none."""
+
+    tokens: int
+    rows: int
+    places: int
+
+
+class Capacities:
+    """The shapes that the batches of a run are filled up to.
+
+    `tokens` and `rows` (B,) are the sizes of some of the run's batches. They decide about at most
+    `most` capacities, those that need the least filler for these batches. A batch that is too large
+    for them adds a capacity. `longest` is the length limit of a row, `together` the number of rows
+    in an example, and `masked` the expected share of tokens with a place (0: the task has none,
+    1: any number is possible).
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        most: int,
+        longest: int,
+        together: int = 1,
+        masked: float = 0.0,
+    ):
+        self.longest, self.together, self.masked = longest, together, masked
+        levels = [_aligned(level + 1, ALIGNED) for level in least_filler(tokens, most)]
+        most_filler = int(np.diff([0, *levels]).max())
+        count = int(SPARE * rows.max()) + -(-most_filler // longest) + together
+        self.known = [self._capacity(level, count) for level in sorted(set(levels))]
+
+    def _capacity(self, tokens: int, rows: int) -> Capacity:
+        places = tokens
+        if self.masked < 1:
+            deviation = (self.masked * (1 - self.masked) * tokens) ** 0.5
+            places = int(self.masked * tokens + DEVIATIONS * deviation)
+        return Capacity(tokens, _aligned(rows, self.together), _aligned(places, ALIGNED))
+
+    def fill(self, batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
+        """The batch, filled up to the smallest capacity that holds it."""
+        for capacity in self.known:
+            if self._holds(capacity, batch):
+                return filled(batch, capacity, self.longest)
+        grown = self.known[-1]
+        while not self._holds(grown, batch):
+            grown = Capacity(
+                _aligned(int(grown.tokens * GROWTH), ALIGNED),
+                _aligned(int(grown.rows * GROWTH) + 1, self.together),
+                _aligned(int(grown.places * GROWTH), ALIGNED),
+            )
+        self.known.append(grown)
+        return filled(batch, grown, self.longest)
+
+    def _holds(self, capacity: Capacity, batch: Batch[np.ndarray]) -> bool:
+        spare = capacity.tokens - len(batch.tokens)
+        rows = len(batch.cu_seqlens) - 1 + -(-spare // self.longest)
+        places = 0 if batch.places is None else len(batch.places)
+        return spare > 0 and rows <= capacity.rows and places <= capacity.places
+
+
+def filled(batch: Batch[np.ndarray], capacity: Capacity, longest: int) -> Batch[np.ndarray]:
+    """The batch with filler after its last row, in the shape of the capacity.
+
+    At least one token is filler. Filler tokens form rows of at most `longest` tokens. Rows that are
+    left over are empty, and begin at the first filler token, so that `first` stays valid. `rows`
+    names only the real rows.
+    """
+    T, N = len(batch.tokens), len(batch.cu_seqlens) - 1
+    more, spare = capacity.tokens - T, capacity.rows - N
+    ends = np.arange(capacity.tokens, T, -longest)[::-1].astype(np.int32)  # of the filler's rows
+    empty = np.full(spare - len(ends), T, np.int32)
+    starts = np.concatenate([[T], ends[:-1]])
+    result = replace(
+        batch,
+        tokens=_extended(batch.tokens, more, 0),
+        positions=np.concatenate(
+            [batch.positions, np.arange(T, capacity.tokens) - np.repeat(starts, ends - starts)]
+        ).astype(np.int32),
+        segments=_extended(batch.segments, more, 0),
+        cu_seqlens=np.concatenate([batch.cu_seqlens, empty, ends]),
+        longest=longest,
+    )
+    if batch.labels is not None:
+        label = np.nan if batch.labels.dtype.kind == "f" else IGNORED
+        result = replace(result, labels=_extended(batch.labels, spare, label))
+    if batch.places is not None and batch.targets is not None:
+        more = capacity.places - len(batch.places)
+        places, targets = _extended(batch.places, more, T), _extended(batch.targets, more, IGNORED)
+        result = replace(result, places=places, targets=targets)
+    return result
+
+
+def least_filler(sizes: np.ndarray, most: int) -> list[int]:
+    """At most `most` of these sizes (B,), in rising order: if each size is filled up to the next of
+    them, the sum of all filler is as small as possible."""
+    values, counts = np.unique(sizes, return_counts=True)
+    number = np.concatenate([[0], np.cumsum(counts)])  # of the sizes below each value
+    # least[i]: the least sum of the first i values, each filled up to its level
+    least = np.concatenate([[0.0], np.full(len(values), np.inf)])
+    chosen: list[np.ndarray] = []
+    for _ in range(min(most, len(values))):
+        costs = least[:-1] + (number[1:, None] - number[:-1]) * values[:, None]  # (end, begin)
+        costs[np.triu_indices(len(values), 1)] = np.inf
+        begin = costs.argmin(1)
+        chosen.append(begin)
+        least = np.concatenate([[0.0], costs[np.arange(len(values)), begin]])
+    levels, end = [], len(values)
+    for begin in reversed(chosen):
+        if end:
+            levels.append(int(values[end - 1]))
+            end = int(begin[end - 1])
+    return levels[::-1]
+
+
+def filler_share(batches: Sequence[Batch[np.ndarray]], real: Sequence[Batch[np.ndarray]]) -> float:
+    """The share of filler among the tokens of filled batches; `real` are the same without it."""
+    tokens = sum(len(batch.tokens) for batch in batches)
+    return 1 - sum(len(batch.tokens) for batch in real) / tokens
+
+
+def _extended(values: np.ndarray, count: int, value: float) -> np.ndarray:
+    """`values` with `count` more rows, filled with `value`."""
+    return np.concatenate([values, np.full((count, *values.shape[1:]), value, values.dtype)])
+
+
+def _aligned(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,85 @@
+"""torch.compile for training: which parts of a model it compiles, and when its code is not used.
+
+Compiled code fuses the work between matrix products. It is made for one shape of its input, so the
+feed fills the micro-batches up to a few shapes (see xformer.data.capacity). Evaluation, whose
+batches have many shapes, does not use it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xformer.data.batch import Batch
+from xformer.data.errors import BadInput
+from xformer.model.config import ModelConfig
+from xformer.parallel.processes import Ranks, TrainingSystem
+from xformer.tasks.task import Model
+
+BACKEND = "inductor"
+PROGRAMS = 64  # most compiled versions of a module, which has one for each shape of a batch
+
+
+def compiles(system: TrainingSystem, ranks: Ranks, config: ModelConfig) -> str:
+    """What training compiles: "none", "layers" or "graphs". Raises BadInput if the model, the
+    device or the number of ranks does not allow what the settings ask for."""
+    asked, cnn = system.compile, config.architecture == "hilbert_cnn"
+    if asked == "auto":
+        return "layers" if ranks.device.type == "cuda" and not cnn else "none"
+    if asked != "none" and cnn:
+        raise BadInput(
+            f"system.compile={asked} needs a transformer: the batch norms of a Hilbert-CNN would "
+            "see the filler of compiled batches; give system.compile=none"
+        )
+    if asked == "graphs" and (ranks.device.type != "cuda" or ranks.world_size > 1):
+        raise BadInput(
+            "system.compile=graphs needs a GPU and a single process; give layers or none"
+        )
+    return asked
+
+
+def compile_parts(
+    model: Model,
+    what: str,
+    ranks: Ranks,
+    sample: Callable[[], Batch[Tensor]],
+    precision: str,
+) -> str:
+    """Compile the embeddings and every layer of a model in place, or its whole loss ("graphs").
+
+    Layers of the same shape share their code, and between them DistributedDataParallel can start
+    to reduce gradients. The code is tried with a micro-batch, `sample()`. Returns a line to print:
+    what is compiled, or why compiling failed, in which case the model runs without.
+    """
+    if what == "none":
+        return ""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = PROGRAMS
+    parts = [model] if what == "graphs" else [model.encoder.embeddings, *model.encoder.layers]
+    options: dict[str, Any] = {"mode": "reduce-overhead"} if what == "graphs" else {}
+    for part in parts:
+        part.compile(fullgraph=True, dynamic=False, backend=BACKEND, **options)
+    try:
+        with ranks.autocast(precision):
+            model(sample()).total.backward()
+    except Exception as error:  # whatever a compiler, a driver or Triton raises
+        for part in parts:
+            part._compiled_call_impl = None
+        reason = " ".join(str(error).split())[:200]
+        return f"torch.compile fails here ({reason}): the model runs without it"
+    finally:
+        model.zero_grad()
+    return f"torch.compile: {what}; the first batch of each shape takes long"
+
+
+def not_compiled() -> AbstractContextManager[None]:
+    """Within the block every module runs without its compiled code."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
