@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from xformer import optim
 from xformer.config import load
 from xformer.data.batch import Batch
 from xformer.guard import Guard
-from xformer.ops.attention import layout
+from xformer.parallel.compiled import compile_parts
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.recipe import Recipe
@@ -76,6 +77,14 @@ class Trainer:
         self.model = Replicas(model, self.ranks, lambda: None, self.recipe.system.precision)  # type: ignore[arg-type, return-value]
         self.guard = Guard(self.recipe.train.spike, State(), device)
 
+    def compile(self, batch: Batch[Tensor]) -> str:
+        """Compile the parts of the model that system.compile names, and try them on a batch.
+        Returns a line that says what came of it."""
+        system = self.recipe.system
+        return compile_parts(
+            self.model.model, system.compile, self.ranks, lambda: batch, system.precision
+        )
+
     def train(self, steps: Sequence[list[Batch[Tensor]]]) -> None:
         """Take steps. Each is a list of micro-batches."""
         session: Any = Session(self.recipe, self.ranks, len(steps))
@@ -106,19 +115,15 @@ def full_rows(
     )
 
 
-def lines(lengths: Sequence[int], vocab_size: int, device: str = "cuda") -> Batch[Tensor]:
+def lines(lengths: Sequence[int], vocab_size: int) -> Batch[np.ndarray]:
     """A batch of rows of these lengths, of random tokens, with a class for each row."""
-    tokens = sum(lengths)
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    where = layout(ends, device)
-    position = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    draw = np.random.default_rng(len(lengths))
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return Batch(
-        tokens=torch.randint(vocab_size, (tokens,), device=device),
-        positions=position,
-        segments=torch.zeros(tokens, dtype=torch.int64, device=device),
-        cu_seqlens=where.cu_seqlens,
-        longest=where.longest,
-        labels=torch.randint(2, (len(lengths),), device=device),
+        tokens=draw.integers(0, vocab_size, ends[-1], np.int32),
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        segments=np.zeros(ends[-1], np.int32),
+        cu_seqlens=ends,
+        longest=max(lengths),
+        labels=draw.integers(0, 2, len(lengths)),
     )

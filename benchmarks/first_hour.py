@@ -31,14 +31,20 @@ import torch
 from torch import Tensor
 
 from benchmarks import bare, machine
-from benchmarks.steps import CASES
+from benchmarks.steps import CASES, SHAPE
 from xformer import cost
 from xformer.data.batch import Batch, Workload
+from xformer.data.capacity import Capacities
 from xformer.model.config import ModelConfig
 from xformer.ops import native
+from xformer.parallel import compiled
+from xformer.parallel.compiled import compile_parts
+from xformer.parallel.feed import SHAPES as FEW_SHAPES
+from xformer.parallel.feed import to_device
+from xformer.parallel.processes import Ranks
 from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
-from xformer.tasks.task import Head, Model
+from xformer.tasks.task import Head, Model, Task
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, MASKED, TOKENS = 30_522, 0.15, 8192
@@ -48,6 +54,9 @@ SHAPES = {  # layers, hidden size, heads, inner size of the MLP
     "BERT-large": (24, 1024, 16, 4096),
     "tiny": (2, 64, 4, 128),
 }
+WAYS = ("none", "layers", "graphs")  # system.compile
+# large models are compiled in fewer ways, because each takes a minute
+WAYS_OF = {"BERT-base": WAYS[:2], "BERT-large": WAYS[1:2]}
 # optimizers for which the host reads once a step whether the update is dropped
 ASK_THE_HOST = ("adagrad", "adamax", "radam", "novograd")
 CUDA = torch.cuda.is_available()
@@ -131,6 +140,72 @@ def waits(rehearse: bool) -> list[Row]:
     if wrong:
         raise AssertionError("; ".join(wrong))
     return [Row("steps in which the host never waits", f"{len(CASES)} cases")]
+
+
+def programs(rehearse: bool) -> Iterator[Row]:
+    """Compiled code against PyTorch's own operations, on batches of three shapes: the losses of
+    training without dropout, and whether dropout follows the seed alone."""
+    lengths = [[20] * 8, [16] * 8, [24] * 8] * (1 if rehearse else 7)
+    packed = [bare.lines(each, SHAPE["vocab_size"]) for each in lengths]
+    capacities = capacities_of(packed, 32)
+    batches = [to_device(capacities.fill(batch), torch.device(DEVICE)) for batch in packed]
+    quiet = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
+    wrong = []
+    for precision, bound in (("fp32", 1e-4), ("bf16", 2e-2)):
+        expected = np.zeros(0)
+        for way in WAYS:
+            model = Small(quiet, way, precision, batches[0])
+            losses = np.array([model.step(batch, seed=i) for i, batch in enumerate(batches)])
+            expected = losses if way == "none" else expected
+            error = float(np.abs(losses / expected - 1).max())
+            if not error < bound:
+                wrong.append(f"compile={way}, {precision}: a loss is off by {error:.1e}")
+            yield Row(f"losses of {len(batches)} steps, compile={way}, {precision}", f"{error:.1e}")
+    for way in WAYS:
+        model = Small({}, way, "bf16", batches[0])
+        first, other, again = (model.step(batches[0], seed, rate=0.0) for seed in (1, 2, 1))
+        if first != again or first == other:
+            wrong.append(f"compile={way}: seeds 1, 2, 1 give the losses {first}, {other}, {again}")
+    if wrong:
+        raise AssertionError("; ".join(wrong))
+    yield Row("dropout in compiled code", "follows the seed, and only the seed")
+
+
+class Small:
+    """A small classifier with random weights, compiled in one way. `rates` are dropout rates."""
+
+    def __init__(self, rates: dict[str, float], way: str, precision: str, batch: Batch[Tensor]):
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            task = Classify(Head("classify", ("a", "b")))
+            self.model = Model(ModelConfig(**(SHAPE | rates)), task).train()
+        for weight in self.model.parameters():
+            torch.nn.init.normal_(weight, 0.0, 0.05)
+        self.ranks, self.precision = Ranks(0, 1, torch.device(DEVICE)), precision
+        note = compile_parts(self.model, way, self.ranks, lambda: batch, precision)
+        if "fails" in note:
+            raise AssertionError(note)
+
+    def step(self, batch: Batch[Tensor], seed: int, rate: float = 1e-3) -> float:
+        """Take a step of gradient descent, and return the loss before it."""
+        torch.manual_seed(seed)
+        with self.ranks.autocast(self.precision):
+            loss = self.model(batch).total
+        loss.backward()
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                if weight.grad is not None:
+                    weight.sub_(weight.grad, alpha=rate)
+        value = loss.item()
+        self.model.zero_grad()
+        return value
+
+
+def capacities_of(packed: list[Batch[np.ndarray]], longest: int) -> Capacities:
+    """The shapes for these batches of rows of at most `longest` tokens."""
+    tokens = np.array([len(batch.tokens) for batch in packed])
+    rows = np.array([len(batch.cu_seqlens) - 1 for batch in packed])
+    return Capacities(tokens, rows, FEW_SHAPES, longest)
 
 
 # ------------------------------------------------------------------------------- does it hold?
@@ -246,10 +321,7 @@ def shape(name: str, length: int) -> ModelConfig:
 
 def full_rows(name: str, config: ModelConfig, rows: int, length: int, steps: int) -> Iterator[Row]:
     """Tokens a second of MLM on full rows, ours and those of transformers."""
-    batch = bare.full_rows(rows, length, MASKED, VOCABULARY, DEVICE)
-    with torch.device(DEVICE):
-        model = Model(config, MLM(Head("mlm"))).train()
-    trainer = bare.Trainer(initialised(model), "system.precision=bf16")
+    batch, task = bare.full_rows(rows, length, MASKED, VOCABULARY, DEVICE), MLM(Head("mlm"))
     labels = torch.full((rows * length,), -100, device=DEVICE)
     assert batch.places is not None
     assert batch.targets is not None
@@ -263,11 +335,11 @@ def full_rows(name: str, config: ModelConfig, rows: int, length: int, steps: int
         f"{name}, MLM, bf16, {rows} rows of {length}",
         "tokens/s",
         rows * length * steps,
-        trainer,
-        [[batch]] * steps,
+        lambda way: trainer_of(config, task, way),
+        {way: [[batch]] * steps for way in WAYS_OF.get(name, WAYS)},
         lambda: Peer("BertForMaskedLM", config),
         [given] * steps,
-        cost.training_flops(config, model.task, Workload.even(rows, length, MASKED)) * steps,
+        cost.training_flops(config, task, Workload.even(rows, length, MASKED)) * steps,
     )
 
 
@@ -278,17 +350,32 @@ def fine_tuning(rehearse: bool) -> Iterator[Row]:
     draw = np.random.default_rng(0)
     every = [np.clip(draw.lognormal(3.7, 0.4, rows).astype(int), 8, 128) for _ in range(steps)]
     every = list(np.sort(np.concatenate(every)).reshape(steps, rows))  # length-grouped, as theirs
-    with torch.device(DEVICE):
-        model = Model(config, Classify(Head("classify", ("a", "b")))).train()
+    task = Classify(Head("classify", ("a", "b")))
+    packed = [bare.lines(lengths.tolist(), VOCABULARY) for lengths in every]
+    capacities = capacities_of(packed, 128)
+    batches = {way: packed if way == "none" else [*map(capacities.fill, packed)] for way in WAYS}
     yield from compared(
         f"MiniLM, fine-tuning, bf16, {rows} rows of 8 to 128",
         "real tokens/s",
-        sum(int(lengths.sum()) for lengths in every),
-        bare.Trainer(initialised(model), "system.precision=bf16"),
-        [[bare.lines(lengths.tolist(), VOCABULARY, DEVICE)] for lengths in every],
+        sum(len(batch.tokens) for batch in packed),
+        lambda way: trainer_of(config, task, way),
+        {
+            way: [[to_device(batch, torch.device(DEVICE))] for batch in own]
+            for way, own in batches.items()
+        },
         lambda: Peer("BertForSequenceClassification", config),
         [padded_rows(lengths) for lengths in every],
     )
+
+
+def trainer_of(config: ModelConfig, task: Task, way: str) -> bare.Trainer:
+    """A trainer of a model with random weights."""
+    with torch.device(DEVICE):
+        model = Model(config, task).train()
+    for weight in model.parameters():  # BERT's initialisation of matrices
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, 0.0, 0.02)
+    return bare.Trainer(model, "system.precision=bf16", f"system.compile={way}")
 
 
 def padded_rows(lengths: np.ndarray) -> dict[str, Tensor]:
@@ -299,14 +386,6 @@ def padded_rows(lengths: np.ndarray) -> dict[str, Tensor]:
     labels = torch.randint(2, (len(lengths),))
     given = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
     return {name: tensor.to(DEVICE) for name, tensor in given.items()}
-
-
-def initialised(model: Model) -> Model:
-    """The model with BERT's initialisation of matrices."""
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, 0.0, 0.02)
-    return model
 
 
 class Peer:
@@ -356,30 +435,43 @@ def compared(
     what: str,
     unit: str,
     tokens: int,
-    trainer: bare.Trainer,
-    steps: list[list[Batch[Tensor]]],
+    make_trainer: Callable[[str], bare.Trainer],
+    steps: dict[str, list[list[Batch[Tensor]]]],
     make_peer: Callable[[], Peer],
     batches: list[dict[str, Tensor]],
     flops: float = 0.0,
 ) -> Iterator[Row]:
-    """Our speed on `steps`, and then, measured by turns with it, that of transformers on `batches`.
+    """Our speed on the `steps` of each way to compile, and then, alternating with the fastest, that
+    of transformers on `batches`.
 
-    Both hold the same `tokens`. `flops` are the model's operations on them, or 0. Our row comes
-    before transformers is loaded and compiled, so that it is kept if that fails.
+    All hold the same `tokens`. `flops` are the model's operations on them, or 0. Our rows come
+    before transformers is loaded and compiled, so that they are kept if that fails.
     """
+    fastest, ours = float("inf"), lambda: None
+    for way, own in steps.items():
+        trainer = make_trainer(way)
+        begun = time.perf_counter()
+        note = trainer.compile(own[0][0])
+        if "fails" in note:
+            yield Row(f"{what}, compile={way}", "not run", note)
+            continue
 
-    def ours() -> None:
-        trainer.train(steps)
+        def train(trainer: bare.Trainer = trainer, own: list[Any] = own) -> None:
+            trainer.train(own)
 
-    ours()  # warm up
-    memory = peak_memory(ours)
-    seconds = median([seconds_of(ours) for _ in range(ROUNDS)])
-    peak = cost.peak_flops(torch.cuda.get_device_name(0), "bf16") if CUDA else None
-    share = f"{flops / seconds / peak:.1%} of the peak, " if flops and peak else ""
-    idle = idle_share(lambda: trainer.train(steps[:10]))
-    yield Row(what, f"{tokens / seconds:,.0f} {unit}", f"{share}{memory:.1f} GiB{idle}")
+        train()
+        warm = time.perf_counter() - begun
+        memory = peak_memory(train)
+        seconds = median([seconds_of(train) for _ in range(ROUNDS)])
+        peak = cost.peak_flops(torch.cuda.get_device_name(0), "bf16") if CUDA else None
+        share = f"{flops / seconds / peak:.1%} of the peak, " if flops and peak else ""
+        idle = idle_share(lambda trainer=trainer, own=own: trainer.train(own[:10]))  # type: ignore[misc]
+        note = f"{share}{memory:.1f} GiB{idle}, {warm:.0f} s to warm up"
+        yield Row(f"{what}, compile={way}", f"{tokens / seconds:,.0f} {unit}", note)
+        if seconds < fastest:
+            fastest, ours = seconds, train
 
-    held = torch.cuda.memory_allocated() if CUDA else 0  # by our model
+    held = torch.cuda.memory_allocated() if CUDA else 0  # by our models
     peer = make_peer()
 
     def theirs() -> None:
@@ -449,12 +541,13 @@ PARTS: dict[str, tuple[Callable[[bool], Iterable[Row]], int]] = {
     "operations": (operations, 180),
     "tasks": (tasks, 120),
     "waits": (waits, 180),
+    "compiled": (programs, 400),
     "repeat": (repeat, 240),
     "ranks": (ranks, 180),
-    "MiniLM": (speed_of("MiniLM"), 180),
-    "BERT-base": (speed_of("BERT-base"), 240),
-    "BERT-large": (speed_of("BERT-large"), 400),
-    "fine-tuning": (fine_tuning, 240),
+    "MiniLM": (speed_of("MiniLM"), 500),
+    "BERT-base": (speed_of("BERT-base"), 500),
+    "BERT-large": (speed_of("BERT-large"), 500),
+    "fine-tuning": (fine_tuning, 500),
 }
 
 
@@ -478,6 +571,8 @@ def main() -> int:
     if given.part:
         if given.part == given.fail:
             raise AssertionError("this part was told to fail")
+        if not CUDA:
+            compiled.BACKEND = "eager"  # only traces, in seconds
         for row in PARTS[given.part][0](given.rehearse):
             print(json.dumps(asdict(row)), flush=True)
         return 0

@@ -20,7 +20,7 @@ from benchmarks import fake_cuda, first_hour
 from benchmarks.steps import CASES, STEPS
 from xformer.data.errors import BadInput
 from xformer.ops import attention
-from xformer.parallel import processes
+from xformer.parallel import compiled, processes
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
 
@@ -54,13 +54,30 @@ def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
     assert "| ranks | **failed** | AssertionError: this part was told to fail |" in lines
 
 
-def test_the_first_hour_measures_beside_transformers() -> None:
+def test_the_first_hour_measures_beside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to compile has its row."""
     pytest.importorskip("transformers")
-    ours, theirs = first_hour.speed_of("MiniLM")(True)
-    assert ours.value.endswith("tokens/s")
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    *ours, theirs = first_hour.speed_of("MiniLM")(True)
+    ways = [row.what.partition(", compile=")[2] for row in ours]
+    assert ways == ["none", "layers", "graphs"]
+    assert all(row.value.endswith("tokens/s") for row in ours)
     how = "compiled" if torch.cuda.is_available() else "not compiled"
-    assert theirs.what == f"{ours.what}: transformers, SDPA, {how}"
+    assert theirs.what == f"{ours[0].what.partition(', compile')[0]}: transformers, SDPA, {how}"
     assert theirs.note.startswith("ours is ")
+
+
+def test_the_first_hour_finds_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler whose results are off by a percent."""
+
+    def backend(program: Any, _: Any, **options: Any) -> Any:
+        return lambda *given: [1.01 * x for x in program.forward(*given)]
+
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    assert len(list(first_hour.programs(True))) == 7
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    with pytest.raises(AssertionError, match="compile=graphs, fp32: a loss is off by 1"):
+        list(first_hour.programs(True))
 
 
 def test_the_first_hour_does_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
