@@ -1,4 +1,6 @@
-"""Registered claims: the commit that held them first, what their seeds detect, runs at chance."""
+"""Registered claims: the commit that first held them, the differences that their seeds can detect,
+and runs at chance level.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ extension = "none"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A study in a repository of its own, not committed yet."""
+    """A study in a git repository of its own. It is not committed yet."""
     path = tmp_path / "repository" / "letters.toml"
     path.parent.mkdir()
     path.write_text(STUDY.replace("\n[scales.mini]\n", REGISTRATION))
@@ -172,7 +174,7 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 
 @pytest.mark.parametrize(("pairs", "effect"), [(3, 2.0), (5, 1.682), (10, 0.996), (34, 0.495)])
 def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
-    """By simulation: the test of so many pairs finds the effect in four of five cases."""
+    """By simulation: with that many pairs, the test detects the effect in four of five cases."""
     detected = detectable(pairs)
     rng = np.random.default_rng(pairs)
     samples = rng.normal(detected, 1.0, (4000, pairs))
