@@ -135,7 +135,9 @@ def test_single_precision_gives_the_cosines_to_1e_6() -> None:
 
 @pytest.mark.parametrize("strip", [3, 1024])
 def test_both_ways_to_a_gram_matrix_are_equal(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two ways compute it from tokens, or form the gradients. Rows are dense or unit vectors."""
+    """The two ways compute it from tokens, or form the gradients. Rows are dense or unit
+    vectors.
+    """
     monkeypatch.setattr(gradients, "STRIP", strip)
     monkeypatch.setattr(gradients, "FORMED", 4 * 5 * 2)  # two rows of the weight at a time
     generator = seeded(5)

@@ -190,7 +190,9 @@ def looked_up(stream: Stream, position: int) -> tuple[list[int], list[int], list
 def test_steps_are_full_and_cover_every_sample_once(
     lengths: list[int], tokens: int, by_tokens: bool, ahead: int
 ) -> None:
-    """This does not depend on how many samples are looked up at once, nor on where a run continues."""
+    """This does not depend on how many samples are looked up at once, nor on where a run
+    continues.
+    """
     sizes, samples, end = np.array(lengths), Samples(len(lengths), 5), len(lengths) * 2
     order, epochs = samples.at(np.arange(end))
     rows = 0 if by_tokens else tokens

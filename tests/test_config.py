@@ -89,7 +89,9 @@ def test_a_value_is_toml_else_a_bare_string() -> None:
 
 
 def test_paths_are_one_path_or_a_list() -> None:
-    """One path stays a string, even if it is given as a list of one. Several are written as a list."""
+    """One path stays a string, even if it is given as a list of one. Several are written as a
+    list.
+    """
     assert settings('data=["a", "b"]').data == ("a", "b")
     assert settings('data=["a", "b"]').model_dump(mode="json")["data"] == ["a", "b"]
     assert settings('data=["a"]').model_dump(mode="json")["data"] == "a"
@@ -242,7 +244,9 @@ def test_help() -> None:
 
 
 def test_every_recipe_parses(root: Path) -> None:
-    """Each recipe loads with a store and a run. Its header says what it is and names a known base."""
+    """Each recipe loads with a store and a run. Its header says what it is and names a known
+    base.
+    """
     recipes = [*root.glob("recipes/pretrain/*.toml"), *root.glob("recipes/finetune/*.toml")]
     assert len(recipes) >= 4
     for path in recipes:

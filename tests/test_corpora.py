@@ -357,7 +357,9 @@ def test_lines_are_for_plain_text(tmp_path, toks, monkeypatch):
 
 
 def characters(source: str) -> list[tuple[str, int, int]]:
-    """(character as Java reads it, its start, its end in the file), by JLS 3.3, letter by letter."""
+    """(character as Java reads it, its start, its end in the file), by JLS 3.3, letter by
+    letter.
+    """
     found, i, backslashes = [], 0, 0
     while i < len(source):
         j = i + 1

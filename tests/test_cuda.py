@@ -28,8 +28,8 @@ READ = "_local_scalar_dense"  # the host reads a number from the device
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
 def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    """No case waits in every step, except optimizers that must ask the host and two cases that are wrong on
-    purpose. Those two show that the check can fail.
+    """No case waits in every step, except optimizers that must ask the host and two cases that are
+    wrong on purpose. Those two show that the check can fail.
     """
     process = fake_cuda.start("benchmarks.steps", tmp_path)
     out, _ = process.communicate(timeout=240)
