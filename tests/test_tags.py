@@ -1,5 +1,6 @@
-"""Labels of words: the two published formats, the token that carries a label, batches, metrics
-against slow loops, and a toy task that is learnt, predicted and exported."""
+"""Labels of words: the two published formats, the token that carries a label, batches, and metrics
+against slow loops. Also a toy task that is learned, predicted and exported.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pieces: Tokenizer) -> 
 
 
 def words(store: Store, split: str) -> list[list[tuple[str, str]]]:
-    """(word, label) of every word of every row; words are decoded from their pieces."""
+    """(word, label) of every word of every row. The words are decoded from their pieces."""
     tokenizer, columns = store.tokenizer(), store.split(split).columns
     read = []
     for row in range(store.split(split).rows):
@@ -288,7 +289,7 @@ def test_every_word_has_a_token(kind: str) -> None:
         assert [i for i in ids if i != unknown] == [i for i in bare if i != unknown]
         for word, start, end in zip(text.split(), first, [*first, len(ids)][1:], strict=True):
             alone = tokenizer.encode_batch([word])[0].tolist() or [unknown]
-            if kind not in ("bpe", "unigram"):  # their pieces depend on the space before a word
+            if kind not in ("bpe", "unigram"):  # in these, pieces depend on the space before a word
                 assert ids[start:end].tolist() == alone
 
 
@@ -317,7 +318,9 @@ def test_batches_hold_only_labelled_tokens(pieces: Tokenizer) -> None:
 
 
 def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
-    """(first, last, kind) of the entities, by the rules of the shared task's script written out."""
+    """(first, last, kind) of the entities, by the rules of the shared task's script, written out
+    here.
+    """
     padded = ["O", *labels, "O"]
     start = 0
     for i, (before, label) in enumerate(pairwise(padded)):
@@ -381,7 +384,7 @@ def test_scores_equal_slow_loops() -> None:
 
 
 def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
-    """Sentences in which the words of one topic are names, and those of another are places."""
+    """Sentences in which the words of one topic are names and those of another are places."""
     named = {
         word: label
         for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
@@ -471,7 +474,9 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
 def transformers_agrees(
     forks: Forks, run: Path, rows: list[list[list[str]]], lines: list[list[str]], place: Path
 ) -> None:
-    """The exported model gives the same labels in transformers, with nothing of ours."""
+    """Assert that transformers gives the same labels with the exported model, without any code of
+    this project.
+    """
     transformers = pytest.importorskip("transformers")
     good(forks.run("-m", "xformer.convert", "to-hf", run, place / "theirs"))
     auto = transformers.AutoModelForTokenClassification
