@@ -261,7 +261,7 @@ def test_what_broke_off_is_resumed(
     ]
     assert site.sent == [100_000, 50_000, 150_000]
     err = capsys.readouterr().err
-    assert "the connection broke after 100,000 of 300,000 bytes; again in" in err
+    assert "the connection broke after 100,000 of 300,000 bytes; trying again in" in err
 
 
 def test_a_later_run_resumes(site: Site, cache: Path) -> None:
@@ -428,8 +428,8 @@ def test_what_the_server_answers(
     data_sets.fetch(one(site), cache)
     assert len(site.asked) == 4
     err = capsys.readouterr().err
-    assert "answers 500 Internal Server Error; again in" in err
-    assert "answers 429 Too Many Requests; again in" in err
+    assert "answers 500 Internal Server Error; trying again in" in err
+    assert "answers 429 Too Many Requests; trying again in" in err
 
 
 def test_no_server_and_silence(

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(0, 1),
         default=0,
         metavar="N",
-        help="The number by which the label column calls the first ending, 0 or 1 (default: "
+        help="The number that the label column uses for the first ending, 0 or 1 (default: "
         "%(default)s).",
     )
     add_form(parser)
@@ -98,7 +98,7 @@ class QuestionColumns:
         return context, *endings
 
     def _list(self, text: str) -> list[str]:
-        """The endings in a JSON list, which must have as many as the first question."""
+        """The endings in a JSON list, which must be as long as the list of the first question."""
         name = self.endings[0]
         try:
             items = json.loads(text)
@@ -166,7 +166,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
-        columns = QuestionColumns(arguments.context, arguments.endings)  # knows no `choices` yet
+        # every pass over the files begins with `choices` not known
+        columns = QuestionColumns(arguments.context, arguments.endings)
         for table, labelled, marks in tables:
             wanted = [*names, arguments.label] if labelled else names
             for split, line, values in marks.rows(table, wanted, bad):

@@ -28,7 +28,7 @@ ENTAILMENT = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Glue:
-    """One task. Its columns go by one of several names."""
+    """One GLUE task, with the names that each of its columns may have."""
 
     about: str
     text: tuple[str, ...]

@@ -50,8 +50,10 @@ SCORE_METRICS = ("spearman", "pearson")
 TAG_METRICS = ("accuracy", "f1", "entity_f1")
 ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")  # of splits in a store
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
-SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is train
-VALID_SHARE = 0.1  # of a source that marks only its test rows; Min et al. 2019 divide DeepLoc so
+# The shares of the rows if the source has no splits; the rest is train.
+SHARES = {"test": 0.05, "valid": 0.05}
+# The share if the source marks only its test rows. Min et al. 2019 divide DeepLoc in this way.
+VALID_SHARE = 0.1
 MAX_CLASSES = 20_000
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
@@ -70,7 +72,7 @@ class Row(NamedTuple):
     file: Path
     line: int
     id: str | None = None  # the source's own name for the row
-    group: str | None = None  # rows of one group are scored together: segments of one piece
+    group: str | None = None  # rows of one group, such as segments of a piece, are scored together
     key: str | None = None  # rows with the same key are drawn into the same split (None: the texts)
 
 
@@ -193,7 +195,9 @@ def write_task(
 def _task_origin(
     task: TaskSource, unseen: dict[str, dict[str, int]], in_two_splits: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
-    """What the store's origin records of the task: its files and columns, and what is odd in it."""
+    """What the store's origin records about the task: its files and columns, and anything
+    unusual.
+    """
     oddities = {
         "unseen": unseen,
         "left_out_rows": task.left_out.count,
@@ -297,8 +301,11 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
 
 
 def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
-    """split -> earlier split -> how many rows of the first have a text that the second has too.
-    Says so on standard error."""
+    """Count the texts that are in two splits, and print them on standard error.
+
+    Returns split -> earlier split -> the number of the split's rows whose text is in the earlier
+    one.
+    """
     shared: dict[str, dict[str, int]] = {}
     names = [name for name in ORDER if name in survey.keys]
     for i, name in enumerate(names):
@@ -349,10 +356,10 @@ def _say_unlabelled(task: TaskSource, survey: RowSurvey) -> None:
 
 
 def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[str]:
-    """The split of every row that has none yet. Rows with equal texts have equal keys and come into
-    the same split.
+    """Draw the split of every row that has none. Rows with equal texts go to the same split.
 
-    A key is a hash of (seed, text), so sorting the keys is a random permutation fixed by the seed.
+    The key of a row is a hash of (seed, text), so equal texts have equal keys, and sorting the keys
+    is a random permutation fixed by the seed.
     """
     keys, first, key_of_row, sizes = np.unique(
         survey.keys[""], return_index=True, return_inverse=True, return_counts=True
@@ -407,8 +414,10 @@ def _class_names(task: TaskSource, survey: RowSurvey) -> list[str]:
 
 
 def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[str, int]]:
-    """split -> class -> how many rows, or words (`noun`), for classes that are not in training.
-    Says so on standard error."""
+    """Count the rows, or words (`noun`), whose class is not in training, and print them.
+
+    Returns split -> class -> the number of its rows or words. Prints on standard error.
+    """
     unseen: dict[str, dict[str, int]] = {}
     for split, counts in survey.labels.items():
         if others := {label: n for label, n in sorted(counts.items()) if label not in labels}:
@@ -441,7 +450,7 @@ def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += sum(map(len, row.texts)) + 64  # so that batches of empty texts are bounded too
+        size += sum(map(len, row.texts)) + 64  # limits the number of empty texts in a batch too
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -450,8 +459,10 @@ def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class RowWriter:
-    """Encodes rows and appends them to their splits. The columns `input` and `input_b`, if a split
-    has them, get the texts themselves."""
+    """Encodes rows and appends them to their splits.
+
+    If a split has the columns `input` and `input_b`, they receive the texts themselves.
+    """
 
     def __init__(self, splits: dict[str, SplitWriter], encoder: CachedEncoder, labels: list[str]):
         self.splits, self.encoder = splits, encoder
@@ -646,8 +657,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add(
         "--stratify",
         action="store_true",
-        help="Divide the rows of each class in the same proportions, if splits are drawn (default: "
-        "draw them regardless of class).",
+        help="If splits are drawn, divide the rows of every class in the same proportions "
+        "(default: draw them regardless of class).",
     )
     add(
         "--skip-bad",

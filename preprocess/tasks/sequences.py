@@ -1,7 +1,7 @@
 """Labelled sequences of letters, DNA and proteins alike, from the formats of their data sets:
 
 - FASTA. The second field of a header is the label (PLUS), and a third field `test` marks a test row
-  (DeepLoc). Or the fields are such as `TARGET=1.5 SET=train VALIDATION=False` (FLIP).
+  (DeepLoc). Or the fields have names, as in `TARGET=1.5 SET=train VALIDATION=False` (FLIP).
 - A directory with one FASTA file per class, named after it.
 - Text with three lines per record: identifier, sequence, label (Hilbert-CNN).
 - Delimited files, JSON lines (TAPE) and parquet with named columns.
@@ -44,7 +44,7 @@ class Sequences:
     longest: int | None = None  # longer sequences lose their middle
     clean: Callable[[str], str] = str  # from a label as the file writes it to a class
     without: str | None = None  # a class that the task leaves out
-    field: int = 1  # of a FASTA header that holds the label; the name is field 0
+    field: int = 1  # the field of a FASTA header that holds the label; field 0 is the name
 
 
 class Record(NamedTuple):
@@ -206,8 +206,8 @@ def _columns(
     return columns
 
 
-# what names the splits of a file's rows: the columns of a table; the fields of FASTA headers, as a
-# set that gathers those that are read; or nothing
+# What names the splits of a file's rows: columns of a table; fields of FASTA headers (a set that
+# collects the fields that were read); or nothing (None).
 Marks = splits.SplitColumns | set[str] | None
 
 
@@ -276,8 +276,10 @@ def _fasta(
 
 
 def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
-    """Whether a file is FASTA, rather than three lines per record: its third line is then a header
-    or part of a sequence, not a label."""
+    """Whether a file is FASTA, and not text with three lines per record.
+
+    In FASTA, the third line is a header or part of a sequence. In the other format it is a label.
+    """
     lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
     first, _, third = (*islice(lines, 3), "", "", "")[:3]
     if not first.startswith(">"):
@@ -303,7 +305,10 @@ def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:
 
 
 def _record(path: Path, lines: list[tuple[int, str]], bad: BadRows) -> Iterator[Record]:
-    """The record in some lines (number, text); none if they are not three, which goes to `bad`."""
+    """Yield the record that three lines (number, text) hold.
+
+    If there are not three lines, report them to `bad` and yield nothing.
+    """
     if len(lines) == 3:
         yield Record(lines[2][0], lines[1][1], lines[2][1])
     else:

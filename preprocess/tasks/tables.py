@@ -20,7 +20,7 @@ from ..binarize import PACKED, read_lines
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
-CELL = 2**24  # most characters in a quoted cell: a quote left open must not swallow the whole file
+CELL = 2**24  # the most characters in a quoted cell: an open quote must not swallow a whole file
 BROKEN = object()  # stands for a text that is not valid JSON
 HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 
@@ -177,8 +177,11 @@ class RowTable:
                 yield line, values
 
     def _objects(self, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(line, object) of every object of JSON lines. A .json file may instead hold one JSON
-        value, which is read whole: then (number of the row, row)."""
+        """Yield (line, object) for every object of a file of JSON lines.
+
+        A .json file may instead hold one JSON value, which is read whole. Its rows are then counted
+        from 1 in place of lines.
+        """
         lines = read_lines(self.path, bad)
         if self.kind == ".json":
             first = next(((number, text) for number, text in lines if text.strip()), (1, ""))
@@ -209,8 +212,10 @@ class RowTable:
     def _values(
         self, line: int, cells: Sequence[tuple[str, Any]], bad: BadRows
     ) -> list[str | None] | None:
-        """The values of `cells` (column, JSON value) as strings; None if one of them is bad. A list
-        of one item, as in TAPE's files, stands for the item."""
+        """The values of `cells` (column, JSON value) as strings; None if one of them is bad.
+
+        A list of one item, as in TAPE's files, stands for the item.
+        """
         texts: list[str | None] = []
         for name, value in cells:
             if isinstance(value, list) and name in self.lists:
