@@ -38,11 +38,11 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether the last step is taken."""
+        """Whether the last step has been taken."""
         return self.state.step >= self.steps
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of a step that a profile names."""
+        """A context for a part of a step that a profile would name."""
         return nullcontext()
 
     def rate(self, step: object) -> float:
@@ -61,7 +61,7 @@ class Session:
         """Keep nothing."""
 
     def stop_if_told(self, due: object) -> None:
-        """Go on."""
+        """Do not stop."""
 
 
 class Trainer:
@@ -107,7 +107,7 @@ def full_rows(
 
 
 def lines(lengths: Sequence[int], vocab_size: int, device: str = "cuda") -> Batch[Tensor]:
-    """A batch of rows of these lengths, of random tokens, with a class for each row."""
+    """A batch of rows of these lengths, with random tokens and a class for each row."""
     tokens = sum(lengths)
     ends = [0]
     for length in lengths:

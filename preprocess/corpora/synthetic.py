@@ -375,7 +375,7 @@ def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
 ABOUTS = {
     "uniform": "Independent tokens, all with the same probability.",
     "zipf": "Independent tokens with the frequencies of a store, or 1 / rank.",
-    "nesting": "A stack grammar: nested pairs of equal tokens.",
+    "nesting": "Nested pairs of equal tokens, from a stack grammar.",
     "flat": "Pairs of equal tokens that need not nest.",
     "shuffle": "k-Shuffle Dyck: k kinds of brackets that need not nest. Some may still be open "
     "when a sequence ends.",
@@ -404,7 +404,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Ids in the vocabulary, including five special ones (default: as many as the store "
+        help="Size of the vocabulary, including five special ids (default: as many as the store "
         "--frequencies has, else 30000).",
     )
     _add_distribution(parser, name)
@@ -419,7 +419,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--workers",
         type=whole_number(1, 4096),
         metavar="N",
-        help="Processes that generate a large corpus. The corpus does not depend on their number "
+        help="How many processes generate a large corpus. The corpus does not depend on it "
         "(default: all cores).",
     )
     add_output(parser, "STORE")

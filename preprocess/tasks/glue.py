@@ -77,7 +77,7 @@ GLUE_TASKS = {
         metric="spearman",
     ),
     "glue/mnli": Glue(
-        "MNLI: entailment, neutral or contradiction? Matched and mismatched.",
+        "MNLI: entailment, neutral or contradiction? It has matched and mismatched sets.",
         ("sentence1", "premise"),
         ("sentence2", "hypothesis"),
         ("gold_label", "label"),

@@ -43,7 +43,7 @@ PROTEIN_TASKS = {
 }
 ABOUTS = {
     "protein": "Labelled proteins: FASTA, JSON lines, csv or parquet.",
-    "protein/family": "Families, for pre-training on pairs: Pfam's FASTA (third field), or csv.",
+    "protein/family": "Families, for `pairs --kind family`: Pfam's FASTA (third field), or csv.",
     "protein/localization": "The place in the cell: DeepLoc's FASTA, or one FASTA file per place.",
     "protein/stability": "How stable a design is: TAPE's JSON lines, PLUS's FASTA, or csv.",
     "protein/fluorescence": "How brightly a GFP variant shines: JSON lines, FASTA or csv.",

@@ -158,8 +158,8 @@ def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
         "store",
         type=Path,
         metavar="STORE",
-        help=f"The store's directory. A context is {WINDOW} consecutive pieces of a row; it is "
-        f"English-like if more than {THRESHOLD} of its pieces are.",
+        help=f"The store's directory. A context is {WINDOW} consecutive pieces of a row. It counts "
+        f"as English-like if more than {THRESHOLD} of its pieces have only letters A to Z.",
     )
     add_json(parser)
 
