@@ -66,8 +66,8 @@ class Task(NamedTuple):
 
 # The numbers of rows are those of Kao & Lee 2021, appendix G (of DNA, 90 %), and SQuAD 2.0's
 # training questions. MAESTRO's are segments of 128 notes from 954 pieces of 5,220 notes (6.18 M
-# notes in 1,184 pieces, Hawthorne et al. 2019). The tokens are means over the data in docs/data.md, in pieces of
-# bert-base-uncased; those with * are assumed.
+# notes in 1,184 pieces, Hawthorne et al. 2019). The tokens are means over the data in docs/data.md,
+# in pieces of bert-base-uncased; those with * are assumed.
 TASKS = {
     "cola": Task(8551, 11),
     "sst2": Task(67349, 14),
