@@ -143,7 +143,7 @@ def _append_random(
     block = draw.integers(pieces, size=int(lengths.sum())).astype(np.uint32)
     for _ in range(
         max(1, tokens // len(block))
-    ):  # the same block is written again and again, because only the size matters
+    ):  # the same block each time, because only the size matters
         split.append_ragged("tokens", block, lengths)
 
 

@@ -69,7 +69,7 @@ def batch_of(kind: str, dtype: torch.dtype) -> Batch[Tensor]:
     if kind == "regress":
         labels = labels.to(dtype)
     elif kind == "span":
-        labels = torch.stack([labels % 2, labels % 2], 1)  # within every row
+        labels = torch.stack([labels % 2, labels % 2], 1)  # spans that lie within every row
     return replace(batch, labels=labels)
 
 
@@ -180,7 +180,7 @@ def test_an_example_without_a_masked_token_has_no_cosine() -> None:
     batch = batch_of("mlm", torch.float64)
     assert batch.places is not None
     assert batch.targets is not None
-    kept = batch.places >= LENGTHS[0]  # none in the first example
+    kept = batch.places >= LENGTHS[0]  # leaves no masked token in the first example
     batch = replace(batch, places=batch.places[kept], targets=batch.targets[kept])
     values, norms = cosines(inner_products(model_of("mlm", {}, torch.float64), batch))
     assert norms[0] == 0

@@ -214,7 +214,8 @@ def test_the_variant_svcca_is_what_that_program_computes() -> None:
         other = np.linalg.inv(scipy.linalg.sqrtm(np.cov(b, rowvar=False)))
         between = (a - a.mean(0)).T @ (b - b.mean(0)) / (n - 1)
         u, rho, _ = scipy.linalg.svd(root @ between @ other)
-        u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))  # arbitrary there
+        # the program leaves the signs open
+        u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))
         directions = u.T @ (a - a.mean(0)).T + a.mean(0)[:, None]
         orthonormal, _ = scipy.linalg.qr(directions.T, mode="economic")
         weights = np.abs(orthonormal.T @ a).sum(1)

@@ -241,7 +241,8 @@ def test_a_stream_looks_no_further_than_it_must(tokens: int) -> None:
     assert sum(asked) <= 2 * 10**6
     assert max(asked) <= max(2**16, 4 * tokens)
     asked.clear()
-    stream = Stream(Samples(99, 0), 2**62, sizes, 32, 100)  # nor many times around few rows
+    # few rows are not looked up many times either
+    stream = Stream(Samples(99, 0), 2**62, sizes, 32, 100)
     stream.take(0)
     assert sum(asked) <= 99
 
@@ -599,8 +600,8 @@ def test_batches_made_in_one_go_are_those_made_one_by_one(
 
 
 def test_truncation_is_that_of_transformers(tmp_path: Path) -> None:
-    # the Python tokenizer, which equals Google's; the Rust one gives the odd token to the second
-    # text where that is not the shorter one
+    # This is the Python tokenizer, which equals Google's. The Rust one gives the odd token to the
+    # second text if that is not the shorter one.
     legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
     (tmp_path / "vocab.txt").write_text("\n".join(PIECES) + "\n", encoding="utf-8")
     bert = legacy.BertTokenizerLegacy(str(tmp_path / "vocab.txt"))

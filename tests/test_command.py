@@ -29,7 +29,7 @@ def xformer(
     monkeypatch.setattr(sys, "argv", ["xformer", *arguments])
     monkeypatch.setattr(sys.modules["__main__"], "__doc__", "")
     capsys.readouterr()
-    with suppress(SystemExit):  # of --help
+    with suppress(SystemExit):  # --help exits
         commands._dispatch()
     return capsys.readouterr().out
 
@@ -145,7 +145,7 @@ def test_recipes_are_listed_and_copied(
     assert [line.split()[0] for line in lines] == list(recipes())
     assert all(36 < len(line) <= 100 for line in lines)
     assert any("pretrain/mini  " in line and " A small encoder (4 layers" in line for line in lines)
-    for name, path in recipes().items():  # a copy means the same, wherever it lies
+    for name, path in recipes().items():  # a copy means the same in any directory
         copy = tmp_path / "copy.toml"
         copy.write_text(xformer(monkeypatch, capsys, "recipes", "show", name))
         assert read_recipe(copy).keys() == read_recipe(path).keys()

@@ -83,7 +83,7 @@ def test_a_value_is_toml_else_a_bare_string() -> None:
     assert settings("name=a=b").name == "a=b"
     assert settings("inner={rate=2, kind='b'}").inner == Inner(rate=2, kind="b")
     for text in ("2026", "2026-11-21", "1e-4", "true", "nan", "", "a b", "1 # 2"):
-        assert settings(f"name={text}").name == text  # where a string is wanted
+        assert settings(f"name={text}").name == text  # the key takes a string
         assert settings(f"data={text}").data == text
     assert settings("name=[1]").name == "[1]"
 

@@ -283,7 +283,7 @@ def test_what_cannot_be_left_out(tmp_path):
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInput, match=phrase):
             made(tmp_path / name, bad=bad)
-    for name in FILES:  # the end of a packed file is missing
+    for name in FILES:  # the file is cut off before its end
         path = packed(tmp_path / f"{name}.gz", FILES[name].encode())
         path.write_bytes(path.read_bytes().rstrip(b"\0")[:-5])
         with pytest.raises(BadInput, match=rf"{name}.gz ends too early: it was cut off"):

@@ -155,7 +155,7 @@ def test_raw_symbols_go_the_way_of_training(
     done = good(evaluate(forks, run, f"input={file}"))
     assert [row[:2] for row in table(done.out)] == expected
     assert len(set(map(tuple, expected))) > 3
-    out = tmp_path / "scores.json"  # another mapping is another input
+    out = tmp_path / "scores.json"  # another mapping gives the model other ids
     good(evaluate(forks, run, f"data={data.splice}", split, "mapping=symbols:4", f"out={out}"))
     labels = store.split("train").columns["label"]
     right = np.mean([row[0] == store.labels[i] for row, i in zip(expected, labels, strict=True)])
@@ -410,7 +410,8 @@ def test_votes_are_those_of_a_plain_loop() -> None:
     """Each segment votes for a class, and the mean probability breaks ties."""
     draw = np.random.default_rng(0)
     scores = draw.dirichlet(np.full(4, 0.3), 300)
-    groups = draw.integers(0, 90, 300) * 7 - 20  # some of two or four rows: ties
+    # some groups have two or four rows, so there are ties
+    groups = draw.integers(0, 90, 300) * 7 - 20
     actual = classify.vote(np.log(scores), groups).argmax(1)
     ties = 0
     expected = []
@@ -444,7 +445,8 @@ def test_classes_that_training_has_not_are_wrong() -> None:
     assert actual["f1"] == pytest.approx(
         2 * 1 / (2 + 2)
     )  # two predicted as class 1, two labelled so
-    # 5 rows, 2 right, 3 and 2 answers, 1, 2 and 2 labels: Gorodkin 2004, equation 8
+    # by Gorodkin 2004, equation 8: 5 rows, 2 right; the answers occur 3 and 2 times, the labels 1,
+    # 2 and 2
     covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
     assert actual["mcc"] == pytest.approx(covariance / spread**0.5)
     three = classify.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)

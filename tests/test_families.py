@@ -136,7 +136,7 @@ def test_dropout_is_applied_where_transformers_applies_it(
     monkeypatch.setattr("xformer.ops.dropout.new_seed", lambda: torch.tensor(0))
     monkeypatch.setattr("xformer.ops.dropout.plain", drawn)
     monkeypatch.setattr("xformer.ops.attention._dropped", drawn)
-    # and for every token, although the head reads the first token's hidden states only
+    # the same for every token, although the head reads only the first token's hidden states
     every = Encoder.forward
 
     def forward(self: Encoder, batch: Any, places: torch.Tensor | None = None) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_dropout_is_applied_where_transformers_applies_it(
     head = "classifier_dropout_prob" if name == "Albert" else "classifier_dropout"
     if name == "DistilBert":
         rates, head = {"dropout": 0.3, "attention_dropout": 0.2}, "seq_classif_dropout"
-        rates["qa_dropout"] = 0.3  # equal to `dropout`, which we use instead
+        rates["qa_dropout"] = 0.3  # equal to `dropout`, which our model uses in its place
     theirs = tiny(class_of(name, kind), tmp_path, **rates, **{head: 0.4}).train()
     ours = hf.from_hf(tmp_path).checkpoint.model().train()
     batch = replace(random_batch([LONGEST]), places=torch.arange(LONGEST))

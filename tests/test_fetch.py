@@ -296,7 +296,8 @@ def test_another_file_is_never_sewn_on(site: Site, cache: Path, again: Step, cha
     target = data_sets.fetch(one(site, body=body, pinned=False), cache)
     assert (target / "a.bin").read_bytes() == body
     resumed = again.ignore_condition and not changed
-    assert (300_000 in site.sent) != resumed  # in any order: an answer may be noted late
+    # the order may differ, because an answer may be noted late
+    assert (300_000 in site.sent) != resumed
 
 
 def test_a_changed_file_starts_over(site: Site, cache: Path) -> None:
@@ -791,9 +792,8 @@ def test_the_catalogue_is_well_formed(name: str) -> None:
         assert words[0] == "text"
     else:
         assert words[:2] == ["task", name.removesuffix("/v2")]
-    if (
-        words[0] == "text" or words[1] in cli.TASK_READERS
-    ):  # readers that are here take these options
+    # the readers that exist accept these options
+    if words[0] == "text" or words[1] in cli.TASK_READERS:
         cli.make_parser().parse_args(words)
 
 

@@ -58,7 +58,7 @@ LOSS = (1e-5, 1e-3)
 NORM = (1e-4, 1e-3)
 
 ROWS, PIECES, LONGEST = 96, 64, 24  # of a store; LONGEST includes special tokens
-TABLE = 2**15  # words of a table whose gradient the CPU keeps sparse: 2^20 numbers
+TABLE = 2**15  # words of a large table, of which few rows have a gradient in a step
 BASE = {
     "seed": 7,
     "model.layers": 2,
@@ -104,7 +104,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "plus-scratch": {"positions": "sinusoidal", "pooler": "none"},
     "pre-ln": {"norm": "pre", "activation": "relu", "layer_norm_eps": 1e-2},
 }
-# the highest rate of each optimizer, and what else it is given
+# the peak learning rate of each optimizer, and its other settings
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 2e-3},
     "adam": {"lr": 2e-3, "weight_decay": 0.01, "eps": 1e-4},
@@ -149,10 +149,10 @@ def _cases() -> dict[str, Case]:
         optim = {f"optim.{key}": value for key, value in {"name": name, **settings}.items()}
         if name != "adamw":  # adamw trains all the cases above
             actual[f"{name} mlm"] = ("text", {"head": "mlm"} | optim)
-        # nothing but the rows of a batch has a gradient, which is sparse
+        # only the table's rows of the words in a batch have a gradient
         actual[f"{name} many words"] = ("classes", {"head": "classify"} | words | optim)
     more: dict[str, Case] = {
-        # the decoder's gradient is dense, and the rows are added to it
+        # the table is tied to the decoder, so all its rows have a gradient
         "mlm, many words": ("text", {"head": "mlm"} | words),
         "mlm, many words, accumulated": ("text", {"head": "mlm", "batch.accumulate": 2} | words),
         "accumulated": ("text", {"head": "mlm", "batch.accumulate": 2}),

@@ -114,7 +114,8 @@ def test_the_curve_visits_all_cells_through_neighbours(side: int) -> None:
     assert [tuple(cell) for cell in curve.tolist()] == [place(i, side) for i in range(side**2)]
     assert {tuple(cell) for cell in curve.tolist()} == set(np.ndindex(side, side))
     assert (curve.diff(dim=0).abs().sum(1) == 1).all()
-    assert (curve[: side**2 // 2, 0] < max(side // 2, 1)).all()  # its first half: the upper half
+    # its first half fills the upper half
+    assert (curve[: side**2 // 2, 0] < max(side // 2, 1)).all()
 
 
 @pytest.mark.parametrize(

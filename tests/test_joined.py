@@ -250,7 +250,7 @@ def test_scores_of_two_stores_are_those_of_one(
         read_json(runs[0] / "result.json")["metrics"]
         == (read_json(runs[1] / "result.json")["metrics"])
     )
-    assert content_key(resolve(runs[0])) != content_key(resolve(runs[1]))  # their history says so
+    assert content_key(resolve(runs[0])) != content_key(resolve(runs[1]))  # their histories differ
     lines: list[tuple[str, str]] = []
     for source in (str(pair.whole), pair.both):
         out = tmp_path / f"{len(lines)}"

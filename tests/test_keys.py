@@ -100,9 +100,8 @@ def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
         "identity": {"data": "k", "fraction": 1.0, "head": "mlm"},
         "starts": [{"step": 0, "config": new}],
     }
-    write_json(
-        tmp_path / "config.json", {"config": new, "identity": new}
-    )  # today's form is read unchanged
+    # today's form is read unchanged
+    write_json(tmp_path / "config.json", {"config": new, "identity": new})
     assert read_config(tmp_path / "config.json") == {"config": new, "identity": new}
     for strange in (7, {"config": 1, "starts": [2]}, {"starts": None}):
         write_json(tmp_path / "config.json", strange)
@@ -201,7 +200,8 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     write("bf16")
     assert not keys & set(Plan(read_study(file, "mini"), root, {}).jobs)
 
-    write("fp32")  # a run that was made in bf16 when both had one key
+    # an old run in bf16, from when fp32 and bf16 had the same key
+    write("fp32")
     content = read_json(runs[0] / "config.json")
     content["config"]["system"]["precision"] = "bf16"
     write_json(runs[0] / "config.json", content)
@@ -214,7 +214,7 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
         {"step": 1, "config": {"system": {"precision": "bf16"}}},
     ]
     write_json(runs[0] / "config.json", content)
-    refused(forks.run(*line), *words)  # of a part of it
+    refused(forks.run(*line), *words)  # a part of the run was in bf16
     write_json(runs[0] / "config.json", {"identity": {}, "starts": 7})
     with pytest.raises(BadInput, match=r"config\.json is damaged: it holds no recipe"):
         Plan(read_study(file, "mini"), root, {})

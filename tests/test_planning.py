@@ -460,9 +460,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     forecasts = {}
     for path, scale in SCALES:
         study = read_study(path, scale)
-        mini = (
-            {"bert": models["minilm"]} if scale == "mini" else {}
-        )  # the studies' name for it at this scale
+        # at the scale mini, studies call MiniLM `bert`
+        mini = {"bert": models["minilm"]} if scale == "mini" else {}
         known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
         forecasts[path, scale] = Forecast(Plan(study, root / "studies", known))
     return forecasts
@@ -475,7 +474,7 @@ def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> N
         assert not typed(text), f"{typed(text)} in {text!r}"
     filled = Notes(plans[path, scale])
     said = [*filled.notes, *(text for one in filled.deviations for text in one.cells())]
-    assert "?" not in "".join(said)  # every value is known where the models are
+    assert "?" not in "".join(said)  # every value is known if the models are
 
 
 def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Batch[torch.Tensor]]:
@@ -524,9 +523,8 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
                 size = forecast.tokenizer(str(job.path)).size
                 assert size, f"{path}: {job.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
-            config = config.model_copy(
-                update={"layers": min(2, config.layers)}
-            )  # all layers are alike
+            # all layers are alike
+            config = config.model_copy(update={"layers": min(2, config.layers)})
             kinds.add((config, recipe.head, recipe.batch.max_tokens))
     assert len(kinds) > 5
     for config, head, length in kinds:

@@ -120,7 +120,7 @@ def test_albert_s_tokenizer_json_of_old(tmp_path):
     put(tmp_path, {"tokenizer.json": unigram()})
     found = published.import_tokenizer(tmp_path)
     assert found.meta["normalisation"] == {"lowercase": True, "keep_accents": False}
-    # "b" after a space is "▁" and "b"; "<pad>" is no special token: "a" is no piece inside of it
+    # "b" after a space is "▁" and "b". "<pad>" is not a special token here, so it is split up.
     assert found.encode_batch(["Áb  b <pad>"])[0].tolist() == [5, 6, 7, 6, 7, 1]
 
 

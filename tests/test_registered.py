@@ -83,7 +83,7 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
 
     assert words(1_000_000_300) == f"{second[:9]} of 2001-09-09 01:50"
     text = file.read_text()
-    file.write_text(text.replace("optim.lr = 1e-3", "optim.lr = 2e-3"))  # of the runs
+    file.write_text(text.replace("optim.lr = 1e-3", "optim.lr = 2e-3"))  # the runs' settings
     assert words(1_000_000_300).endswith("after the first result, and are not committed")
     third = commit(file, 1_000_000_400)
     assert words(1_000_000_300).endswith(f"after the first result, in {third[:9]}")
@@ -130,7 +130,7 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     text = markdown_of(results)
     assert "| claim | verdict | evidence | margin | detectable at power 0.8 | registered |" in text
     # two pairs that differ by 0 and 1 point
-    wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one for each rate
+    wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one test for each rate
     assert verdict.parts[0][1].detectable == pytest.approx(wanted)
     assert f"| 0 | {wanted:.1f}, {wanted:.1f} | {first[:9]} of 2001" in text
     assert "Registered: paired t over seed; a seed is a fine-tuning; planned ext" in text

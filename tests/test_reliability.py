@@ -188,12 +188,12 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         writer.start("second", lambda: work("second", 0))
         assert not writer.task.done()  # starting it did not wait for its end
         gone_on.set()
-        writer.start("third", lambda: work("first", 10**6))  # fails, and waits for a minute
+        # fails; the pause before the next attempt is a minute
+        writer.start("third", lambda: work("first", 10**6))
     assert tries["second"] == 1
     assert len(said) == 3
-    with BackgroundWriter(
-        said.append
-    ) as writer:  # many failures print one line, and the success prints one
+    # many failures print one line, and the success prints one
+    with BackgroundWriter(said.append) as writer:
         for _ in range(5):
             writer.start("checkpoint", lambda: work("first", 10**6))
         with pytest.raises(
@@ -554,7 +554,7 @@ def test_what_of_a_log_is_damage(tmp_path: Path) -> None:
         assert (tmp_path / "log.jsonl.damaged").exists() == bool(lines)
     path.write_text("x\n")
     cut_log(tmp_path, 1)
-    path.write_text("x\n")  # killed before the log was mended: the same damage is kept once
+    path.write_text("x\n")  # as if killed before the log was cut: the same damage is kept once
     cut_log(tmp_path, 1)
     assert len(list(tmp_path.glob("*.damaged*"))) == 1
     path.write_text("y\n")

@@ -163,7 +163,7 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         assert found_words == (150, 5e-5, 200_000, 10_000)
     for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):
         for table in read_study(ROOT / f"recipes/studies/{name}.toml", scale).tables:
-            if table.columns == "task":  # the mean of both sets
+            if table.columns == "task":  # MNLI's score is the mean of both sets
                 assert isinstance(table.metric, dict)
                 assert table.metric["mnli"] == "valid+valid_mismatched.accuracy"
     for name in ("zhang2021-operations", "zhang2021-foreign"):

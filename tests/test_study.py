@@ -1201,7 +1201,8 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
     assert low.sample is not None
     assert low.sample.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
     assert (low.published, low.difference) == pytest.approx((50.0, 10.6))
-    assert [cell.published for cell in cells[1]] == [50.0, None]  # scratch beside "none"
+    # "scratch" is compared with the paper's "none"
+    assert [cell.published for cell in cells[1]] == [50.0, None]
     verdict = verdicts(results)[0]
     assert verdict.state == "holds"
     assert [part[0] for part in verdict.parts] == ["low", "high"]
@@ -1304,7 +1305,7 @@ def test_differences_deviations_means_summaries_and_curves(
         (run.path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
     results = Results(plan)
     tables = {table.name: results.cells(table) for table in plan.study.tables}
-    gains = [[cell.value for cell in row] for row in tables["gain"]]  # less 0.625 at seed 1
+    gains = [[cell.value for cell in row] for row in tables["gain"]]  # minus 0.625 at seed 1
     assert gains == [[0.375, 0.125, 0.25], [-0.125, -0.125, -0.125]]
     assert tables["spread"][0][0].value == pytest.approx(np.std([75, 100], ddof=1))
     assert [[cell.value for cell in row] for row in tables["losses"]] == [
@@ -1705,9 +1706,9 @@ def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path
         (run.path / "log.jsonl").write_text("\n".join(lines))
     path.write_text(html_of(Results(plan), {}, path.parent))
     text = path.read_text()
-    assert f"<td>{escape(HOSTILE)}" in text  # a row's name, and a run's
+    assert f"<td>{escape(HOSTILE)}" in text  # in the name of a row, and below in that of a run
     assert re.search(rf"<summary>[^<]*{re.escape(str(escape(HOSTILE)))}", text)
-    assert text.count("<script>") == 1  # its own
+    assert text.count("<script>") == 1  # only the page's own script
     assert "&lt;script&gt;document.title" in text
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
     assert "@import" not in text

@@ -895,7 +895,7 @@ def test_patterns_match_names_and_their_beginnings(pattern: str, chosen_names: s
 
 def test_a_pattern_for_one_layer_and_for_a_part_of_all() -> None:
     wide = counted(SHAPE.model_copy(update={"layers": 12}))
-    first = chosen(wide, ["layers.1"])  # not layers 10 and 11
+    first = chosen(wide, ["layers.1"])  # this must not match layers 10 and 11
     assert {name.split(".")[2] for name in first} == {"1"}
     biases = chosen(wide, ["layers.*.attention.*.bias", "mlm_head"])
     assert len([n for n in biases if "attention" in n]) == 24

@@ -232,7 +232,7 @@ def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
             name: packed.read(f"splits/{name}.fasta").decode()
             for name in ("sequences", "sampled", "mask")
         }
-    # every tenth protein
+    # take every tenth protein
     few = {f"{name}.fasta": ">" + ">".join(text.split(">")[1::10]) for name, text in texts.items()}
     store = make(few, "protein/secondary", "--input", ".")
     wanted: dict[str, list[tuple[str, str, str]]] = {"train": [], "valid": [], "test": []}
@@ -266,7 +266,7 @@ def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path
         given = theirs(text.split(), is_split_into_words=True, add_special_tokens=False)
         places = given.word_ids()
         starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
-        if len(starts) == len(text.split()):  # else transformers gives a word no piece
+        if len(starts) == len(text.split()):  # otherwise transformers gives some word no piece
             assert ids.tolist() == given["input_ids"]
             assert first.tolist() == starts
     assert np.mean([len(first) for _, first in encoded]) > 10

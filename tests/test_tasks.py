@@ -379,7 +379,7 @@ def test_glue_as_hugging_face_names_it(name: str, make: Make, tmp_path: Path) ->
     for form in ("csv", "jsonl", "json", "parquet"):
         raw = tmp_path / form
         for file, rows in made:
-            if file == "train" and form != "csv":  # in three parts, one with a hash in its name
+            if file == "train" and form != "csv":  # write three parts, one with a hash in its name
                 for part in range(3):
                     tail = "-6ef3991c06080e14" if form == "parquet" else ""
                     path = raw / f"{file}-0000{part}-of-00003{tail}.{form}"
@@ -780,7 +780,7 @@ def read_midi(path: Path) -> list[int]:
         end = at + 8 + int.from_bytes(data[at + 4 : at + 8])
         at, tick, status = at + 8, 0, 0
         while at < end:
-            for first in (True, False):  # the time since the last event; a length below
+            for first in (True, False):  # first the time since the last event, then below a length
                 value = 0
                 while True:
                     value, more = value << 7 | data[at] & 127, data[at] & 128

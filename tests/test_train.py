@@ -407,7 +407,8 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before
 
-    # stopped among the added steps: there is no result, because the selected checkpoint is gone
+    # The run is killed in the added steps. It has no result, because the selected checkpoint is
+    # gone.
     killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
     longer = [*line, "train.steps=30", "train.log_every=5", "train.checkpoint_every=10"]
     killed = forks.run(*longer, before=killer)
@@ -598,7 +599,8 @@ Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
 """
     flipped, impossible = bytearray(whole), bytearray(whole)
     flipped[-2] ^= 1  # another word
-    impossible[-1] = 0xFF  # an id that no vocabulary holds: a crash, perhaps before the check
+    # an id that no vocabulary has; training may crash before the check sees it
+    impossible[-1] = 0xFF
     for content, before, ranks in (
         (flipped, "", 1),
         (flipped, slow, 1),

@@ -18,7 +18,7 @@ class Toys:
 
     raw: Path
     tokenizer: Path
-    text: Path  # each document has words of one topic, so a mask costs log 4 nats, not log 24
+    text: Path  # a document has words of one topic, so a masked word costs log 4 nats, not log 24
     classes: Path  # "no" if the word "bam" occurs, else "yes"
     scores: Path  # the share of "dan" among the words
     pairs: Path  # do both texts have the same topic?
