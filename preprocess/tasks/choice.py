@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class QuestionColumns:
-    """Which columns hold the context and the endings, and how their values are read. `choices` is
-    the number of endings, 0 until the first list has been read."""
+    """Which columns hold the context and the endings, and how their values are read.
+
+    `choices` is the number of endings of a question; it is 0 until the first list has been read.
+    """
 
     def __init__(self, context: Sequence[str], endings: Sequence[str]):
         self.context, self.endings = context, endings
@@ -154,7 +156,7 @@ def ending_of(label: str, first: int, choices: int) -> int:
 def read(arguments: argparse.Namespace) -> TaskSource:
     """The questions in a file, or in a directory with one file per split.
 
-    Raises BadInput if a column is missing; it names those that there are.
+    Raises BadInput if a column is missing, and lists the columns that exist.
     """
     files = input_files(arguments, ENDINGS)
     columns = QuestionColumns(arguments.context, arguments.endings)

@@ -61,9 +61,9 @@ LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whol
 class Row(NamedTuple):
     """One example, as the raw file writes it.
 
-    `texts` holds one text or two. The texts of a choice task are a context and all its endings, and
-    the label is the number of the right ending, counted from 0. The label of a tagging task holds
-    the labels of all words, separated by spaces.
+    `texts` holds one text or two. In a choice task it holds a context and all its endings, and the
+    label is the number of the right ending, counted from 0. In a tagging task the label holds the
+    labels of all words, separated by spaces.
     """
 
     split: str  # "" if the source does not say; the split is then drawn
@@ -106,8 +106,9 @@ class TaskSource:
 
 @dataclass
 class RowSurvey:
-    """What one pass over the rows counts. It takes 8 bytes of memory per row, 16 if splits are
-    drawn."""
+    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits are
+    drawn.
+    """
 
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
@@ -120,8 +121,10 @@ class RowSurvey:
 
 
 def check_metric(kind: str, metric: str | None) -> str:
-    """The metric to report, by default accuracy or spearman. Raises BadInput if `metric` does not
-    fit the kind of task."""
+    """The metric to report, by default accuracy or spearman.
+
+    Raises BadInput if `metric` does not fit the kind of task.
+    """
     allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS, "tag": TAG_METRICS}[kind]
     if metric is None:
         return allowed[0]
@@ -209,8 +212,10 @@ def _task_origin(
 
 
 def _store_columns(task: TaskSource, survey: RowSurvey) -> tuple[dict[str, str], list[str]]:
-    """The type of every column of the store ("": that of token ids), and the names of the ragged
-    columns."""
+    """The type of every column of the store, and the names of the ragged columns.
+
+    The type "" stands for that of token ids.
+    """
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
     label = {"score": {"label": "float32"}, "tag": {"labels": "int16"}}
     columns = {**dict.fromkeys(texts, ""), **label.get(task.kind, {"label": "int64"})}
@@ -382,9 +387,10 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
 
 
 def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """The part that each key goes to, (keys,). Part i gets shares[i] of the rows of every class,
-    and one more part gets the rest. `classes` (keys,) is the class of each key, `sizes` (keys,) its
-    number of rows.
+    """The part to which each key goes, (keys,).
+
+    Part i gets shares[i] of the rows of every class, and one more part gets the rest. `classes`
+    (keys,) is the class of each key, and `sizes` (keys,) its number of rows.
 
     Fractions of a row are carried over to the next class, so that small classes together fill a
     part. Every class keeps at least one key in the last part, which is for training.
@@ -433,7 +439,9 @@ def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[s
 
 
 def each_ending(questions: Iterable[Row]) -> Iterator[Row]:
-    """A row for each ending of each question: the context, the ending, the question's label."""
+    """Yield a row for each ending of each question: the context, the ending, the question's
+    label.
+    """
     for row in questions:
         context, *endings = row.texts
         yield from (row._replace(texts=(context, ending)) for ending in endings)
@@ -517,9 +525,10 @@ class RowWriter:
 
 
 def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[str, list[Path]]:
-    """split -> files. --train, --valid and --test replace what the directory --input holds. If
-    --input is a file, its split is "", and it can be combined only with --test: it is then divided
-    into train and valid.
+    """split -> files, from the options --input, --train, --valid and --test.
+
+    --train, --valid and --test replace what the directory --input holds. If --input is a file, its
+    split is "". It can then be combined only with --test, and is divided into train and valid.
 
     Raises BadInput if a file is missing or empty, or there is none for training.
     """
@@ -580,10 +589,10 @@ def find_splits(
 def _match_splits(
     directory: Path, files: Sequence[Path], pattern: str, names: dict[str, str]
 ) -> dict[str, list[Path]]:
-    """split -> the files whose names match `pattern`, a regular expression with the split as its
-    first group and, if it has a second, the number of parts. Empty if none of them is for training.
+    """split -> the files whose names match `pattern`. Empty if none of them is for training.
 
-    Raises BadInput if two files could be the same split, or a part is missing.
+    The first group of the regular expression is the split. A second group, if there is one, is the
+    number of parts. Raises BadInput if two files could be the same split, or a part is missing.
     """
     splits: dict[str, list[Path]] = {}
     parts: dict[str, int] = {}  # split -> files that it should have; 0 if its name does not say

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class DrawnPairs(NamedTuple):
-    """The numbers of the first and the second rows, and the classes, (pairs,) each."""
+    """The numbers of the first and of the second rows, and the classes, (pairs,) each."""
 
     first: np.ndarray
     second: np.ndarray

@@ -186,8 +186,10 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
 def _columns(
     path: Path, split: str, arguments: argparse.Namespace, form: Sequences
 ) -> list[str] | None:
-    """The columns of the sequence and of the label, which a test file may lack. None if the file is
-    not a table."""
+    """The columns of the sequence and of the label. None if the file is not a table.
+
+    A test file may lack the label.
+    """
     if extension(path) in (*FASTA, ".txt"):
         return None
     table = RowTable(path)
@@ -214,8 +216,11 @@ Marks = splits.SplitColumns | set[str] | None
 def _marks(
     path: Path, split: str, split_column: str | None, columns: list[str] | None, used: set[str]
 ) -> Marks:
-    """What names the splits of a file's rows. `split` is the split that the whole file was given
-    as, "" if none. `used` gathers the columns or fields that are read."""
+    """What names the splits of a file's rows.
+
+    `split` is the split as which the whole file was given, "" if none. `used` collects the columns
+    or fields that are read.
+    """
     if columns is not None:
         return splits.find(RowTable(path), split_column, columns, split, used)
     splits.refuse_columns(split_column, path)
@@ -238,8 +243,10 @@ def sequence_records(
     bad: BadRows,
     marks: Marks,
 ) -> Iterator[Record]:
-    """The records of a file of any format. `label` is the label of all records, if the file's name
-    says it."""
+    """Yield the records of a file of any format.
+
+    `label` is the label of all records, if the file's name gives it.
+    """
     if isinstance(marks, splits.SplitColumns):
         for split, line, (sequence, *labels) in marks.rows(RowTable(path), columns or [], bad):
             yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
@@ -252,8 +259,10 @@ def sequence_records(
 def _fasta(
     path: Path, label: str | None, form: Sequences, bad: BadRows, used: set[str] | None
 ) -> Iterator[Record]:
-    """The records of a FASTA file. Either all headers name their split, or none does. Without
-    `used` the splits in the headers are not read."""
+    """Yield the records of a FASTA file. Either all headers name their split, or none does.
+
+    Without `used`, the splits in the headers are not read.
+    """
     headers_name_splits: bool | None = None  # not known before the first header
     for line, header, sequence in read_fasta(path, bad):
         name, *fields = header.split() or [""]

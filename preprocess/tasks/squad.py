@@ -256,7 +256,9 @@ def is_squad(data: Any) -> bool:
 
 
 def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question, str]:
-    """A question, and what is wrong with it ("": nothing). Its id is added to the earlier `ids`."""
+    """A question, and what is wrong with it ("" if nothing is). Its id is added to `ids`, the
+    earlier ones.
+    """
     answers = [] if qa.get("is_impossible") else qa.get("answers")
     if answers is not None:
         answers = [(answer["text"], int(answer["answer_start"])) for answer in answers]

@@ -27,8 +27,11 @@ HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 ca
 
 @dataclass(frozen=True)
 class Form:
-    """How the lines of a delimited file are split into columns. Without a `header` the columns are
-    called "1", "2" and so on. `hint` ends the message about a line that does not fit."""
+    """How the lines of a delimited file are split into columns.
+
+    Without a `header` the columns are called "1", "2" and so on. `hint` is added to the message
+    about a line that does not fit.
+    """
 
     delimiter: str
     quote: str | None
@@ -55,8 +58,8 @@ def stem(path: Path) -> str:
 class RowTable:
     """A file of rows. `columns` are the names in its header, its first JSON object or its schema.
 
-    `lists` names columns of JSON or parquet that may hold lists; their values are given as JSON
-    text. Raises BadInput if the file has no row, or is not in the format that its ending says.
+    `lists` names columns of JSON or parquet that may hold lists. Their values are given as JSON
+    text. Raises BadInput if the file has no row, or is not in the format that its ending names.
     """
 
     def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
@@ -83,7 +86,7 @@ class RowTable:
         return next((name for name in names if name in self.columns), None)
 
     def missing(self, name: str) -> BadInput:
-        """The error to raise if there is no column `name`. It says which columns there are."""
+        """The error to raise if there is no column `name`. It lists the columns that exist."""
         if not self.form.header and self.kind not in (".jsonl", ".json", ".parquet"):
             if not name.isdecimal():
                 return BadInput(f"with --no-header a column is a number from 1, not {name!r}")
@@ -100,11 +103,10 @@ class RowTable:
     def rows(
         self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
     ) -> Iterator[tuple[int, list[str | None]]]:
-        """(line, values of the columns `names` as strings) of every row. A value is None for a JSON
-        null, and for an `optional` column that a JSON object lacks.
+        """Yield (line, values of the columns `names` as strings) for every row.
 
-        A row that lacks another column goes to `bad`, and so does one that has more or fewer
-        columns than the header.
+        A value is None for a JSON null, and for an `optional` column that a JSON object lacks. A
+        row goes to `bad` if it lacks another column, or has more or fewer columns than the header.
         """
         if self.kind == ".parquet":
             yield from self._parquet_rows(names, bad)
