@@ -637,7 +637,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         metavar="NAME",
         help="The column that names each row's split: train, valid or test. The value `none` "
         "ignores such columns and draws the splits at random (default: the column split or set, "
-        "and the column validation, where true marks a validation row).",
+        "and the column validation, in which true marks a row of the split valid).",
     )
     for split in ("train", "valid", "test"):
         add(
