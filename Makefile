@@ -8,8 +8,8 @@
 # make gpu             check correctness and speed on a CUDA machine: about 8 minutes; writes docs/gpu.md
 # make gpu-pack        download into .gpu/ the packages that a CUDA machine without a network may lack
 # make clean           delete .venv and the build files
-# All but gpu and clean first create the environment .venv if it is missing; PYTHON=python3.12 chooses its
-# Python. make gpu uses that Python directly, with the PyTorch it has, and installs only what is in .gpu/.
+# All except gpu and clean first create the environment .venv if it is missing. PYTHON=python3.12 chooses its
+# Python. make gpu runs that Python without .venv, uses its PyTorch, and installs only what is in .gpu/.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -55,14 +55,14 @@ bench: data-given .venv/ready
 data-given:
 	@test -n "$(DATA)" || { echo 'error: DATA is not set; type make bench DATA=DIR (docs/benchmarks.md says what DIR holds)' >&2; exit 2; }
 
-# "-": without setuptools or a compiler only the operations on the CPU are slower
+# "-" ignores a failure: without setuptools or a compiler, only the CPU operations are slower
 gpu:
 	if ls .gpu/*.whl >/dev/null 2>&1; then \
 	  $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu/site .gpu/*.whl; fi
 	-PYTHONPATH=.gpu/site $(PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site $(PYTHON) -m benchmarks.first_hour --output docs $(GPU)
 
-# for Python 3.12 on x86-64, whatever this machine is
+# always for Python 3.12 on x86-64, whatever Python and processor this machine has
 gpu-pack: .venv/ready
 	$(BIN)/pip download --quiet --constraint constraints.txt --no-deps --only-binary=:all: --dest .gpu \
 	  --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \

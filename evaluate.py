@@ -5,7 +5,7 @@
     python evaluate.py runs/english text='The [MASK] sat on the mat.' top=10
     python evaluate.py runs/cola input=sentences.csv out=predictions.tsv
 
-The first argument is the directory of a checkpoint, or of a finished run, which stands for the
+The first argument is the directory of a checkpoint or of a finished run. A run stands for the
 checkpoint that train.select chose.
 """
 

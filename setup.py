@@ -3,7 +3,7 @@
 Two folders of the checkout are installed inside the package xformer: preprocess/ with its rooms as
 xformer.preprocess, and recipes/ as data. xformer/ops/native.cpp is compiled for the processor of
 this machine. Set $CXX to use a compiler other than c++. If it cannot be compiled, the installation
-goes on without it.
+continues without it.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class BuildNative(build_ext):
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             made, library = Path(folder) / "native.o", Path(folder) / "native.so"
             run([*compiler, *FLAGS, *wide, *defined, "-c", SOURCE, "-o", str(made)])
-            # Linked without -fopenmp: the library must use the OpenMP that torch has loaded.
+            # There is no -fopenmp here: the library must use the OpenMP that torch has loaded.
             run([*compiler, "-shared", str(made), "-o", str(library)])
             library.replace(out)
 

@@ -39,11 +39,11 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether the last step is taken."""
+        """Whether the last step has been taken."""
         return self.state.step >= self.steps
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of a step that a profile names."""
+        """A context for a part of a step that a profile would name."""
         return nullcontext()
 
     def rate(self, step: object) -> float:
@@ -62,7 +62,7 @@ class Session:
         """Keep nothing."""
 
     def stop_if_told(self, due: object) -> None:
-        """Go on."""
+        """Do not stop."""
 
 
 class Trainer:

@@ -44,7 +44,7 @@ BERT_BASE = {"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "ma
 TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 512}
 
 FULL = Size(MINILM)
-SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # a first impression
+SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # for a first impression
 # runs everything on made-up data in a minute: for tests and a first try
 QUICK = Size(
     TINY,
@@ -89,9 +89,9 @@ def cores() -> int:
 class Row:
     """A line of the table: the measurements of every round, ours and the other contestant's.
 
-    The value of a round is ours divided by theirs (for seconds theirs divided by ours), or ours if
-    there is no other contestant. `goal` says on which side of `target` the median must lie. A row
-    without a target is for information.
+    The value of a round is our measurement divided by theirs, and for seconds theirs divided by
+    ours. Without another contestant it is our measurement. `goal` says on which side of `target`
+    the median must lie. A row without a target is for information.
     """
 
     what: str
@@ -113,7 +113,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Which share of its target the row reaches; 1 or more means reached."""
+        """The share of its target that the row reaches. 1 or more means that it is reached."""
         if self.target is None:
             raise ValueError(f"{self.what} has no target")
         middle = median(self.values)

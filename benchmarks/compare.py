@@ -54,7 +54,7 @@ from xformer.start import run
 SLOWER = 0.97  # NEW is slower if the whole interval of NEW / OLD lies below this
 CONFIDENCE = 0.95
 LINES = 12  # lines of a timed run's log; waiting.speed leaves out the first ones
-RATES = (0, 0.1)  # of dropout
+RATES = (0, 0.1)  # the rates of dropout
 # runs a checkout's train.py several times in one process, so that torch is imported once
 DRIVER = """
 import json, runpy, sys
@@ -129,7 +129,7 @@ EXACT = {
 }
 TIMED = {
     "pretrain": Recipe(SMOKE, "text", SMALL | {"model.vocab_size": 8_000}),
-    # BERT's size of the word table, where few rows have a gradient
+    # a word table of BERT's size, of which few rows have a gradient in a step
     "finetune": Recipe(CLASSIFY, "classes", SMALL | {"model.vocab_size": 30_522}),
     "minilm": Recipe(CLASSIFY, "classes", MINILM | {"model.vocab_size": 30_522}),
 }
@@ -292,7 +292,7 @@ def make_raw(folder: Path) -> None:
 
 
 def _squad(draw: np.random.Generator, paragraphs: int) -> dict[str, Any]:
-    """Questions of one word of their context; the answer is the next word."""
+    """Questions that are one word of their context. The answer is the next word."""
     articles = []
     for i in range(paragraphs):
         words = [str(word) for word in draw.permutation(WORDS)[:40]]

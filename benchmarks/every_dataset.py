@@ -187,7 +187,7 @@ _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|--
 
 
 def _make(data: Path, made: Path) -> None:
-    """Convert the publishers' files that no command can read directly."""
+    """Convert those of the publishers' files that no command can read directly."""
     (made / "tok").mkdir()
     (made / "amino").mkdir()
     for name in ("conservation", "secondary_structure"):

@@ -35,7 +35,9 @@ def has_bf16() -> bool:
 
 
 def words() -> str:
-    """Processor, instruction sets, cores, memory, matrix products a second, device."""
+    """A line about the machine: processor, instruction sets, cores, memory, speed of matrix
+    products, device.
+    """
     name, flags = processor()
     known = ", ".join(s.upper() for s in SETS if s in flags) or platform.machine()
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -79,8 +79,10 @@ def train(
 
 
 def rate(events: list[dict[str, float]]) -> float:
-    """Real tokens a second between the first and the last line of the log. Each line has the rate
-    since the line before it."""
+    """Real tokens per second between the first and the last line of the log.
+
+    Each line has the rate since the line before it.
+    """
     taken = [(b["time"] - a["time"], b["real_tokens_per_second"]) for a, b in pairwise(events)]
     return sum(seconds * speed for seconds, speed in taken) / sum(seconds for seconds, _ in taken)
 

@@ -42,8 +42,11 @@ def tokenizer(bench: Bench) -> Tokenizer:
 
 
 def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """(our checkpoint, a Hugging Face directory with the same weights). The head is for the classes
-    `labels`, or for MLM without labels. Dropout is 0.1 everywhere, as in BERT."""
+    """Make (our checkpoint, a Hugging Face directory with the same weights).
+
+    The head is for the classes `labels`, or for MLM without labels. Dropout is 0.1 everywhere, as
+    in BERT.
+    """
     folder = bench.folder / ("mlm" if not labels else f"classes{len(labels)}")
     ours, theirs = folder / "ours", folder / "theirs"
     if not folder.exists():
@@ -140,7 +143,7 @@ def _append_random(
     block = draw.integers(pieces, size=int(lengths.sum())).astype(np.uint32)
     for _ in range(
         max(1, tokens // len(block))
-    ):  # one block again and again, because only the size matters
+    ):  # the same block each time, because only the size matters
         split.append_ragged("tokens", block, lengths)
 
 
@@ -160,10 +163,11 @@ def assembler(bench: Bench, store: Store, split: str = "train") -> Assembler:
 
 
 def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]:
-    """(store, table) with the same rows of `store`, as many as warm-up and measured steps need.
+    """Make (store, table) with the same rows of `store`: as many as the warm-up and the measured
+    steps need.
 
-    The Trainer's length-grouped sampler makes batches of all rows, and this takes whole batches of
-    them, evenly spread from the shortest to the longest. The table has them batch by batch in
+    The Trainer's length-grouped sampler divides all rows into batches. These rows are whole batches
+    of it, evenly spread from the shortest to the longest. The table has them batch by batch in
     random order, so that a sequential reader gets typical batches of that sampler. (The sampler
     itself starts with its longest batch, so its first steps would not be typical.)
     """
@@ -184,8 +188,10 @@ def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]
 
 
 def typical(sizes: np.ndarray, rows: int, warmup: int, steps: int) -> np.ndarray:
-    """Row numbers of warmup + steps length-grouped batches. Each of the two groups is evenly
-    spread."""
+    """The row numbers of warmup + steps length-grouped batches.
+
+    Both the warm-up batches and the measured ones are evenly spread over the lengths.
+    """
     import torch
     from transformers.trainer_pt_utils import get_length_grouped_indices
 

@@ -27,8 +27,8 @@ MASKING = 0.15
 MASKED, SPANS = MLM(Head("mlm")), Span(Head("span"))
 CLASSES = Classify(Head("classify", ("no", "yes")))
 BYTES = 4  # of a weight, its gradient and each of Adam's two moments, all in fp32
-# assumed, not measured: share of the peak in pre-training and in fine-tuning, bytes a second
-# between the GPUs of a machine and from a machine to the network (200 Gbit/s)
+# These are assumed, not measured: the share of the peak that is reached in pre-training and in
+# fine-tuning, and bytes per second between GPUs of a machine and to the network (200 Gbit/s).
 PRETRAIN, FINETUNE = 0.45, 0.30
 NVLINK, NETWORK, PER_NODE = 300e9, 25e9, 8
 GPUS = {"H200": 989e12, "A100": 312e12}
@@ -55,16 +55,19 @@ MODELS = {
 
 
 class Task(NamedTuple):
-    """Training rows of a task, and tokens a row with special tokens, up to the papers' longest
-    row."""
+    """The training rows of a task, and its mean number of tokens per row.
+
+    Tokens include special tokens, and rows are cut at the longest length that the papers use.
+    """
 
     rows: int
     tokens: int
 
 
-# Rows: Kao & Lee 2021, appendix G, 90 % of DNA's; SQuAD 2.0's training questions; MAESTRO's 954
-# pieces of 5,220 notes (6.18 M in 1,184 pieces, Hawthorne et al. 2019) in segments of 128.
-# Tokens: means in bert-base-uncased's pieces of what docs/data.md shows; * assumed.
+# The numbers of rows are those of Kao & Lee 2021, appendix G (of DNA, 90 %), and SQuAD 2.0's
+# training questions. MAESTRO's are segments of 128 notes from 954 pieces of 5,220 notes (6.18 M
+# notes in 1,184 pieces, Hawthorne et al. 2019). The tokens are means over the data in docs/data.md,
+# in pieces of bert-base-uncased; those with * are assumed.
 TASKS = {
     "cola": Task(8551, 11),
     "sst2": Task(67349, 14),
@@ -89,7 +92,7 @@ GLUE8 = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
 GLUE9 = (*GLUE8, "wnli")
 NON_TEXT = ("localization", "stability", "fluorescence", "h3", "h4", "h3k9ac", "splice", "maestro")
 PROTEIN = NON_TEXT[:3]
-# Chiang & Lee 2020, table 5: batch and steps
+# from Chiang & Lee 2020, table 5: batch size and steps
 CHIANG = {
     "cola": (16, 5336),
     "stsb": (16, 3598),
@@ -103,8 +106,10 @@ CHIANG = {
 
 
 class Part(NamedTuple):
-    """A part of a paper's experiments: `runs` trainings with `flops` operations together, which
-    reach `share` of the peak."""
+    """A part of a paper's experiments.
+
+    `runs` trainings have `flops` operations together, and reach `share` of the peak.
+    """
 
     paper: str
     what: str
@@ -114,12 +119,12 @@ class Part(NamedTuple):
 
 
 def pretraining(config: ModelConfig, steps: int, rows: int, length: int) -> float:
-    """Operations of a pre-training on full rows."""
+    """The operations of a pre-training on full rows."""
     return steps * cost.training_flops(config, MASKED, Workload.even(rows, length, MASKING))
 
 
 def finetuning(config: ModelConfig, tasks: Iterable[str], epochs: float, share: float = 1) -> float:
-    """Operations of one fine-tuning on each of the tasks."""
+    """The operations of one fine-tuning on each of the tasks."""
     return sum(epochs * share * _row_flops(config, task) * TASKS[task].rows for task in tasks)
 
 
@@ -129,8 +134,11 @@ def _row_flops(config: ModelConfig, task: str) -> float:
 
 
 def chiang() -> list[Part]:
-    """Chiang & Lee 2020: pre-training of tables 2-3; GLUE with table 5's steps for the 13 rows of
-    table 1, the 7 of table 6 that are new, and amino acids with substituted embeddings (4.3)."""
+    """Chiang & Lee 2020: the pre-training of tables 2 and 3, and GLUE with the steps of table 5.
+
+    The models on GLUE are the 13 rows of table 1, the 7 of table 6 that are not in table 1, and
+    amino acids with substituted embeddings (section 4.3).
+    """
     glue = sum(batch * steps * _row_flops(ROBERTA, task) for task, (batch, steps) in CHIANG.items())
     paper, sets = "Chiang & Lee 2020", 13 + 7 + 1
     return [
@@ -146,9 +154,11 @@ def chiang() -> list[Part]:
 
 
 def kao(epochs: int, epochs_non_text: int) -> list[Part]:
-    """Kao & Lee 2021: tables 2-8, figures 4, 8 and 9, the grid of appendix A. Table 3 has 9 systems
-    of base size and 2 large ones, 3 seeds each; tables 5-8 have 6 and 2, 6 mappings each, and
-    PLUS-TFM."""
+    """Kao & Lee 2021: tables 2 to 8, figures 4, 8 and 9, and the grid of appendix A.
+
+    Table 3 has 9 systems of base size and 2 large ones, with 3 seeds each. Tables 5 to 8 have 6 and
+    2 such systems with 6 mappings each, and PLUS-TFM.
+    """
     paper = "Kao & Lee 2021"
     one_percent = [task for task in NON_TEXT if task not in ("splice", "maestro")]
     grid = finetuning(BASE, ["mrpc"], epochs), finetuning(BASE, ["fluorescence"], epochs_non_text)
@@ -202,8 +212,10 @@ def kao(epochs: int, epochs_non_text: int) -> list[Part]:
 
 
 def zhang(epochs: int) -> list[Part]:
-    """Zhang et al. 2021: systems of each table that no earlier one has; three runs in sections 3
-    and 4, one in 5 and 6 (section 7)."""
+    """Zhang et al. 2021: the systems of each table that are not in an earlier one.
+
+    Sections 3 and 4 have three runs of each, and sections 5 and 6 have one (section 7).
+    """
     glue = finetuning(BASE, GLUE9, epochs)
     half = finetuning(BASE.model_copy(update={"layers": 6}), GLUE9, epochs)
     paper = "Zhang et al. 2021"
@@ -218,8 +230,12 @@ def zhang(epochs: int) -> list[Part]:
 
 
 def huang(epochs: int = 3) -> list[Part]:
-    """Huang et al. 2021, everything twice (section 7.1), 3 epochs (5.3): 4 tasks after 3 others and
-    directly; 12 cuts and a baseline on 5 tasks, a tenth of SQuAD; 48 heads and a baseline on 2."""
+    """Huang et al. 2021: every experiment is run twice (section 7.1), with 3 epochs (section 5.3).
+
+    These are 4 tasks, each directly and after each of 3 others; 12 numbers of re-initialised layers
+    and a baseline on 4 tasks and a tenth of SQuAD; and 48 re-initialised heads and a baseline on 2
+    tasks.
+    """
     paper, four = "Huang et al. 2021", ("cola", "mrpc", "rte", "wnli")
     cuts = finetuning(BASE, ("rte", "stsb", "cola", "mrpc"), epochs) + finetuning(
         BASE, ["squad"], epochs, 0.1
@@ -276,7 +292,8 @@ def models() -> list[str]:
 
 
 def reduction_seconds(parameters: int, ranks: int, bytes_per_second: float) -> float:
-    """Seconds that a ring of ranks takes to sum the gradient, at the speed of its slowest link.
+    """The seconds in which a ring of ranks sums the gradient, at the speed of its slowest link.
+
     Each rank sends and receives 2 (ranks - 1) / ranks times the gradient (Patarasuk & Yuan 2009).
     """
     return 2 * (ranks - 1) / ranks * parameters * BYTES / bytes_per_second
@@ -335,7 +352,7 @@ def papers() -> list[str]:
 
 
 def costs(parts: list[Part]) -> list[str]:
-    """The cells of a row: runs, 10^18 operations, and hours on each GPU."""
+    """The cells of a row: the number of runs, 10^18 operations, and hours on each GPU."""
     hours = (sum(p.flops / (peak * p.share) for p in parts) / 3600 for peak in GPUS.values())
     flops = sum(part.flops for part in parts)
     return [f"{sum(p.runs for p in parts):,}", number(flops / 1e18), *map(number, hours)]

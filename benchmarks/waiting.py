@@ -26,7 +26,7 @@ from benchmarks.bench import ROOT
 from xformer.data.errors import Failure
 from xformer.start import SPINS, WAITING, run
 
-DEFAULT = 300_000  # of libgomp
+DEFAULT = 300_000  # the default of libgomp
 SKIP = 2  # the first lines of a log, which include the start
 
 

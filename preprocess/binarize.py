@@ -1,7 +1,7 @@
 """What the readers of all formats share: checked and decompressed input files, numbered lines, the
-record of the files read, and the cutting of documents into rows.
+record of the files that were read, and cutting documents into rows.
 
-Everything streams, so memory does not grow with the size of the input.
+Everything is read as a stream, so memory does not grow with the size of the input.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _decompress(
         for block in blocks:
             while block:
                 if decompressor.eof:
-                    block = block.lstrip(b"\0")  # tapes are padded with zeros
+                    block = block.lstrip(b"\0")  # some archives end in zeros
                     if not block:
                         break
                     decompressor = new()
@@ -171,8 +171,8 @@ class RowCutter:
 
     def __init__(self, split: SplitWriter, max_tokens: int):
         self.split, self.max_tokens = split, max_tokens
-        self.rest = np.empty(0, np.int32)  # ids of the unfinished document that fill no row yet
-        self.number = 0  # the unfinished document's
+        self.rest = np.empty(0, np.int32)  # ids of the unfinished document, fewer than a row
+        self.number = 0  # the number of the unfinished document
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, ends: Sequence[bool]) -> None:
         """Add segments in order.

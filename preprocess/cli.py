@@ -65,7 +65,7 @@ SUB_COMMANDS = {
         "Train a tokenizer on text, or import a published one.",
     ),
     "text": SubCommand(
-        text.add_arguments, text.run, "Encode plain text into a store for pre-training."
+        text.add_arguments, text.run, "Encode text, Java or FASTA into a store for pre-training."
     ),
     "pairs": SubCommand(pairs.add_arguments, pairs.run, pairs.ABOUT),
     "stats": SubCommand(
@@ -81,12 +81,12 @@ SUB_COMMANDS = {
     "vocab-overlap": SubCommand(
         english_like.add_overlap_arguments,
         english_like.run_overlap,
-        "Count the English-like pieces of two vocabularies, and those they share.",
+        "Count the English-like pieces of two vocabularies (letters A to Z only), and shared ones.",
     ),
     "english-contexts": SubCommand(
         english_like.add_contexts_arguments,
         english_like.run_contexts,
-        "Measure how much of a store is English-like.",
+        "Count the contexts of a store that consist mostly of English-like pieces.",
     ),
     "pydocs": SubCommand(
         pydocs.add_arguments,
@@ -107,7 +107,7 @@ TASK_READERS = {
     "dna/splice": TaskReader(
         dna.add_arguments,
         dna.read,
-        "The UCI splice-junction file: 60 letters, class EI, IE or N.",
+        "UCI's splice-junction file: do 60 letters have a donor, an acceptor or no site?",
     ),
     **{
         name: TaskReader(

@@ -75,8 +75,8 @@ def entropy(counts: np.ndarray) -> float:
 def cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
     """The cross-entropy in nats of ids with these counts under the frequencies `model`.
 
-    One is added to every count of `model`. This is the loss of a model that knows the frequencies
-    and ignores the context.
+    One is added to every count of `model`. The result is the loss of a model that knows the
+    frequencies and ignores the context.
     """
     log_shares = np.log((model + 1) / (model.sum() + len(model)))
     return float(-(counts * log_shares).sum() / counts.sum())
@@ -101,7 +101,7 @@ def _summary(lengths: Counter[int]) -> dict[str, float]:
 def _labels(store: Store, values: np.ndarray) -> dict[str, Any]:
     if store.kind in ("class", "tag", "choice"):
         labels = store.labels
-        if store.kind == "choice":  # every row of a question has the question's label
+        if store.kind == "choice":  # each row of a question has the same label
             labels, values = [f"ending {i}" for i in range(store.choices)], values[:: store.choices]
         names = ["(not in training)", "(none)", *labels]  # stored as -2, -1, 0, ...
         counts = np.zeros(len(names), np.int64)
@@ -217,7 +217,7 @@ def say_description(about: dict[str, Any]) -> None:
         say(f"{name}: {questions}{split['rows']:,} rows, {split['tokens']:,} tokens{words}")
         for column, lengths in split["lengths"].items():
             say(
-                f"  {column} a row: mean {lengths['mean']:.1f}, min {lengths['min']}, "
+                f"  {column} per row: mean {lengths['mean']:.1f}, min {lengths['min']}, "
                 f"median {lengths['median']:g}, max {lengths['max']}"
             )
         if "distinct_ids" in split:
@@ -281,7 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="Also draw the frequencies of the ids by rank, the lengths of the rows and, if there "
-        "are classes, the number of rows of each class. The file ends in .png, .pdf or .svg "
+        "are classes, the number of rows of each class. FILE must end in .png, .pdf or .svg "
         "(default: no figure).",
     )
 

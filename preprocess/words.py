@@ -1,4 +1,4 @@
-"""Fast, exact encoding: words repeat, so the ids of a known word are looked up in a table.
+"""Fast, exact encoding with a table: words repeat, so the ids of a known word are looked up.
 
 WordPiece and byte-level BPE never look across the white space between words, so the ids of a text
 are the ids of its words one after the other. `CachedEncoder` splits a text at places where its
@@ -19,20 +19,21 @@ import numpy as np
 from xformer.data.tokenizers import Tokenizer
 
 TABLE_CHARACTERS = 2**23  # total length of known words (200 MB); then the table is cleared
-GROUP = 64  # new words encoded as one text
+GROUP = 64  # how many new words are encoded as one text
 
 # BERT's normaliser deletes control characters that Python treats as white space, and Python's \s
 # matches four characters that the tokenizers' does not. A text with one of them is not split.
 _ODD = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
-# To BERT, every punctuation mark is a word of its own: the ASCII ones, and these of other scripts.
-# So is every Chinese character, unless the tokenizer is configured otherwise.
+# BERT makes every punctuation mark a word of its own: the ASCII ones, and these of other scripts.
+# It does the same with every Chinese character, unless the tokenizer is configured otherwise.
 _ASCII_MARKS = r"!-/:-@\[-`{-~"
 MARKS = r"\u2010-\u2027\u3001-\u3003\u3008-\u3011\u3014-\u301f"
 MARKS += r"\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
 _CHINESE = r"\u3400-\u4dbf\u4e00-\u9fff"
 EAST_ASIAN = _CHINESE + r"\u3041-\u3096\u30a1-\u30fa"  # with kana: scripts without spaces
-# GPT-2's own rule. `re` knows its classes of letters and digits in ASCII only. In other texts any
-# run of visible characters is a word; Chinese and Japanese, which have no spaces, are cut at marks.
+# This is GPT-2's own rule for ASCII. Python's `re` lacks the classes that it uses for other letters
+# and digits. In other texts any run of visible characters is a word. Chinese and Japanese, which
+# have no spaces, are also cut at punctuation marks.
 _BYTE_ASCII = re.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
 )
@@ -49,8 +50,8 @@ def _byte_words(text: str) -> list[str]:
 class _Rules(NamedTuple):
     """How to split texts into words for one kind of tokenizer.
 
-    Many words can be encoded as one text with `joint` between them: it has a single id. Only a word
-    for which `joinable` is true may be joined.
+    Many words can be encoded as one text with `joint` between them, because `joint` has a single
+    id. Only words for which `joinable` is true may be joined.
     """
 
     split: Callable[[str], list[str]]
@@ -64,7 +65,7 @@ def _wordpiece(apart: str) -> _Rules:
     return _Rules(words.findall, " . ", re.compile(rf"[^\s{_ASCII_MARKS}]+").fullmatch)
 
 
-# The first rules of a kind that give the tokenizer's own ids are used.
+# Of the rules for a kind, the first that give the tokenizer's own ids are used.
 _RULES = {
     "wordpiece": [
         _wordpiece(_ASCII_MARKS + MARKS + _CHINESE),

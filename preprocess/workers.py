@@ -30,7 +30,7 @@ from xformer.data.tokenizers import Tokenizer
 from .words import CachedEncoder
 
 ROOT = str(Path(tokenizers.__file__).parents[2])  # the directory that contains the package xformer
-FEW = 8  # fewer batches than this are encoded before worker processes would have started
+FEW = 8  # with fewer batches, this process is done before worker processes would have started
 
 TextBatch = tuple[list[bool], list[str]]  # does each text end its document?, the texts
 # ids, number of ids of each text, does each text end its document?, number of words of all texts
@@ -90,12 +90,12 @@ class EncodingProcess:
     def close(self) -> None:
         """Close the pipes. No thread may use them any more."""
         for pipe in (self.requests, self.answers):
-            with suppress(OSError):  # data that was not sent yet is lost
+            with suppress(OSError):  # unsent data may be lost
                 pipe.close()
 
 
 class EncodingPool:
-    """Encodes batches in `count` processes. Use it as a context manager: no process outlives it.
+    """Encodes batches in `count` processes. Use it as a context manager: it ends all processes.
 
     If `count` is 1 or there are few batches, this process encodes them itself. The processes load
     the tokenizer from `directory`.

@@ -1,4 +1,4 @@
-"""What all tests share: quick processes, toy data, and the place of real data."""
+"""Fixtures that many tests share: quick processes, toy data, and the place of real data."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from helpers import Forks
 
 from xformer.ops import native
 
-# a shell starts background jobs with Ctrl-C ignored, which every command of a test would inherit
+# A shell starts background jobs with Ctrl-C ignored. Commands of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
@@ -24,13 +24,13 @@ SHARED = ROOT.parent / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The checkout, where the commands lie."""
+    """The checkout, which holds the commands."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real data beside the checkout. Tests that need it are skipped without it."""
+    """The directory of real data beside the checkout. Tests that need it are skipped without it."""
     if not SHARED.is_dir():
         pytest.skip("the real data of ../shared/data is not here")
     return SHARED
@@ -45,7 +45,7 @@ def minilm() -> Path:
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the C++ operations, and without."""
+    """Run the test with the C++ operations, and again without them."""
     if request.param == "torch":
         monkeypatch.setattr(native, "absent", native.OFF)
     elif native.absent:
@@ -55,7 +55,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Quick processes of train.py and evaluate.py."""
+    """Start processes of train.py and evaluate.py quickly."""
     with Forks(tmp_path_factory.mktemp("forks")) as server:
         yield server
 

@@ -1,5 +1,6 @@
-"""Commands for tests: as a user types them, or as forks of a process that has imported the
-package."""
+"""Run the project's commands in tests: as a user types them, or as forks of one process that has
+already imported the package.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +83,11 @@ def refused(done: Done, *words: str, status: int = 2) -> None:
 
 
 def kept_as_scored(run: Path) -> None:
-    """Assert that a finished run keeps predictions for each split that it scored, that they give
-    the same scores, and for 'valid' those of the validation of the selected checkpoint."""
+    """Check the predictions that a finished run keeps for each split that it scored.
+
+    They must give the scores of the run. Those of the split 'valid' must also be the scores in the
+    log, from the validation of the selected checkpoint.
+    """
     from xformer.predictions import read
 
     result = json.loads((run / "result.json").read_text())
@@ -99,14 +103,14 @@ def kept_as_scored(run: Path) -> None:
 
 
 def command(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> Done:
-    """`python ARGUMENTS` as a user types it, or with `ranks` above 1 `torchrun ARGUMENTS`."""
+    """Run `python ARGUMENTS` as a user types it, or `torchrun ARGUMENTS` if `ranks` is above 1."""
     ended = start(*arguments, ranks=ranks, cwd=cwd)
     out, err = ended.communicate(timeout=PATIENCE)
     return Done(ended.returncode, out, err)
 
 
 def start(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """`command` without waiting for its end."""
+    """Like `command`, but do not wait for the end."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     line = [sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
     pipe = subprocess.PIPE
@@ -118,8 +122,8 @@ def start(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> subproces
 class Forks:
     """Starts commands as forks of one process, so that they need not import the package again.
 
-    A fork runs the same main as the command; `ranks` of them get the environment that torchrun
-    would give. Use as a context manager.
+    A fork runs the same main function as the command. With several `ranks`, each fork gets the
+    environment that torchrun would give it. Use it as a context manager.
     """
 
     def __init__(self, directory: Path):
@@ -140,8 +144,10 @@ class Forks:
         self.server.communicate()
 
     def start(self, *arguments: str | Path, ranks: int = 1, before: str = "") -> Fork:
-        """Start `train.py ...`, `-m xformer.study ...` or another of the server's commands;
-        `before` is Python that it runs first."""
+        """Start `train.py ...`, `-m xformer.study ...` or another command that the server knows.
+
+        `before` is Python code that the fork runs first.
+        """
         port = _free_port()
         pids, files = [], []
         for rank in range(ranks):
@@ -194,7 +200,9 @@ class Fork:
             os.kill(pid, number)
 
     def wait(self) -> Done:
-        """Wait for all ranks; the status is the first that is not 0, the output is rank 0's."""
+        """Wait for all ranks. The status is the first one that is not 0; the output is that of rank
+        0.
+        """
         ends = [self.forks._ask({"wait": pid}) for pid in self.pids]
         out, err = (Path(file).read_text(encoding="utf-8") for file in self.outputs[0])
         return Done(next((status for status in ends if status), 0), out, err)

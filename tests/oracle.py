@@ -1,5 +1,4 @@
-"""The oracle of the models: tiny random models of transformers, compared to what we import from
-them.
+"""Compare tiny random models of transformers with what this project imports from them.
 
 T tokens in the batch, N sequences, L length, C hidden size.
 """
@@ -69,17 +68,19 @@ def labels_of(batch: Batch[Tensor], kind: str) -> Tensor:
     sizes = batch.cu_seqlens.diff()
     if kind == "span":
         places = torch.rand(len(sizes), 2, generator=seeded(6)).sort(1).values * sizes[:, None]
-        places[::3] = 0  # no answer
+        places[::3] = 0  # 0, 0 means that there is no answer
         return places.long()
     if kind == "regress":
         return torch.randn(len(sizes), generator=seeded(5))
     if kind == "tag":
-        return batch.places % 4  # of the words at those places
+        return batch.places % 4  # labels of the words at those places
     return torch.randint(2 if kind == "pair" else 4, sizes.shape, generator=seeded(5))
 
 
 def masked_labels(batch: Batch[Tensor]) -> Tensor:
-    """The ids of masked tokens, and -100 elsewhere, (N, L)."""
+    """The labels that transformers expects for MLM: the ids of masked tokens, and -100 elsewhere,
+    (N, L).
+    """
     assert batch.places is not None
     assert batch.targets is not None
     labels = torch.full(batch.tokens.shape, -100).index_put((batch.places,), batch.targets)
@@ -119,7 +120,7 @@ def our_loss(model: Model, batch: Batch[Tensor], kind: str) -> tuple[Tensor, Ten
 
 
 def one_by_one(batch: Batch[Tensor]) -> list[Batch[Tensor]]:
-    """The batch as batches of one sequence."""
+    """Split the batch into batches of one sequence each."""
     assert batch.labels is not None
     lengths = lengths_of(batch)
     parts = zip(
@@ -132,8 +133,11 @@ def one_by_one(batch: Batch[Tensor]) -> list[Batch[Tensor]]:
 
 
 def their_loss(theirs: Any, batch: Batch[Tensor], kind: str, family: Family, whole: Any) -> Tensor:
-    """Their loss; of spans the mean of every sequence's own, as theirs would have the padding
-    after a shorter one compete with its tokens."""
+    """The loss of the transformers model.
+
+    For spans it is the mean over sequences that are run one at a time: in a padded batch, their
+    softmax would give probability to the padding of the shorter sequences.
+    """
     if kind != "span":
         return whole.loss
     losses = [
@@ -198,8 +202,10 @@ SENTENCES = [
 
 
 def real_parity(directory: Path, dtype: torch.dtype) -> dict[str, float]:
-    """The largest relative errors of a real encoder on SENTENCES; the loss is the squared distance
-    of the pooled first token from 1."""
+    """The largest relative errors of a real encoder on SENTENCES.
+
+    The loss is the squared distance of the pooled first token from 1.
+    """
     transformers = pytest.importorskip("transformers")
     given = transformers.AutoTokenizer.from_pretrained(directory)(
         SENTENCES, padding=True, return_tensors="pt"
@@ -264,7 +270,7 @@ def gradient_error(model: Model, theirs: Any, family: Family, table: Table) -> f
     actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(actual) == set(expected) == set(dict(model.named_parameters()))
     spans = model.task is not None and model.task.name == "span"
-    if spans:  # adding a constant to all logits changes nothing: 0 except for rounding
+    if spans:  # a constant added to all logits changes nothing, so its gradient is only rounding
         scale = float(actual["task_head.weight"].norm())
         last = model.config.stored_layers - 1
         alone = [] if model.config.shared_layers else [f"encoder.layers.{last}.mlp_norm.bias"]
@@ -284,15 +290,16 @@ NO_DROPOUT = {
 
 
 def trajectory(name: str, kind: str, directory: Path) -> dict[str, float]:
-    """The largest relative error of the loss, and that of the weights at the end, over five steps
-    of fine-tuning by AdamW with weight decay, clipping and a falling rate."""
+    """The largest relative errors of the loss and of the final weights over five steps of
+    fine-tuning, by AdamW with weight decay, clipping and a falling learning rate.
+    """
     transformers = pytest.importorskip("transformers")
     off = NO_DROPOUT.get(name, {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
     theirs = tiny(class_of(name, kind), directory, **off).train()
     family = family_of(f"{name}Model")
     ours = hf.from_hf(directory).checkpoint.model().train()
     config = OptimConfig(lr=1e-3, weight_decay=0.1, clip=8.0, eps=1e-6)
-    # biases and LayerNorm are vectors
+    # vectors (biases and LayerNorm) have no weight decay
     groups: list[Any] = [
         {"params": [p for p in theirs.parameters() if p.ndim > 1]},
         {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},

@@ -69,12 +69,12 @@ def batch_of(kind: str, dtype: torch.dtype) -> Batch[Tensor]:
     if kind == "regress":
         labels = labels.to(dtype)
     elif kind == "span":
-        labels = torch.stack([labels % 2, labels % 2], 1)  # within every row
+        labels = torch.stack([labels % 2, labels % 2], 1)  # spans that lie within every row
     return replace(batch, labels=labels)
 
 
 def alone(batch: Batch[Tensor], i: int) -> Batch[Tensor]:
-    """Example i as a batch of its own."""
+    """Example i in a batch of its own."""
     start, end = batch.cu_seqlens[i : i + 2].tolist()
     assert batch.places is not None
     assert batch.targets is not None
@@ -135,7 +135,9 @@ def test_single_precision_gives_the_cosines_to_1e_6() -> None:
 
 @pytest.mark.parametrize("strip", [3, 1024])
 def test_both_ways_to_a_gram_matrix_are_equal(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tokens and by forming gradients, for dense rows and for unit vectors."""
+    """The two ways compute it from tokens, or form the gradients. Rows are dense or unit
+    vectors.
+    """
     monkeypatch.setattr(gradients, "STRIP", strip)
     monkeypatch.setattr(gradients, "FORMED", 4 * 5 * 2)  # two rows of the weight at a time
     generator = seeded(5)
@@ -178,7 +180,7 @@ def test_an_example_without_a_masked_token_has_no_cosine() -> None:
     batch = batch_of("mlm", torch.float64)
     assert batch.places is not None
     assert batch.targets is not None
-    kept = batch.places >= LENGTHS[0]  # none in the first example
+    kept = batch.places >= LENGTHS[0]  # leaves no masked token in the first example
     batch = replace(batch, places=batch.places[kept], targets=batch.targets[kept])
     values, norms = cosines(inner_products(model_of("mlm", {}, torch.float64), batch))
     assert norms[0] == 0
@@ -187,7 +189,7 @@ def test_an_example_without_a_masked_token_has_no_cosine() -> None:
 
 
 def test_an_unknown_use_of_a_parameter_is_an_error() -> None:
-    """Both as a function of torch without a rule, and inside an autograd function."""
+    """The use may be a PyTorch function without a rule, or be inside an autograd function."""
 
     class Hidden(torch.autograd.Function):
         @staticmethod

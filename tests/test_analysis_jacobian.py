@@ -54,7 +54,7 @@ def test_the_estimate_holds_the_spectrum_within_its_error() -> None:
 
 
 def test_an_encoder_equals_differences(tmp_path: Path) -> None:
-    """The derivative with respect to word vectors, against central differences of the encoder."""
+    """The derivative by the word vectors equals central differences of the encoder."""
     config = JacobianConfig(data=str(looking.store(tmp_path / "s")), out="x", threads=1)
     examples = open_examples(config, [str(looking.checkpoint(tmp_path / "c"))])
     reader = examples.models[0]

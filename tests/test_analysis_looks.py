@@ -61,7 +61,7 @@ def test_a_capture_holds_what_the_encoder_computes(
     config = config_of(small, tmp_path / "f.h5", what="hidden,attention", dtype="float32")
     capture.run([str(small / "a")], config)
     reader = open_examples(config, [str(small / "a")]).models[0]
-    monkeypatch.chdir(tmp_path.parent)  # the parts are found from anywhere
+    monkeypatch.chdir(tmp_path.parent)  # paths do not depend on the working directory
     with h5py.File(tmp_path / "f.h5") as f:
         assert len(json.loads(f.attrs["parts"])) > 2
         assert f.attrs["checkpoint"] == str(small / "a")
@@ -180,7 +180,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_path: Path) -> None:
-    """It has no checksums, like one of an earlier version."""
+    """Such a capture has no checksums, like one of an earlier version of this program."""
     ours, theirs = tmp_path / "ours.h5", tmp_path / "theirs.h5"
     for path in (ours, theirs):
         capture.run([str(small / "a")], config_of(small, path))
@@ -287,7 +287,8 @@ def test_small_noise_moves_outputs_in_proportion_and_by_seed(small: Path) -> Non
     assert moved(1e-8) == tiny
     assert len({moved(1e-8, 1), moved(1e-8, 0, 1), tiny}) == 3
     same = perturbation.outputs(encoder, reader, examples)
-    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))  # it is a copy
+    # the encoder is unchanged: only a copy was perturbed
+    assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))
 
 
 def test_noise_is_standard_gaussian() -> None:

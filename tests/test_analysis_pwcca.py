@@ -1,4 +1,4 @@
-"""PWCCA, SVCCA, CCA and linear CKA against an independent derivation and closed forms.
+"""Compare PWCCA, SVCCA, CCA and linear CKA with an independent derivation and closed forms.
 
 n samples, d neurons of a network.
 """
@@ -65,7 +65,7 @@ def test_equals_an_independent_derivation(n: int, d: int, e: int) -> None:
 
 
 def test_a_worked_example() -> None:
-    """Two neurons each, chosen so that every number is known.
+    """Two networks of two neurons each, chosen so that every number is known.
 
     The first neurons are equal up to scale. The second neuron of y is that of x plus noise of the
     same norm. So the correlations are 1 and sqrt(1/2).
@@ -202,7 +202,9 @@ def test_arrays_that_are_not_two_networks_are_refused() -> None:
 
 
 def test_the_variant_svcca_is_what_that_program_computes() -> None:
-    """Written out: covariances, their roots, directions with means added, QR, no centring."""
+    """The steps of the published program are written out here: covariances, their roots, directions
+    with means added, QR, no centring.
+    """
     for d, e in ((5, 8), (8, 5)):
         x, y = networks(211, d, e)
         a, b = (x, y) if d <= e else (y, x)
@@ -212,7 +214,8 @@ def test_the_variant_svcca_is_what_that_program_computes() -> None:
         other = np.linalg.inv(scipy.linalg.sqrtm(np.cov(b, rowvar=False)))
         between = (a - a.mean(0)).T @ (b - b.mean(0)) / (n - 1)
         u, rho, _ = scipy.linalg.svd(root @ between @ other)
-        u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))  # arbitrary there
+        # the program leaves the signs open
+        u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))
         directions = u.T @ (a - a.mean(0)).T + a.mean(0)[:, None]
         orthonormal, _ = scipy.linalg.qr(directions.T, mode="economic")
         weights = np.abs(orthonormal.T @ a).sum(1)
@@ -240,7 +243,7 @@ def test_the_variant_anatome_is_what_that_program_computes() -> None:
 
 
 def ill(n: int, d: int, condition: float, seed: int) -> Array:
-    """A network (n, d) with this condition number, far from centred."""
+    """A network (n, d) with the given condition number whose mean is far from 0."""
     generator = np.random.default_rng(seed)
     u, _ = scipy.linalg.qr(generator.standard_normal((n, d)), mode="economic")
     v, _ = scipy.linalg.qr(generator.standard_normal((d, d)))
@@ -259,7 +262,9 @@ def in_memory(x: Array, y: Array) -> float:
 
 
 def test_a_stream_equals_the_matrix_in_memory() -> None:
-    """Condition numbers of 9,000, chunks of uneven sizes, many more rows than FOLD waits for."""
+    """The condition number is 9,000, the chunks have uneven sizes, and there are many more rows
+    than FOLD collects.
+    """
     n, d, e = 4001, 33, 21
     x, y = ill(n, d, 9e3, 5), ill(n, e, 9e3, 6)
     y[:, :5] = x[:, :5] + 0.3 * y[:, :5]
@@ -278,15 +283,15 @@ def test_a_stream_equals_the_matrix_in_memory() -> None:
             yield [a, b], [b]
 
     cells = grid(stream)
-    # For 24 such matrices the grid differs by 2.2e-10 (root mean square) and the pair by 1.4e-10.
-    # The result in memory changes as much if the last bit of the numbers does.
+    # Over 24 such matrices, the root mean square difference is 2.2e-10 for the grid and 1.4e-10 for
+    # the pair. Changing the last bit of the numbers changes the result in memory as much.
     assert cells[0][0].pwcca == pytest.approx(expected, abs=1e-9)
     assert cells[1][0].pwcca == pytest.approx(1, abs=1e-10)
     assert cells[0][0].cka == pytest.approx(compare_networks(x, y).cka, abs=1e-10)
 
 
 def test_the_factor_of_chunks_is_that_of_the_centred_matrix() -> None:
-    """Also if the means of the chunks are far apart, so that centring matters."""
+    """This also holds if the means of the chunks are far apart, so that centring matters."""
     generator = np.random.default_rng(7)
     x = generator.standard_normal((997, 7)) + 1e3 * (np.arange(997)[:, None] // 100)
     factor = Factor(7)

@@ -1,4 +1,4 @@
-"""From rows to a packed batch: order, masks, mappings and packing, compared to slow and obvious
+"""How rows become a packed batch: order, masks, mappings and packing, compared with slow, obvious
 code.
 
 V ids of a vocabulary, T tokens in a batch.
@@ -48,8 +48,10 @@ def close(count: int, total: int, probability: float) -> bool:
 
 
 def looks_uniform(counts: np.ndarray) -> bool:
-    """Whether counts are neither more uneven nor more even than chance would make them once in
-    500,000 times."""
+    """Whether counts are as even as uniform draws make them.
+
+    Uniform draws fail this once in 500,000 times, by being too uneven or too even.
+    """
     statistic = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
     return 1e-6 < stats.chi2.cdf(statistic, counts.size - 1) < 1 - 1e-6
 
@@ -104,7 +106,7 @@ def test_an_image_depends_on_its_own_position_alone(data: st.DataObject) -> None
 
 @pytest.mark.parametrize(("n", "epochs"), [(2, 500), (3, 500), (8, 3000), (20, 800)])
 def test_every_order_is_as_likely(n: int, epochs: int) -> None:
-    # over many epochs, each position takes each row, and each two positions each pair of rows
+    # over many epochs, every row comes to every position, and every pair of rows to every two
     orders, _ = Samples(n, seed=1).at(np.arange(n * epochs))
     orders = orders.reshape(epochs, n)
     for position in range(n):
@@ -188,7 +190,9 @@ def looked_up(stream: Stream, position: int) -> tuple[list[int], list[int], list
 def test_steps_are_full_and_cover_every_sample_once(
     lengths: list[int], tokens: int, by_tokens: bool, ahead: int
 ) -> None:
-    """However many samples are looked up at once, and wherever a run continues."""
+    """This does not depend on how many samples are looked up at once, nor on where a run
+    continues.
+    """
     sizes, samples, end = np.array(lengths), Samples(len(lengths), 5), len(lengths) * 2
     order, epochs = samples.at(np.arange(end))
     rows = 0 if by_tokens else tokens
@@ -237,7 +241,8 @@ def test_a_stream_looks_no_further_than_it_must(tokens: int) -> None:
     assert sum(asked) <= 2 * 10**6
     assert max(asked) <= max(2**16, 4 * tokens)
     asked.clear()
-    stream = Stream(Samples(99, 0), 2**62, sizes, 32, 100)  # nor many times around few rows
+    # few rows are not looked up many times either
+    stream = Stream(Samples(99, 0), 2**62, sizes, 32, 100)
     stream.take(0)
     assert sum(asked) <= 99
 
@@ -271,7 +276,7 @@ def test_masking_rates(million: dict[str, np.ndarray]) -> None:
     assert close(len(places), ordinary.sum(), 0.15)
     assert np.array_equal(targets, tokens[places])
     now = million["masked"][places]
-    alike = 0.1 / (V - len(SPECIAL))  # a random replacement that happens to be the token itself
+    alike = 0.1 / (V - len(SPECIAL))  # a random replacement may be the token itself
     assert close((now == BERT.special["mask"]).sum(), len(places), 0.8)
     assert close((now == targets).sum(), len(places), 0.1 + alike)
     others = np.delete(million["masked"] == tokens, places)
@@ -595,8 +600,8 @@ def test_batches_made_in_one_go_are_those_made_one_by_one(
 
 
 def test_truncation_is_that_of_transformers(tmp_path: Path) -> None:
-    # the Python tokenizer, which equals Google's; the Rust one gives the odd token to the second
-    # text where that is not the shorter one
+    # This is the Python tokenizer, which equals Google's. The Rust one gives the odd token to the
+    # second text if that is not the shorter one.
     legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
     (tmp_path / "vocab.txt").write_text("\n".join(PIECES) + "\n", encoding="utf-8")
     bert = legacy.BertTokenizerLegacy(str(tmp_path / "vocab.txt"))
@@ -680,7 +685,9 @@ def rows_of(lengths: list[int]) -> Assembler:
 
 
 def test_truncation_is_told_as_it_matters() -> None:
-    """Rows of at least 7 tokens are truncated: none, few, less than a tenth, more."""
+    """Rows have at least 7 tokens. The cases: no row is truncated, few are, less than a tenth,
+    more.
+    """
 
     def told(lengths: list[int]) -> str:
         return rows_of(lengths).truncation("batch.max_tokens=8", 512)

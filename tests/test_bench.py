@@ -1,5 +1,6 @@
 """The benchmarks: both sides get equal models and equal rows, only real tokens count, and the
-tables show what was measured."""
+tables show what was measured.
+"""
 
 import sys
 from dataclasses import replace
@@ -325,7 +326,7 @@ def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.importorskip(package, reason=f"{package} (extra bench) is not here")
     arguments = ["--quick", "--rounds", "1", "--output", str(tmp_path)]
     done = good(command("-m", "benchmarks.run", "mixed", *arguments))
-    # a part that is measured later is added
+    # a part that is measured later is added to the page
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", "start", *arguments])
     run.main()
     content = read_json(tmp_path / "benchmarks.json")

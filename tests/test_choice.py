@@ -366,7 +366,7 @@ def test_bad_options(make: Make, swag: Path, options: list[str], message: str) -
 
 
 def tiny(path: Path, rows: int, choices: int, kind: str = "choice") -> Path:
-    """A store of `rows` rows, all with the label 0."""
+    """A small store of `rows` rows that all have the label 0."""
     words = vocabularies.symbols("abcdefgh", separated=False)
     columns = {"tokens": "", "tokens_b": "", "label": "int64"}
     with create_store(path, words, columns, ["tokens", "tokens_b"]) as new:
@@ -436,7 +436,7 @@ def test_stats(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Labels are counted once per question, not once per row."""
+    """`stats` counts labels once per question, not once per row."""
     store = make("--input", swag, *SWAG)
     out, drawn = tmp_path / "s.json", tmp_path / "f.svg"
     capsys.readouterr()

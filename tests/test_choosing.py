@@ -39,7 +39,9 @@ ENDINGS = ["--context", "sentence", "--endings", "a", "b", "c", "--label", "labe
 
 
 def questions(count: int, seed: int) -> list[list[str]]:
-    """Which sound does an animal make? The endings differ in length."""
+    """Questions of the form "Which sound does an animal make?" with endings of different
+    lengths.
+    """
     draw, rows = random.Random(seed), []
     for _ in range(count):
         animals = draw.sample(list(SOUNDS), 3)

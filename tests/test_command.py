@@ -29,7 +29,7 @@ def xformer(
     monkeypatch.setattr(sys, "argv", ["xformer", *arguments])
     monkeypatch.setattr(sys.modules["__main__"], "__doc__", "")
     capsys.readouterr()
-    with suppress(SystemExit):  # of --help
+    with suppress(SystemExit):  # --help exits
         commands._dispatch()
     return capsys.readouterr().out
 
@@ -88,7 +88,9 @@ def docstring(door: str) -> str:
 def test_the_usage_is_that_of_the_door(
     monkeypatch: pytest.MonkeyPatch, door: str, usage: str
 ) -> None:
-    """The doors are not installed, so the command repeats what their docstrings say."""
+    """The scripts train.py and evaluate.py are not installed, so the command repeats their
+    docstrings.
+    """
     text = docstring(door)
     assert typed(text) == text, "this is not the command"
     monkeypatch.setattr(sys, "argv", [f"xformer {door}"])
@@ -104,7 +106,7 @@ def test_commands_are_written_as_the_user_types_them(monkeypatch: pytest.MonkeyP
             "torchrun --nproc-per-node 2 train.py x",
             "torchrun --nproc-per-node 2 -m xformer.train x",
         ),
-        # the user's own files and modules without a sub-command stay as they are
+        # files of the user, and modules without a sub-command, are left as they are
         ("my/train.py retrain.py", "my/train.py retrain.py"),
         ("python -m xformer.study.verify", "python -m xformer.study.verify"),
     ):
@@ -143,7 +145,7 @@ def test_recipes_are_listed_and_copied(
     assert [line.split()[0] for line in lines] == list(recipes())
     assert all(36 < len(line) <= 100 for line in lines)
     assert any("pretrain/mini  " in line and " A small encoder (4 layers" in line for line in lines)
-    for name, path in recipes().items():  # a copy means the same, wherever it lies
+    for name, path in recipes().items():  # a copy means the same in any directory
         copy = tmp_path / "copy.toml"
         copy.write_text(xformer(monkeypatch, capsys, "recipes", "show", name))
         assert read_recipe(copy).keys() == read_recipe(path).keys()
@@ -160,7 +162,7 @@ def test_recipes_are_listed_and_copied(
 
 
 def test_a_copied_study_plans_the_same_runs(tmp_path: Path) -> None:
-    """Also one with a base, whose stages name their recipes relative to the base."""
+    """This also holds for a study with a base, whose stages name recipes relative to the base."""
     path = recipes()["studies/kao2021-table2"]
     copy, own = tmp_path / "copy.toml", tmp_path / "own.toml"
     copy.write_text(commands.portable(path))
@@ -181,7 +183,7 @@ def test_works_need_no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_modules_are_commands(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """`python -m xformer.train` and `python -m xformer.evaluate` are what the doors are."""
+    """`python -m xformer.train` and `python -m xformer.evaluate` do what the two scripts do."""
     runs = [tmp_path / "door", tmp_path / "module"]
     lines = [training(SMOKE, data.text, run, "train.steps=3")[1:] for run in runs]
     good(forks.run("train.py", *lines[0]))

@@ -1,4 +1,4 @@
-"""The comparison of two checkouts: what it calls equal and slower, and whose code it runs."""
+"""The comparison of two checkouts: what it calls equal or slower, and whose code it runs."""
 
 from __future__ import annotations
 

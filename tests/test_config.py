@@ -83,13 +83,15 @@ def test_a_value_is_toml_else_a_bare_string() -> None:
     assert settings("name=a=b").name == "a=b"
     assert settings("inner={rate=2, kind='b'}").inner == Inner(rate=2, kind="b")
     for text in ("2026", "2026-11-21", "1e-4", "true", "nan", "", "a b", "1 # 2"):
-        assert settings(f"name={text}").name == text  # where a string is wanted
+        assert settings(f"name={text}").name == text  # the key takes a string
         assert settings(f"data={text}").data == text
     assert settings("name=[1]").name == "[1]"
 
 
 def test_paths_are_one_path_or_a_list() -> None:
-    """One path stays a string, also if a list holds it, and several are written as a list."""
+    """One path stays a string, even if it is given as a list of one. Several are written as a
+    list.
+    """
     assert settings('data=["a", "b"]').data == ("a", "b")
     assert settings('data=["a", "b"]').model_dump(mode="json")["data"] == ["a", "b"]
     assert settings('data=["a"]').model_dump(mode="json")["data"] == "a"
@@ -167,7 +169,9 @@ def test_what_is_missing_is_named() -> None:
     ],
 )
 def test_a_recipe_with_keys_of_before_is_refused(tmp_path: Path, text: str, line: str) -> None:
-    """Also where `data=` on the command line, or a recipe over it, would hide the old group."""
+    """It is refused even if `data=` on the command line, or a recipe on top of it, would hide the
+    old group.
+    """
     (tmp_path / "old.toml").write_text(text)
     (tmp_path / "new.toml").write_text('base = "old.toml"\ndata = "y"')
     for name in ("old", "new"):
@@ -240,7 +244,9 @@ def test_help() -> None:
 
 
 def test_every_recipe_parses(root: Path) -> None:
-    """Each loads with a store and a run, says in its header what it is, and names a known base."""
+    """Each recipe loads with a store and a run. Its header says what it is and names a known
+    base.
+    """
     recipes = [*root.glob("recipes/pretrain/*.toml"), *root.glob("recipes/finetune/*.toml")]
     assert len(recipes) >= 4
     for path in recipes:

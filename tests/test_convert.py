@@ -99,7 +99,7 @@ def test_every_tensor_is_accounted_for(plain: Path) -> None:
 
 
 def rename_old(weights: Weights) -> Weights:
-    """LayerNorm's parameters under TensorFlow's names, and a buffer, which is not a weight."""
+    """Give LayerNorm's parameters TensorFlow's names, and add a buffer, which is not a weight."""
     renamed = {}
     for name, weight in weights.items():
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
@@ -109,7 +109,7 @@ def rename_old(weights: Weights) -> Weights:
 
 
 def rename_bare(weights: Weights) -> Weights:
-    """Names without the prefix, as in a bare BertModel, and with the tied copies written out."""
+    """Remove the prefix from all names, as in a bare BertModel, and write the tied copies out."""
     bare = {n.removeprefix("bert."): w for n, w in weights.items()}
     assert len(bare.keys() & weights.keys()) < len(bare)
     decoder = "cls.predictions.decoder"
@@ -185,12 +185,15 @@ KINDS = {
 def test_the_task_of_a_classifier_is_recognised(
     name: str, end: str, said: bool, tmp_path: Path
 ) -> None:
-    """`architectures` says it, or else the tensors do. Without `architectures`, a classifier for
-    multiple choice is left over, because its tensors could be those of a score."""
+    """`architectures` or else the tensors show the task.
+
+    Without `architectures`, a classifier for multiple choice is not recognised: its tensors could
+    also be those of a score.
+    """
     tiny(f"{name}For{end}", tmp_path)
     if not said:
         change_config(tmp_path, architectures=...)
-    if end == "MultipleChoice":  # one output, whatever labels the config names
+    if end == "MultipleChoice":  # it has one output, however many labels the config names
         change_config(tmp_path, id2label=..., label2id=...)
     imported = hf.from_hf(tmp_path)
     head = imported.checkpoint.head
@@ -766,7 +769,7 @@ def test_the_command_writes_a_checkpoint_and_keeps_an_old_one(
 def test_only_its_own_output_is_overwritten(
     plain: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """Not a directory of other files, and not one that contains the source."""
+    """A directory of other files is not overwritten, nor one that contains the source."""
     checkpoint = tmp_path / "nest/checkpoint"
     assert run_here(capfd, "from-hf", plain, checkpoint).status == 0
     source = plain if command == "from-hf" else checkpoint

@@ -40,14 +40,14 @@ CHINESE = "我們都是中國人。你好嗎？「很好」，他說：日本語
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """The command within this process."""
+    """Run the command within this process."""
     monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     cli.main()
 
 
 def made(*paths: Path, **options: Any) -> list[str]:
-    """The documents of files."""
+    """The documents that files are divided into."""
     found: list[str] = []
     new = True
     for segment, ends in read_documents(paths, TextOptions(**options), lambda _: None):
@@ -58,7 +58,7 @@ def made(*paths: Path, **options: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def toks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of four tokenizers, one of a kind."""
+    """A directory with one tokenizer of each of the four kinds."""
     folder = tmp_path_factory.mktemp("toks")
     corpus = [ENGLISH, CHINESE] * 5
     for kind, size in (("wordpiece", 150), ("bpe", 320), ("unigram", 69), ("symbols", 200)):
@@ -283,7 +283,7 @@ def test_what_cannot_be_left_out(tmp_path):
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInput, match=phrase):
             made(tmp_path / name, bad=bad)
-    for name in FILES:  # the end of a packed file is missing
+    for name in FILES:  # the file is cut off before its end
         path = packed(tmp_path / f"{name}.gz", FILES[name].encode())
         path.write_bytes(path.read_bytes().rstrip(b"\0")[:-5])
         with pytest.raises(BadInput, match=rf"{name}.gz ends too early: it was cut off"):
@@ -308,7 +308,9 @@ def test_the_first_bad_rows_are_listed(tmp_path, capsys):
 
 
 def test_bad_lines_are_left_out_of_documents(tmp_path, monkeypatch):
-    """Whole lines, and of lines longer than a segment the pieces; the lines around stay apart."""
+    """A bad line is left out whole. Of a line longer than a segment, only the bad pieces are left
+    out. The lines around it are not joined.
+    """
     path = tmp_path / "t.txt"
     path.write_bytes(b"one\nt\xffo\nthree\n\xff\n\nfour\n" + b"word " * 30 + b"\xfe end\nlast")
     bad = BadRows(skip=True)
@@ -355,7 +357,9 @@ def test_lines_are_for_plain_text(tmp_path, toks, monkeypatch):
 
 
 def characters(source: str) -> list[tuple[str, int, int]]:
-    """(character as Java reads it, its start, its end in the file), by the letter of JLS 3.3."""
+    """(character as Java reads it, its start, its end in the file), by JLS 3.3, letter by
+    letter.
+    """
     found, i, backslashes = [], 0, 0
     while i < len(source):
         j = i + 1
@@ -373,7 +377,7 @@ def characters(source: str) -> list[tuple[str, int, int]]:
 
 
 def slow_comments(source: str) -> list[tuple[int, int]]:
-    """Spans of the comments, one character after the other. Raises Unterminated."""
+    """The spans of the comments, from reading one character after another. Raises Unterminated."""
     read = characters(source)
     logical = "".join(c for c, _, _ in read)
     spans, i, state, start = [], 0, "code", 0
@@ -418,7 +422,7 @@ def slow_comments(source: str) -> list[tuple[int, int]]:
 
 
 def slow(source: str) -> str:
-    """What `remove_comments` promises, line by line."""
+    """What `remove_comments` promises, computed line by line."""
     items: list[str | None] = []  # None: a comment
     end = 0
     spans = slow_comments(source)
@@ -664,7 +668,9 @@ def test_the_store_does_not_depend_on_the_number_of_processes(toks, tmp_path, mo
 @pytest.mark.parametrize("segment", [7, 40, 2**15])
 @pytest.mark.parametrize("count", [1, 2])
 def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment, count):
-    """However documents are cut, also within words, and whoever encodes them."""
+    """The count does not depend on where documents are cut, also within words, nor on which process
+    encodes them.
+    """
     monkeypatch.setattr(documents, "SEGMENT", segment)
     monkeypatch.setattr(documents, "READ", 13)
     monkeypatch.setattr(text, "BATCH", 500)
@@ -810,7 +816,7 @@ def test_no_process_stays_behind(toks, long_text, number, status):
 
 
 def test_a_file_and_its_packed_copy_are_one(tmp_path: Path) -> None:
-    """What `gzip --keep` leaves would be read twice."""
+    """`gzip --keep` leaves both, and the text would be read twice."""
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
     with pytest.raises(BadInput, match=r"a\.txt\.gz are the same file, compressed and not"):
@@ -818,7 +824,7 @@ def test_a_file_and_its_packed_copy_are_one(tmp_path: Path) -> None:
 
 
 def test_a_long_document_is_cut_as_its_parts_would_be() -> None:
-    """In time that grows with its length: each part is looked at once."""
+    """The time grows with its length, because each part is looked at once."""
     words = "".join(f"w{i} " for i in range(200_000))
     segments = [segment for segment, _ in documents.whole_document(words, TextOptions())]
     assert "".join(segments) == words

@@ -1,4 +1,4 @@
-"""xformer.cost against torch's own counter, against sums by hand, against published sizes."""
+"""Compare xformer.cost with PyTorch's own counter, sums by hand, and published sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LENGTHS = [7] * 6  # plain attention pads sequences to the longest, and torch co
 
 
 def counted(model: Model, labels: torch.Tensor | None = None) -> int:
-    """Operations that torch counts in a forward and backward pass of random_batch."""
+    """The operations that PyTorch counts in a forward and backward pass of random_batch."""
     batch = random_batch(LENGTHS)
     if labels is not None:
         batch = replace(batch, labels=labels)
@@ -56,7 +56,7 @@ def counted(model: Model, labels: torch.Tensor | None = None) -> int:
 
 
 def work(masked: bool) -> Workload:
-    """random_batch as numbers."""
+    """The sizes of random_batch, as `xformer.cost` takes them."""
     places = random_batch(LENGTHS).places
     assert places is not None
     return Workload(
@@ -65,7 +65,7 @@ def work(masked: bool) -> Workload:
 
 
 def initialised(config: ModelConfig, task: Task) -> Model:
-    """A model of finite weights, in training mode."""
+    """A model in training mode whose weights are all finite."""
     model = Model(config, task).train()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.01)

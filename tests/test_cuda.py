@@ -1,6 +1,7 @@
 """The training step on CUDA, without a GPU: tensors have no content (benchmarks/fake_cuda.py).
 
-A mix of devices is an error there too, and so is an operation that does not take its arguments.
+As on a real device, mixing devices is an error, and so are arguments that an operation does not
+accept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ READ = "_local_scalar_dense"  # the host reads a number from the device
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
 def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    """In every case but those that are wrong on purpose, and show that the check can fail."""
+    """No case waits in every step, except optimizers that must ask the host and two cases that are
+    wrong on purpose. Those two show that the check can fail.
+    """
     process = fake_cuda.start("benchmarks.steps", tmp_path)
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
@@ -39,7 +42,8 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     assert "Expected all tensors to be on the same device" in told
     expected = {case: {READ: STEPS} if case in first_hour.ASK_THE_HOST else {} for case in CASES}
     for case in ("Hilbert-CNN", "class weights"):
-        expected[case] = {"a blocking copy": 1}  # the curve and the weights, in the first step
+        # the first step copies the curve, or the class weights, to the device
+        expected[case] = {"a blocking copy": 1}
     assert waits == expected
 
 
@@ -94,7 +98,7 @@ def test_the_first_hour_does_without_a_compiler(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_first_hour_keeps_the_rows_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that is killed says so, and what it has measured stays."""
+    """If a part is killed, the page says so, and what the part had measured stays."""
     code = """import json, os, signal
 print(json.dumps({"what": "a", "value": "1", "note": ""}), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)"""
@@ -129,7 +133,9 @@ def test_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its gradient is wrong."""
+    """The first kernel's values are right and only its gradient is wrong. The second kernel is
+    missing.
+    """
 
     def wrong(qkv: Tensor, layout: attention.Layout, dropout: float) -> Tensor:
         return attention.plain(qkv, layout) + (qkv - qkv.detach()).sum(1)

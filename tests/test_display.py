@@ -1,4 +1,6 @@
-"""Lines, data and progress: escaped, above the bars of a terminal, and the same in a log."""
+"""Printing: text from data is escaped, lines stand above a terminal's bars, and a log gets the same
+lines.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ SHOWN = r"\x1b[31m{x}\r"
 
 
 class Terminal(io.StringIO):
-    """A terminal for both standard streams; without `columns` its width is unknown."""
+    """A terminal for both standard streams. Without `columns` its width is unknown."""
 
     def isatty(self) -> bool:
         return True
@@ -38,7 +40,9 @@ class Terminal(io.StringIO):
 
 
 def test_messages_stand_above_the_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two bars at once, as when a run validates. The inner one disappears, the outer one stays."""
+    """There are two bars at once, as when a run validates. The inner one disappears and the outer
+    one stays.
+    """
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr("sys.stderr", terminal)

@@ -1,4 +1,4 @@
-"""evaluate.py as users run it: scores, predictions, fillings, raw rows, refusals."""
+"""evaluate.py as users run it: scores, predictions, filled masks, raw rows and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def raw(data: Toys, store: str, split: str = "test") -> list[list[str]]:
 def test_scores_are_those_of_the_run(
     name: str, forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """Scores of both splits, with 1 and 2 processes, on the screen and as JSON."""
+    """The scores of both splits are those of the run, with 1 and 2 processes, on the screen and as
+    JSON.
+    """
     store, expected = getattr(data, name), read_json(learned[name] / "result.json")["metrics"]
     for split, ranks in (("test", 1), ("valid", 1), ("test", 2)):
         out = tmp_path / f"{split}-{ranks}.json"
@@ -105,8 +107,9 @@ def test_fillings(forks: Forks, data: Toys, learned: Runs) -> None:
 
 
 def test_raw_rows(forks: Forks, data: Toys, learned: Runs, tmp_path: Path) -> None:
-    """A file with the header of training, with more columns, or without a header gives the
-    predictions of the store."""
+    """A file gives the predictions of the store whether it has the header of training, more
+    columns, or no header.
+    """
     rows, predictions = raw(data, "classes"), tmp_path / "predictions.tsv"
     good(evaluate(forks, learned["classes"], f"data={data.classes}", f"predictions={predictions}"))
     expected = [row[:2] for row in table(predictions.read_text())]
@@ -152,7 +155,7 @@ def test_raw_symbols_go_the_way_of_training(
     done = good(evaluate(forks, run, f"input={file}"))
     assert [row[:2] for row in table(done.out)] == expected
     assert len(set(map(tuple, expected))) > 3
-    out = tmp_path / "scores.json"  # another mapping is another input
+    out = tmp_path / "scores.json"  # another mapping gives the model other ids
     good(evaluate(forks, run, f"data={data.splice}", split, "mapping=symbols:4", f"out={out}"))
     labels = store.split("train").columns["label"]
     right = np.mean([row[0] == store.labels[i] for row, i in zip(expected, labels, strict=True)])
@@ -175,7 +178,9 @@ def test_a_checkpoint_in_a_run_and_its_precision(
 
 
 def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> None:
-    """The command says where bf16 is slow, and raw rows and masks are predicted in it too."""
+    """The command says if bf16 is slow on this device. Raw rows and masks can be predicted in bf16
+    too.
+    """
     shown = []
     text = f"text={TOPICS[1][0]} [MASK] {TOPICS[1][1]}"
     rows = f"input={data.raw / 'scores/test.tsv'}"
@@ -228,7 +233,7 @@ def others(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -
     return place
 
 
-# which run, what is given to it, and words of the answer
+# the run, the arguments, and words of the error
 BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("classes", [], ["give one of data=STORE, text='...' and input=FILE"]),
     ("classes", ["data=x", "text=y"], ["give one of data=STORE"]),
@@ -306,8 +311,9 @@ def test_bad_checkpoints(forks: Forks, data: Toys, learned: Runs, others: Path) 
 def test_what_is_written_is_whole_or_as_before(
     key: str, fault: str, forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """Predictions are complete or absent if the disk is full or the process is killed at any
-    operation on the file."""
+    """If the disk is full, or the process is killed at any operation on the file, the predictions
+    are complete or absent.
+    """
     folder = tmp_path / "folder"
     folder.mkdir()
     out, rows = folder / "out", data.raw / "classes/test.tsv"
@@ -333,7 +339,7 @@ def test_what_is_written_is_whole_or_as_before(
 def test_out_may_be_a_pipe_or_a_link(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """Pipes and devices stay what they are."""
+    """Pipes, devices and links are written to, not replaced."""
     (tmp_path / "link").symlink_to("file")
     good(evaluate(forks, learned["classes"], f"data={data.classes}", f"out={tmp_path / 'link'}"))
     assert (tmp_path / "link").is_symlink()
@@ -390,7 +396,7 @@ def test_keys_of_another_form_are_refused(forks: Forks, learned: dict[str, Path]
 def test_a_folder_of_predictions_may_be_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only files that are asked for are checked."""
+    """Only the files that will be written are checked."""
     below = tmp_path / "predictions/figures"
     below.mkdir(parents=True)
     (tmp_path / "config.json").write_text('{"identity": {}}')
@@ -404,7 +410,8 @@ def test_votes_are_those_of_a_plain_loop() -> None:
     """Each segment votes for a class, and the mean probability breaks ties."""
     draw = np.random.default_rng(0)
     scores = draw.dirichlet(np.full(4, 0.3), 300)
-    groups = draw.integers(0, 90, 300) * 7 - 20  # some of two or four rows: ties
+    # some groups have two or four rows, so there are ties
+    groups = draw.integers(0, 90, 300) * 7 - 20
     actual = classify.vote(np.log(scores), groups).argmax(1)
     ties = 0
     expected = []
@@ -429,14 +436,17 @@ def test_groups_of_scores() -> None:
 
 
 def test_classes_that_training_has_not_are_wrong() -> None:
-    """A label of -2 is never right: it costs accuracy, precision and Matthews' coefficient."""
+    """A row with the label -2 always counts as wrong, in accuracy, precision and Matthews'
+    coefficient.
+    """
     labels, answers = np.array([0, 1, 1, -2, -2]), np.array([0, 1, 0, 1, 0])
     actual = classify.classification(answers, labels, 2)
     assert actual["accuracy"] == pytest.approx(2 / 5)
     assert actual["f1"] == pytest.approx(
         2 * 1 / (2 + 2)
     )  # two predicted as class 1, two labelled so
-    # 5 rows, 2 right, 3 and 2 answers, 1, 2 and 2 labels: Gorodkin 2004, equation 8
+    # by Gorodkin 2004, equation 8: 5 rows, 2 right; the answers occur 3 and 2 times, the labels 1,
+    # 2 and 2
     covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
     assert actual["mcc"] == pytest.approx(covariance / spread**0.5)
     three = classify.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)

@@ -1,5 +1,6 @@
-"""Export: every tensor comes back unchanged, transformers loads the directories with equal outputs
-and its tokenizers give equal ids. Also what `inspect` shows."""
+"""Export: every tensor comes back unchanged, and transformers loads the directories with equal
+outputs and equal token ids. Also tests `inspect`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name i
 
 
 def there_and_back(source: Path, directory: Path) -> Path:
-    """from-hf, save, load, to-hf."""
+    """Import with from-hf, save, load, and export with to-hf."""
     imported = hf.from_hf(source)
     assert imported.left == []
     checkpoints.save(imported.checkpoint, directory / "ours")
@@ -451,8 +452,9 @@ def test_transformers_gives_the_same_ids(
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
 def test_an_extended_vocabulary_survives_a_round_trip(name: str, tmp_path: Path) -> None:
-    """Added words and special tokens, how these treat the spaces beside them, and the other
-    settings of tokenizer_config.json."""
+    """It has added words and special tokens. How these treat the spaces beside them, and the other
+    settings of tokenizer_config.json, are kept.
+    """
     transformers = pytest.importorskip("transformers")
     tiny(f"{name}Model", tmp_path / "source", vocab_size=PIECES + 4)
     theirs = getattr(transformers, f"{name}Tokenizer").from_pretrained(tmp_path / "source")
@@ -491,7 +493,7 @@ def test_an_extended_vocabulary_survives_a_round_trip(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
 def test_added_words_are_read_from_every_file(name: str, tmp_path: Path) -> None:
-    """In the files of old and new versions of transformers."""
+    """Old and new versions of transformers store them in different files."""
     tiny(f"{name}Model", tmp_path, vocab_size=PIECES + 2)
     before = hf.from_hf(tmp_path).checkpoint.tokenizer
     words = {"w3x": PIECES + 1, "[ENT]": PIECES}

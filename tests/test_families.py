@@ -1,5 +1,8 @@
-"""BERT, RoBERTa, ALBERT and DistilBERT against `transformers`: embeddings, outputs and gradients.
-`python -m benchmarks.parity` prints the largest errors as a table."""
+"""Compare BERT, RoBERTa, ALBERT and DistilBERT with `transformers`: embeddings, outputs and
+gradients.
+
+`python -m benchmarks.parity` prints the largest errors as a table.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def test_losses_are_sums_with_counts(name: str, tmp_path: Path) -> None:
         ours = hf.from_hf(tmp_path / kind).checkpoint.model()
         assert ours.task is not None
         assert ours.task.name == kind
-        # sequences of one length, so that no padding enters the loss of spans
+        # sequences of equal length, so that no padding enters the loss of spans
         batch = random_batch([LONGEST] * 4)
         batch = replace(batch, labels=labels_of(batch, kind))
         batch = replace(batch, targets=batch.labels) if kind == "tag" else batch
@@ -125,7 +128,7 @@ def test_dropout_is_applied_where_transformers_applies_it(
 ) -> None:
     monkeypatch.setattr(native, "absent", native.OFF)
 
-    # with one sequence, torch's random numbers, used in place of ours, come in the same order
+    # ours are replaced by torch's random numbers, whose order is the same with one sequence
     def drawn(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         rate = next(value for value in rest if isinstance(value, float))
         return x * torch.empty_like(x).bernoulli_(1 - rate) / (1 - rate)
@@ -133,7 +136,7 @@ def test_dropout_is_applied_where_transformers_applies_it(
     monkeypatch.setattr("xformer.ops.dropout.new_seed", lambda: torch.tensor(0))
     monkeypatch.setattr("xformer.ops.dropout.plain", drawn)
     monkeypatch.setattr("xformer.ops.attention._dropped", drawn)
-    # and for every token, although the head reads the first token's hidden states only
+    # the same for every token, although the head reads only the first token's hidden states
     every = Encoder.forward
 
     def forward(self: Encoder, batch: Any, places: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,7 +148,7 @@ def test_dropout_is_applied_where_transformers_applies_it(
     head = "classifier_dropout_prob" if name == "Albert" else "classifier_dropout"
     if name == "DistilBert":
         rates, head = {"dropout": 0.3, "attention_dropout": 0.2}, "seq_classif_dropout"
-        rates["qa_dropout"] = 0.3  # equal to `dropout`, which we use instead
+        rates["qa_dropout"] = 0.3  # equal to `dropout`, which our model uses in its place
     theirs = tiny(class_of(name, kind), tmp_path, **rates, **{head: 0.4}).train()
     ours = hf.from_hf(tmp_path).checkpoint.model().train()
     batch = replace(random_batch([LONGEST]), places=torch.arange(LONGEST))

@@ -1,5 +1,5 @@
-"""Whole steps of a model with the C++ operations against plain ones, and the rows that pad products
-to aligned sizes.
+"""Whole steps of a model with the C++ operations against plain ones. Also the rows of padding that
+round products up to fixed sizes.
 
 M masked tokens, E embedding size, V vocabulary.
 """
@@ -24,7 +24,7 @@ from xformer.tasks.task import Model
 
 
 def mlm_head() -> tuple[MLMHead, Tensor, Tensor, Tensor]:
-    """A head with random weights, x (M, C), word (V, E), targets (M,)."""
+    """A head with random weights, x (M, C), the word table (V, E), and targets (M,)."""
     config = ModelConfig(vocab_size=PIECES, hidden=13, heads=1, embedding=7, layer_norm_eps=1e-2)
     head = MLMHead(config)
     for i, weight in enumerate(head.parameters()):

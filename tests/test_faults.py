@@ -1,4 +1,4 @@
-"""A sample of what `make faults` does in full: nothing is lost, whatever dies."""
+"""A sample of the faults that `make faults` tries in full: nothing is lost, whatever dies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_killed_between_the_renames_of_a_replacement(bench: Bench, fault: str) -
     """The older output is put back, and the same command replaces it."""
     row = deaths.killed_at_operations(bench, "surgery", fault, 10**6, jobs=1, only="rename ")
     good(row)
-    # In place (refused: there is an older output), the older aside, in place, the older to delete.
+    # 1. New to its place: refused, because an older output is there. 2. The older one aside. 3. New
+    # to its place. 4. The older one to where it is deleted.
     assert row.times == 4
 
 
@@ -79,7 +80,7 @@ def test_told_to_stop_in_the_middle(bench: Bench) -> None:
 
 
 def test_what_is_tried_is_noticed(bench: Bench, tmp_path: Path) -> None:
-    """The harness itself: a work that goes on wrongly is counted as such."""
+    """This tests the harness itself: work that goes on wrongly is counted as wrong."""
     work, reference = bench.works["preprocessing"], bench.reference("preprocessing")
     with bench.forks() as forks:
         work.prepare(tmp_path)

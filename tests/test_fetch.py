@@ -1,4 +1,6 @@
-"""Fetching data sets: a real server on this machine that breaks off, lies and changes its files."""
+"""Fetch data sets from a real server on this machine that breaks off, lies and changes its
+files.
+"""
 
 import bz2
 import gzip
@@ -38,15 +40,15 @@ OTHER = hashlib.shake_256(b"another").digest(300_000)
 
 @dataclass
 class Step:
-    """How the server answers one request, where it is not simply the right way."""
+    """How the server answers one request, if it does not simply answer correctly."""
 
     status: int = 0
     send: int | None = None  # bytes of the body until the connection is closed
     ignore_range: bool = False
-    ignore_condition: bool = False  # sends the rest of whatever file is there now
+    ignore_condition: bool = False  # sends the rest even if the file has changed
     no_length: bool = False
     chunked: bool = False
-    hold: threading.Event | None = None  # sends `send` bytes, then the rest after this
+    hold: threading.Event | None = None  # sends `send` bytes, waits for this, then sends the rest
     location: str = ""
 
 
@@ -166,7 +168,7 @@ def data_set(*files: download.File, unpacked: int | None = None) -> data_sets.Da
 def one(
     site: Site, name: str = "a.bin", body: bytes = BODY, pinned: bool = True
 ) -> data_sets.DataSet:
-    """A data set of one file that the site has."""
+    """A data set of one file that the site serves."""
     size, checksum = (len(body), sha(body)) if pinned else (None, None)
     return data_set(download.File(site.put(name, body), name, size, checksum))
 
@@ -259,7 +261,7 @@ def test_what_broke_off_is_resumed(
     ]
     assert site.sent == [100_000, 50_000, 150_000]
     err = capsys.readouterr().err
-    assert "the connection broke after 100,000 of 300,000 bytes; again in" in err
+    assert "the connection broke after 100,000 of 300,000 bytes; trying again in" in err
 
 
 def test_a_later_run_resumes(site: Site, cache: Path) -> None:
@@ -283,7 +285,9 @@ def test_progress_forgives_earlier_failures(site: Site, cache: Path) -> None:
 @pytest.mark.parametrize("again", [Step(ignore_range=True), Step(ignore_condition=True)])
 @pytest.mark.parametrize("changed", [False, True])
 def test_another_file_is_never_sewn_on(site: Site, cache: Path, again: Step, changed: bool) -> None:
-    """The server ignores Range, ignores If-Range, or answers rightly after the file has changed."""
+    """Parts of two files are never joined: if the server ignores Range, if it ignores If-Range, or
+    if it answers correctly after the file has changed.
+    """
     site.script = [Step(send=100_000), *[Step(status=500)] * 4]
     with pytest.raises(Failure):
         data_sets.fetch(one(site, pinned=False), cache)
@@ -292,7 +296,8 @@ def test_another_file_is_never_sewn_on(site: Site, cache: Path, again: Step, cha
     target = data_sets.fetch(one(site, body=body, pinned=False), cache)
     assert (target / "a.bin").read_bytes() == body
     resumed = again.ignore_condition and not changed
-    assert (300_000 in site.sent) != resumed  # in any order: an answer may be noted late
+    # the order may differ, because an answer may be noted late
+    assert (300_000 in site.sent) != resumed
 
 
 def test_a_changed_file_starts_over(site: Site, cache: Path) -> None:
@@ -397,7 +402,7 @@ def test_an_unknown_length_is_no_hindrance(site: Site, cache: Path, steps: list[
 
 
 def test_a_network_that_goes_away_is_waited_for(site: Site, cache: Path) -> None:
-    """The connection breaks, the server is not there for two attempts, then it is again."""
+    """The connection breaks, the server cannot be reached for two attempts, and then it is back."""
     real, closed = download.build_opener, [True, True]
 
     def opener(*handlers: Any) -> Any:
@@ -424,8 +429,8 @@ def test_what_the_server_answers(
     data_sets.fetch(one(site), cache)
     assert len(site.asked) == 4
     err = capsys.readouterr().err
-    assert "answers 500 Internal Server Error; again in" in err
-    assert "answers 429 Too Many Requests; again in" in err
+    assert "answers 500 Internal Server Error; trying again in" in err
+    assert "answers 429 Too Many Requests; trying again in" in err
 
 
 def test_no_server_and_silence(
@@ -440,7 +445,7 @@ def test_no_server_and_silence(
         data_sets.fetch(dead, cache)
     with pytest.raises(Failure, match="the server cannot be reached: "):
         data_sets.fetch(data_set(download.File("http://no-such-host.invalid/a", "a")), cache)
-    assert capsys.readouterr().err == ""  # where there is no network, waiting is idle
+    assert capsys.readouterr().err == ""  # without a network, waiting is useless
     monkeypatch.setattr(download, "TIMEOUT", 0.3)
     release = threading.Event()
     site.script = [Step(send=1000, hold=release)]
@@ -620,14 +625,14 @@ def zip_link() -> bytes:
 
 
 def lying_zip() -> bytes:
-    """A megabyte of zeros whose headers, both of them, declare ten bytes."""
+    """A megabyte of zeros in a zip whose two headers both declare ten bytes."""
     body = bytearray(zipped(zeros=bytes(2**20)))
     assert body.count(struct.pack("<I", 2**20)) == 2
     return bytes(body.replace(struct.pack("<I", 2**20), struct.pack("<I", 10)))
 
 
 def lying_tar(size: int) -> bytes:
-    """A header that announces more than is there."""
+    """A tar file whose header announces more bytes than follow."""
     info = tarfile.TarInfo("a")
     info.size = size
     return info.tobuf() + bytes(1024)
@@ -730,7 +735,7 @@ def test_a_limit_of_its_own(site: Site, cache: Path) -> None:
         data_sets.fetch(data_set(file, unpacked=2**20 - 1), cache)
     target = data_sets.fetch(data_set(file, unpacked=2**20), cache)
     assert (target / "zeros").read_bytes() == bytes(2**20)
-    assert len(site.asked) == 1  # what was downloaded is not downloaded again
+    assert len(site.asked) == 1  # the file is not downloaded again
 
 
 @pytest.mark.parametrize(
@@ -787,9 +792,8 @@ def test_the_catalogue_is_well_formed(name: str) -> None:
         assert words[0] == "text"
     else:
         assert words[:2] == ["task", name.removesuffix("/v2")]
-    if (
-        words[0] == "text" or words[1] in cli.TASK_READERS
-    ):  # readers that are here take these options
+    # the readers that exist accept these options
+    if words[0] == "text" or words[1] in cli.TASK_READERS:
         cli.make_parser().parse_args(words)
 
 

@@ -1,4 +1,4 @@
-"""Replacing directories: nothing is lost if a process is killed or a disk fails."""
+"""Replacing directories loses nothing if a process is killed or a disk fails."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from xformer.run import Run
 
 
 def killed(path: Path, pid: int = 999_999_999) -> Path:
-    """Leave a directory as a process does that is killed between its two renames."""
+    """Leave a directory behind as a process does that is killed between its two renames."""
     return path.rename(path.with_name(f".{path.name}.{pid}{ASIDE}"))
 
 
 def wrote(path: Path, text: str = "new", overwrite: bool = True) -> Path:
-    """Write a directory of one file."""
+    """Write a directory that holds one file."""
     with atomic_directory(path, overwrite) as directory:
         (directory / "a").write_text(text)
     return path
@@ -101,7 +101,7 @@ def test_names_that_begin_alike_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_what_is_being_deleted_is_not_put_back(tmp_path: Path) -> None:
-    """A process killed while it deletes leaves a part of the old directory."""
+    """A process that is killed while it deletes the old directory leaves a part of it."""
     path = wrote(tmp_path / "x", "old")
 
     def killed_there(directory: Path, ignore_errors: bool = False) -> None:
@@ -178,8 +178,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, *endings: str) -> None:
 def test_a_disk_that_fails_between_the_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old directory is back at once. If the disk refuses that too, the next one to look for it
-    is told its name."""
+    """The old directory is put back at once. If the disk refuses that too, the next process that
+    looks for it is told where it is.
+    """
     path, new = wrote(tmp_path / "x", "old"), f"{os.getpid()}.partial"
     with monkeypatch.context() as patch:
         failing(patch, new)

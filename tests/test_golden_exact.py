@@ -1,4 +1,4 @@
-"""The exact net: what the code makes is what it made when the net was recorded.
+"""The exact net: the code still makes what it made when the net was recorded.
 
 Stores of every preprocess command, orders, masks, mappings and batches, and converted weights are
 compared to the last bit. Runs, a checkpoint and a study that earlier code left are opened,
@@ -17,7 +17,7 @@ from golden.exact.measure import KEPT, MADE, differences, measure, recorded
 from golden.exact.stores import COMMANDS
 from helpers import Forks
 
-NETWORK = {"fetch"}  # commands that the net leaves out
+NETWORK = {"fetch"}  # these commands are not in the net
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -31,7 +31,7 @@ def test_uses_what_was_kept(name: str, forks: Forks, tmp_path: Path) -> None:
 
 
 def same(name: str, actual: Any) -> None:
-    """Assert that one of the net's values is as recorded, else list what differs."""
+    """Assert that one of the net's values is as recorded. If it is not, list the differences."""
     lines = differences(recorded(name), actual)
     assert not lines, "\n".join([f"{len(lines)} differences", *lines[:40]])
 

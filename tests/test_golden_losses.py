@@ -52,13 +52,13 @@ NUMBERS, LOSSES = GOLDEN / "losses.npz", GOLDEN / "losses.json"
 
 # Relative bounds of the first FEW steps and of the rest. Other kernels and another instruction set
 # change a loss by up to 1.1e-6 in the first steps and 1.6e-6 later. They change the norm by up to
-# 2.9e-5: it sums up to a million squares in fp32, and another order of the sum rounds otherwise.
+# 2.9e-5, because it sums up to a million squares in fp32 and rounding depends on their order.
 FEW, STEPS = 5, 20
 LOSS = (1e-5, 1e-3)
 NORM = (1e-4, 1e-3)
 
-ROWS, PIECES, LONGEST = 96, 64, 24  # of a store; the last is a row with its special tokens
-TABLE = 2**15  # words of a table whose gradient the CPU keeps sparse: 2^20 numbers
+ROWS, PIECES, LONGEST = 96, 64, 24  # of a store; LONGEST includes special tokens
+TABLE = 2**15  # words of a large table, of which few rows have a gradient in a step
 BASE = {
     "seed": 7,
     "model.layers": 2,
@@ -104,7 +104,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "plus-scratch": {"positions": "sinusoidal", "pooler": "none"},
     "pre-ln": {"norm": "pre", "activation": "relu", "layer_norm_eps": 1e-2},
 }
-# the highest rate of each optimizer, and what else it is given
+# the peak learning rate of each optimizer, and its other settings
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 2e-3},
     "adam": {"lr": 2e-3, "weight_decay": 0.01, "eps": 1e-4},
@@ -127,7 +127,9 @@ HILBERT = {
 
 
 def _cases() -> dict[str, Case]:
-    """Every value of each axis, and the products that take ways of their own through the code."""
+    """Every value of each axis alone, and those combinations that take a path of their own through
+    the code.
+    """
     both = {"head": "mlm", "masking.pair_weight": 1.0}
     words = {"model.vocab_size": TABLE}
     actual: dict[str, Case] = {
@@ -145,12 +147,12 @@ def _cases() -> dict[str, Case]:
         actual[f"{family} classify pairs"] = ("pairs", {"head": "classify"} | model)
     for name, settings in OPTIMIZERS.items():
         optim = {f"optim.{key}": value for key, value in {"name": name, **settings}.items()}
-        if name != "adamw":  # which trains the cases above
+        if name != "adamw":  # adamw trains all the cases above
             actual[f"{name} mlm"] = ("text", {"head": "mlm"} | optim)
-        # nothing but the rows of a batch has a gradient, which is sparse
+        # only the table's rows of the words in a batch have a gradient
         actual[f"{name} many words"] = ("classes", {"head": "classify"} | words | optim)
     more: dict[str, Case] = {
-        # the decoder's gradient is dense, and the rows are added to it
+        # the table is tied to the decoder, so all its rows have a gradient
         "mlm, many words": ("text", {"head": "mlm"} | words),
         "mlm, many words, accumulated": ("text", {"head": "mlm", "batch.accumulate": 2} | words),
         "accumulated": ("text", {"head": "mlm", "batch.accumulate": 2}),
@@ -160,7 +162,7 @@ def _cases() -> dict[str, Case]:
         ),
         "by tokens": ("text", {"head": "mlm", "batch.tokens": 100}),
         "words alone": ("text", {"head": "mlm", "train.only": '["embeddings.word", "mlm_head"]'}),
-        # a step in proportion to the gradient, so that the clipping shows
+        # with a large eps the step is proportional to the gradient, so clipping has an effect
         "large eps, cosine": (
             "text",
             {"head": "mlm", "optim.eps": 0.1, "optim.lr": 0.1, "optim.schedule": "cosine"},
@@ -174,7 +176,7 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-# by two ranks; the reduction is the same for all cases
+# these also run on two ranks; the reduction is the same for all cases
 BY_TWO = ["mlm", "classify"]
 
 # ------------------------------------------------------------------------- weights, data, a run
@@ -182,20 +184,24 @@ BY_TWO = ["mlm", "classify"]
 
 @cache
 def numbers() -> tuple[np.ndarray, np.ndarray]:
-    """Committed draws: of the normal distribution, float32, and of 0 to 65,535, int64. Both lengths
-    are primes, so that no two rows of a matrix are equal."""
+    """The committed draws: of the normal distribution, float32, and of 0 to 65,535, int64.
+
+    Both lengths are primes, so that no two rows of a matrix are equal.
+    """
     with np.load(NUMBERS) as file:
         return file["normal"].astype(np.float32), file["uniform"].astype(np.int64)
 
 
 def take(pool: np.ndarray, what: str, count: int) -> np.ndarray:
-    """`count` of the numbers, from a place on that depends on what they are for."""
+    """`count` of the numbers. What they are for (`what`) decides where they begin."""
     start = zlib.crc32(what.encode()) % len(pool)
     return np.resize(np.roll(pool, -start), count)
 
 
 def drawn(name: str, shape: torch.Size) -> Tensor:
-    """An initial weight. Norms and biases are not those of a fresh model, so that they matter."""
+    """An initial weight. Norms and biases differ from those of a fresh model, so that errors in
+    them show.
+    """
     values = take(numbers()[0], name, shape.numel()).reshape(shape)
     *_, owner, kind = ("", *name.split("."))
     if kind in ("bias", "running_mean"):
@@ -220,12 +226,12 @@ def with_drawn_weights(original: Callable[[Checkpoint], Any]) -> Callable[[Check
 
 
 def draw_weights() -> None:
-    """Let every model of this process begin with the committed weights."""
+    """Make every model of this process begin with the committed weights."""
     Checkpoint.model = with_drawn_weights(Checkpoint.model)  # type: ignore
 
 
 def make_store(path: Path, least: int = 3) -> Path:
-    """The store that a path is named after, ROWS rows of `least` to as many tokens as fit."""
+    """Write the store that a path is named after: ROWS rows of `least` tokens to as many as fit."""
     name = path.name
     pair = name in ("pairs", "spans")
     pieces = [f"w{i}" for i in range(PIECES - 5)]
@@ -276,7 +282,7 @@ def make_store(path: Path, least: int = 3) -> Path:
 
 
 def settings(case: str, stores: Path, run: Path) -> list[str]:
-    """The key=value arguments of a case, whose store is made if it is not there."""
+    """The key=value arguments of a case. Its store is made if it does not exist."""
     store, own = CASES[case]
     if not (stores / store).exists():
         make_store(stores / store)
@@ -284,12 +290,12 @@ def settings(case: str, stores: Path, run: Path) -> list[str]:
 
 
 def arguments(values: dict[str, Any]) -> list[str]:
-    """Settings as key=value arguments; None takes the default."""
+    """Settings as key=value arguments. None means the default."""
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 def record_of(run: Path) -> dict[str, list[float]]:
-    """Loss and norm of the gradient of every step of a run."""
+    """The loss and the gradient norm of every step of a run."""
     lines = map(json.loads, (run / "log.jsonl").read_text(encoding="utf-8").splitlines())
     steps = [line for line in lines if line["event"] == "train"]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -314,7 +320,7 @@ def differences(actual: list[float], expected: list[float]) -> np.ndarray:
 
 
 def complaints(case: str, actual: dict[str, list[float]]) -> list[str]:
-    """A line for loss or norm of the gradient that is not as recorded."""
+    """A line if the loss differs from what is recorded, and one if the gradient norm does."""
     lines = []
     for name, bounds in (("loss", LOSS), ("norm", NORM)):
         off = differences(actual[name], recorded()[case][name])
@@ -334,7 +340,7 @@ def complaints(case: str, actual: dict[str, list[float]]) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny products are no faster by two, and the order of their sums would differ."""
+    """Two threads do not speed up tiny products, and they would change the order of the sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -343,7 +349,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stores of the cases are, once a case has made them."""
+    """The directory of the cases' stores, which are made when a case needs them."""
     return tmp_path_factory.mktemp("stores")
 
 
@@ -374,14 +380,14 @@ def test_losses_of_two_ranks_are_those_recorded(
 class Watcher:
     """Notes which elements the dropout of a model keeps, in every forward pass of its training.
 
-    A dropped element of what dropout takes has no gradient. For attention every query and key is
-    made 0 and every value the unit vector of its position, so that a row of the output is the row
+    A dropped element has no gradient at the input of dropout. For attention every query and key is
+    made 0, and every value the unit vector of its position, so that a row of the output is the row
     of probabilities after dropout. All rows of the batch have `length` tokens.
     """
 
     def __init__(self, model: nn.Module, length: int, heads: int):
         self.length, self.heads = length, heads
-        self.inputs: list[Tensor] = []  # of dropout, whose gradients tell
+        self.inputs: list[Tensor] = []  # of dropout; their gradients show what was kept
         self.maps: list[Tensor] = []  # True where a probability was kept, (N, H, L, L)
         for name, module in model.named_modules():
             if name.endswith(("embeddings.norm", "attention.out", "mlp.down")):
@@ -411,9 +417,12 @@ class Watcher:
 
 
 def look_independent(masks: list[Tensor], rate: float, axes: int) -> None:
-    """Assert that each of the masks drops this share, and that neither two of them nor neighbours
-    along their last `axes` are correlated. Every bound is 5 standard deviations: by chance one of
-    1,000 right programs fails under a seed. Longer masks are cut to the shortest."""
+    """Assert that each mask drops this share, and that masks are not correlated.
+
+    Neither two masks nor neighbours along their last `axes` may be correlated. Every bound is 5
+    standard deviations: under a given seed, one of 1,000 correct programs fails by chance. Longer
+    masks are cut to the shortest.
+    """
     least = min(map(len, masks))
     values = torch.stack([mask[:least].double() for mask in masks]) - (1 - rate)
     count, variance = values[0].numel(), rate * (1 - rate)
@@ -484,7 +493,9 @@ def test_two_runs_with_dropout_are_equal_bit_for_bit(stores: Path, tmp_path: Pat
 
 
 def main(patterns: list[str]) -> None:
-    """Record the cases whose names match one of the patterns, with torch's kernels alone."""
+    """Record the cases whose names match one of the patterns. Only PyTorch's own kernels are
+    used.
+    """
     if not NUMBERS.exists():
         draw = np.random.Generator(np.random.PCG64(23))
         normal = draw.standard_normal(16_381).astype(np.float16)

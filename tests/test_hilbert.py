@@ -1,4 +1,6 @@
-"""Hilbert-CNN: the curve, the image, the network against a slow one, and the loop's promises."""
+"""Hilbert-CNN: the curve, the image, the network against a slow one, and the promises of
+training.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def pack(rows: list[str], seconds: list[str] | None = None) -> Batch[Tensor]:
 
 
 def lively(model: Model) -> Model:
-    """The model with norms that have an effect: random scales, shifts and running statistics."""
+    """The model with random scales, shifts and running statistics, so that the norms have an
+    effect.
+    """
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for module in model.modules():
@@ -90,8 +94,9 @@ def lively(model: Model) -> Model:
 
 
 def place(index: int, side: int) -> tuple[int, int]:
-    """Where the curve is at a step, from the bits of its number (two for each level, lowest
-    first)."""
+    """Where the curve is at a step, computed from the bits of its number (two per level, lowest
+    first).
+    """
     row = column = 0
     for level in range(side.bit_length() - 1):
         down, right = (index >> 1) & 1, (index ^ (index >> 1)) & 1
@@ -109,7 +114,8 @@ def test_the_curve_visits_all_cells_through_neighbours(side: int) -> None:
     assert [tuple(cell) for cell in curve.tolist()] == [place(i, side) for i in range(side**2)]
     assert {tuple(cell) for cell in curve.tolist()} == set(np.ndindex(side, side))
     assert (curve.diff(dim=0).abs().sum(1) == 1).all()
-    assert (curve[: side**2 // 2, 0] < max(side // 2, 1)).all()  # its first half: the upper half
+    # its first half fills the upper half
+    assert (curve[: side**2 // 2, 0] < max(side // 2, 1)).all()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +344,7 @@ def line(data: Path, run: Path, *overrides: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def learned(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the toy splice task, whose middle six of sixty letters decide."""
+    """A run on the toy splice task, in which the middle six of sixty letters decide the class."""
     run = tmp_path_factory.mktemp("hilbert") / "run"
     good(forks.run(*line(data.splice, run, "train.epochs=8", "train.select=last")))
     return run
@@ -443,7 +449,9 @@ def test_what_has_no_meaning_is_one_line(
 
 
 def test_a_run_is_a_start_like_any(learned: Path, forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """`init` takes the trunk with its statistics and a fresh head; `clean` is a fresh network."""
+    """`init` takes the trunk with its statistics and gives it a fresh head. `clean` gives a fresh
+    network.
+    """
     for name, extra in (("on", []), ("clean", ['surgery=[{op = "clean"}]'])):
         good(
             forks.run(

@@ -26,7 +26,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import open_store
 from xformer.data.writing import create_store
 
-INPUTS = 3  # random ones a reader
+INPUTS = 3  # random inputs for each reader
 DEEP = 10_000
 MORE = int(os.environ.get("FAULTS_INPUTS", INPUTS))
 
@@ -47,7 +47,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trial(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str], fuzz.Trial]]:
-    """Makes a Trial of a reader by name."""
+    """A function that makes the Trial of a reader, given its name."""
     monkeypatch.setattr("sys.argv", [""])
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     threads = torch.get_num_threads()
@@ -115,7 +115,7 @@ def test_no_pickle_runs(name: str, trial: Callable[[str], fuzz.Trial], tmp_path:
     for form, data in pickles(marker).items():
         assert reads(data) == "", form
         assert not marker.exists(), form
-    pickle.loads(pickles(marker)["pickle"])  # it would have
+    pickle.loads(pickles(marker)["pickle"])  # this shows that the payload works
     assert marker.exists()
 
 
@@ -127,7 +127,7 @@ SOURCES = sorted(p for name in ("xformer", "preprocess") for p in (ROOT / name).
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_nothing_is_interpreted(path: Path) -> None:
-    """No source calls what runs a text as a program, or hands one to a shell."""
+    """No source file calls what runs a text as a program, or hands a text to a shell."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             assert ast.unparse(node.func) not in DANGEROUS, ast.unparse(node)
@@ -149,7 +149,9 @@ def harmless(done: Done, *lines: str) -> None:
 def test_hostile_labels_and_titles_are_escaped(
     ground: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In labels of a csv, in file names, in a checkpoint's classes, in a recipe and in a study."""
+    """The text is in labels of a csv, in file names, in a checkpoint's classes, in a recipe or in a
+    study.
+    """
     monkeypatch.chdir(tmp_path)
     shown, folder = escaped(EVIL), tmp_path / f"store{EVIL}"
     rows = [f'bam{i},"{EVIL}{"ab"[i % 2]}"' for i in range(40)]
@@ -203,7 +205,7 @@ def test_hostile_labels_and_titles_are_escaped(
 def test_data_on_a_terminal_is_escaped_and_in_a_pipe_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Predictions keep their tabs and lines on both."""
+    """Predictions keep their tabs and line ends in both."""
     for terminal, wanted in ((True, f"a\t{escaped(EVIL)}\nb\n"), (False, f"a\t{EVIL}\nb\n")):
         shown = io.StringIO()
         monkeypatch.setattr(shown, "isatty", lambda terminal=terminal: terminal)
@@ -285,7 +287,7 @@ def test_ten_thousand_levels(name: str, trial: Callable[[str], fuzz.Trial]) -> N
 
 HEAD = b"\x93NUMPY\x01\x00v\x00"
 FOUND: list[tuple[str, bytes]] = [
-    ("archive a.zip", zipped(a=b"x" * 99)[10:]),  # its table points before its beginning
+    ("archive a.zip", zipped(a=b"x" * 99)[10:]),  # its table points to before the file's start
     ("store train/tokens.offsets.npy", b""),
     ("store train/tokens.offsets.npy", HEAD + b"{'descr': '<i4', (".ljust(118)),
     ("evaluated train/tokens.offsets.npy", HEAD + b"{'descr': '<i4', (".ljust(118)),

@@ -1,4 +1,6 @@
-"""The rules of the house: which module may import which, what is never used, recipes that build."""
+"""The rules of the house: which module may import which, names that nothing uses, recipes that
+build.
+"""
 
 import ast
 import re
@@ -346,7 +348,7 @@ def test_no_class_has_the_name_of_another() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_no_imported_name_is_shadowed(name: str) -> None:
-    """A reader who has seen `from x import y` takes every later `y` for it."""
+    """A reader who has seen `from x import y` takes every later `y` for the imported one."""
     tree = TREES[name]
     imported = {
         (alias.asname or alias.name).split(".")[0]

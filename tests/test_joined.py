@@ -48,7 +48,9 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def stores(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """Texts by document, and classes; only the second has a split `test`."""
+    """Two stores of texts by document, and two of classes. Only the second of each has a split
+    `test`.
+    """
     place = tmp_path_factory.mktemp("joined")
 
     def preprocess(*words: str | Path) -> None:
@@ -121,8 +123,9 @@ def equal(actual: Split, wanted: Split) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "classes"])
 def test_two_stores_hold_what_one_does(stores: dict[str, Pair], kind: str) -> None:
-    """The rows of the first, then those of the second. A split that only one has comes from that
-    one."""
+    """The rows of the first store come before those of the second. A split that only one store has
+    comes from that store.
+    """
     pair = stores[kind]
     actual, whole = open_stores([str(pair.a), str(pair.b)]), open_store(pair.whole)
     assert actual.splits == whole.splits
@@ -218,7 +221,7 @@ def test_parts_do_what_one_array_does(lists: list[list[int]], data: st.DataObjec
 def test_training_on_two_stores_is_training_on_one(
     forks: Forks, stores: dict[str, Pair], tmp_path: Path, ranks: int
 ) -> None:
-    """Bit for bit: weights, moments, log and scores."""
+    """Weights, moments, log and scores are the same bit for bit."""
     pair, runs = stores["text"], [tmp_path / "one", tmp_path / "two"]
     for source, run in zip((str(pair.whole), pair.both), runs, strict=True):
         line = training(SMOKE, source, run, "train.steps=6", "fraction=0.5", "mapping=ids")
@@ -247,7 +250,7 @@ def test_scores_of_two_stores_are_those_of_one(
         read_json(runs[0] / "result.json")["metrics"]
         == (read_json(runs[1] / "result.json")["metrics"])
     )
-    assert content_key(resolve(runs[0])) != content_key(resolve(runs[1]))  # their history says so
+    assert content_key(resolve(runs[0])) != content_key(resolve(runs[1]))  # their histories differ
     lines: list[tuple[str, str]] = []
     for source in (str(pair.whole), pair.both):
         out = tmp_path / f"{len(lines)}"

@@ -1,4 +1,6 @@
-"""What names a run: the keys of studies' runs stay, and runs of before are read as they were."""
+"""What names a run: keys of studies' runs do not change, and runs of earlier code are read
+correctly.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from xformer.study.plan import LATER, Plan, content_key, identity
 from xformer.study.pool import set_up
 from xformer.study.spec import read_study
 
-# computed by the code of before `fraction` and lists of stores (revision adafa31). A key that
-# changes orphans every result that has it: add a field to plan.LATER instead of changing these
+# Computed by the code before `fraction` and lists of stores (revision adafa31). If a key changes,
+# every result under it is lost to users. Add the new field to plan.LATER instead of changing these
 KEYS = {
     "head=mlm": "e10903387d2aa032",
     "head=mlm train.log_every=7 train.keep_state=false system.threads=2": "e10903387d2aa032",
@@ -83,7 +85,7 @@ def as_before(run: Path) -> None:
 
 
 def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
-    """As earlier code wrote it, here without the parts that do not matter."""
+    """The config is as earlier code wrote it, without the parts that do not matter here."""
     system = {"threads": 2, "shard": "none"}
     old = {"data": {"store": "stores/a", "fraction": 0.5}, "head": "mlm", "system": system}
     content: dict[str, Any] = {
@@ -98,7 +100,8 @@ def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
         "identity": {"data": "k", "fraction": 1.0, "head": "mlm"},
         "starts": [{"step": 0, "config": new}],
     }
-    write_json(tmp_path / "config.json", {"config": new, "identity": new})  # and today's
+    # today's form is read unchanged
+    write_json(tmp_path / "config.json", {"config": new, "identity": new})
     assert read_config(tmp_path / "config.json") == {"config": new, "identity": new}
     for strange in (7, {"config": 1, "starts": [2]}, {"starts": None}):
         write_json(tmp_path / "config.json", strange)
@@ -117,7 +120,9 @@ Monitor.advance = advance
 
 
 def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Continued, it equals a run that never stopped. It is evaluated and verified as before."""
+    """If it is continued, it equals a run that never stopped. It is evaluated and verified as
+    before.
+    """
     runs = [tmp_path / "whole", tmp_path / "parts"]
     settings = ["train.steps=6", "train.checkpoint_every=3", "train.log_every=1", "fraction=0.5"]
     lines = [training(SMOKE, data.text, run, *settings) for run in runs]
@@ -128,7 +133,7 @@ def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> No
     refused(forks.run(*others), "made with other settings: fraction=0.5 is now 1.0")
     good(forks.run(*lines[1]))
     same(runs[1], runs[0])
-    content = read_json(runs[1] / "config.json")  # all of it is today's now
+    content = read_json(runs[1] / "config.json")  # continuing has written it in today's form
     assert content["config"]["data"] == content["starts"][0]["config"]["data"] == str(data.text)
     assert len(content["starts"]) == 1
 
@@ -188,14 +193,15 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
         as_before(run)
     assert "Accuracy" in good(forks.run(*line)).out
     assert (root / "one-mini/report.md").read_text() == report
-    for run in runs:  # it was not made again
+    for run in runs:  # the old form shows that it was not run again
         assert isinstance(read_json(run / "config.json")["config"]["data"], dict)
 
     keys = set(plan.jobs)
     write("bf16")
     assert not keys & set(Plan(read_study(file, "mini"), root, {}).jobs)
 
-    write("fp32")  # a run that was made in bf16 when both had one key
+    # an old run in bf16, from when fp32 and bf16 had the same key
+    write("fp32")
     content = read_json(runs[0] / "config.json")
     content["config"]["system"]["precision"] = "bf16"
     write_json(runs[0] / "config.json", content)
@@ -208,7 +214,7 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
         {"step": 1, "config": {"system": {"precision": "bf16"}}},
     ]
     write_json(runs[0] / "config.json", content)
-    refused(forks.run(*line), *words)  # of a part of it
+    refused(forks.run(*line), *words)  # a part of the run was in bf16
     write_json(runs[0] / "config.json", {"identity": {}, "starts": 7})
     with pytest.raises(BadInput, match=r"config\.json is damaged: it holds no recipe"):
         Plan(read_study(file, "mini"), root, {})

@@ -1,5 +1,5 @@
-"""Attention, pre-LN, checkpoints, surgery and optimizer, against `torch.optim` and code written
-out; the families against `transformers` are in test_families.py.
+"""Attention, pre-LN, checkpoints, surgery and optimizers, compared with `torch.optim` and with code
+written out here. The model families are compared with `transformers` in test_families.py.
 
 T tokens in the batch, N sequences, H heads, D size of a head, L length, C hidden size.
 """
@@ -156,7 +156,7 @@ def saved(trained: Checkpoint, tmp_path: Path) -> Path:
 
 
 def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
-    """The same names, and bit for bit the same values."""
+    """Whether both have the same names, and bit for bit the same values."""
     names = set(one.weights)
     equal = (torch.equal(one.weights[n], two.weights[n]) for n in names & set(two.weights))
     return names == set(two.weights) and all(equal)
@@ -398,7 +398,7 @@ def test_a_vocabulary_must_fit_its_embeddings() -> None:
 
 
 def altered(checkpoint: Checkpoint) -> Checkpoint:
-    """As after training: every weight has changed."""
+    """The checkpoint as after training: every weight has changed."""
     return replace(checkpoint, weights={n: w + 0.5 for n, w in checkpoint.weights.items()})
 
 
@@ -457,7 +457,7 @@ def steps_of(
     steps: range,
     rate: float = 0.01,
 ) -> list[float]:
-    """Make steps of a run, each with its own rate, and return the norms."""
+    """Make the steps of a run, each with its own learning rate, and return the gradient norms."""
     norms, count = [], torch.tensor(5.0)
     for step in steps:
         optimizer.zero_grad()
@@ -469,7 +469,9 @@ def steps_of(
 
 
 class NovoGrad(torch.optim.Optimizer):
-    """Ginsburg et al. 2019, algorithm 1, as printed: each parameter is a layer, and v a scalar."""
+    """Ginsburg et al. 2019, algorithm 1, as printed. Each parameter is a layer, and v is a
+    scalar.
+    """
 
     def __init__(self, groups: Any, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -507,7 +509,7 @@ KINDS: dict[str, Any] = {
 def test_optimizers_equal_torch_and_the_paper(
     make: Callable[[], nn.Module], name: Any, clip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a summed loss, whose gradient our step divides by the count."""
+    """The loss is a sum, and our step divides its gradient by the count."""
     monkeypatch.setattr(optim, "PIECE", 3)
     torch.manual_seed(0)
     ours = make()
@@ -538,8 +540,9 @@ def test_optimizers_equal_torch_and_the_paper(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_dropped_step_changes_nothing(name: Any) -> None:
-    """Weights, moments and step count stay, even if the gradient is not finite, and in the first
-    step."""
+    """Weights, moments and the step count stay, even in the first step, or if the gradient is not
+    finite.
+    """
     torch.manual_seed(0)
     model = Little()
     optimizer = optim.build(model, OptimConfig(name=name, weight_decay=0.1))

@@ -46,7 +46,7 @@ def compiled(package: Path, compiler: str = "c++") -> str:
 
 
 def asked(package: Path, code: str = "", **environment: str) -> str:
-    """What a process reports about the copy's library after using it."""
+    """What a new process reports about the copy's library after using it."""
     code = code or (
         "import torch\n"
         "from xformer.ops import native\n"
@@ -69,7 +69,7 @@ def asked(package: Path, code: str = "", **environment: str) -> str:
 
 
 def wrapped(folder: Path, text: str) -> str:
-    """An executable that takes the place of the compiler."""
+    """Write an executable that takes the place of the compiler."""
     path = folder / "cxx"
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -82,7 +82,7 @@ def said(why: str) -> str:
 
 @linux
 def test_the_suite_has_the_library() -> None:
-    """Without it the suite would test only the plain ways."""
+    """Without the library, the suite would test only the plain versions of the operations."""
     assert native.absent in ("", native.OFF)
 
 
@@ -165,7 +165,9 @@ def test_a_processor_without_avx512_computes_the_same(package: Path) -> None:
 
 @linux
 def test_there_is_one_openmp(package: Path) -> None:
-    """It is the one of torch: two would each have their own threads."""
+    """The library uses PyTorch's OpenMP. With two OpenMP libraries, each would start its own
+    threads.
+    """
     compiled(package)
     code = (
         "import re\n"

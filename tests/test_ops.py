@@ -1,4 +1,4 @@
-"""Every way of every operation compared to its plain way in fp64: values, gradients and types.
+"""Compare every way of every operation with its plain way in fp64: values, gradients and types.
 
 T tokens, N sequences, H heads, D size of a head, C width, M masked tokens, E embedding size, V
 vocabulary.
@@ -38,8 +38,11 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An operation on inputs of certain shapes. `run` takes the inputs, which have a gradient, then
-    `whole`, a tensor of integers, and the rate of dropout."""
+    """An operation on inputs of certain shapes.
+
+    `run` takes the inputs, which have a gradient, then `whole`, a tensor of integers, and the
+    dropout rate.
+    """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -128,7 +131,9 @@ def taking(way: str) -> Iterator[None]:
 
 
 def results(case: Case, dtype: torch.dtype, way: str, rate: float) -> list[Tensor]:
-    """The outputs, then the gradients of the inputs, in one direction and with one mask."""
+    """The outputs, then the gradients of the inputs for one fixed output gradient, with one
+    mask.
+    """
     given = case.inputs(dtype)
     torch.manual_seed(3)
     with taking(way):
@@ -201,7 +206,7 @@ def test_a_gradient_that_is_not_a_number_stays_in_its_head(way: str) -> None:
 
 
 def test_far_scores_and_far_logits() -> None:
-    """Most probabilities are 0 in fp32."""
+    """The scores are so far apart that most probabilities are 0 in fp32."""
     qkv = torch.randn(20, 3, 2, 8, generator=seeded(0))
     qkv[:, :2] *= 100
     h, word = torch.randn(9, 7, generator=seeded(1)), 1e4 * torch.randn(50, 7, generator=seeded(2))
@@ -236,7 +241,7 @@ def test_dropout_has_the_rate_asked_for(way: str, rate: float) -> None:
 
 
 def test_masks_are_independent() -> None:
-    """Masks of neighbours in every direction, of other heads and of other seeds."""
+    """Masks are independent of neighbours in every direction, of other heads and of other seeds."""
     heads, side, rate = 6, 200, 0.1
     position, head = torch.arange(side).int(), torch.arange(heads).int()[:, None, None]
 
@@ -258,8 +263,9 @@ def test_masks_are_independent() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**61 + 12345])
 def test_all_ways_have_the_same_masks(seed: int) -> None:
-    """Bit for bit, in dropout, add_norm and attention. In attention an identity as v shows the
-    mask."""
+    """The masks of dropout, add_norm and attention are equal bit for bit. In attention, an identity
+    matrix as v shows the mask.
+    """
     if native.absent:
         pytest.skip(f"no C++ operations: {native.absent}")
     x, where = torch.ones(37, 77), torch.tensor(seed)
@@ -388,8 +394,9 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 
 
 def check_cuda(guard: str) -> None:
-    """PyTorch's CUDA kernels accept their arguments. (Without a device there is no backward
-    pass.)"""
+    """Check that PyTorch's CUDA kernels accept their arguments. (Without a device there is no
+    backward pass.)
+    """
     ctypes.CDLL(guard)
     for case in SOME:
         for dtype in (SINGLE, HALF, FP16):
@@ -522,8 +529,9 @@ def test_of_equal_logits_the_first_is_the_prediction() -> None:
 
 
 def test_equal_bits_by_any_number_of_threads() -> None:
-    """Masks and attention have equal bits with any number of threads; sums over rows with the
-    same."""
+    """Masks and attention have equal bits with any number of threads. Sums over rows have equal
+    bits if the number of threads is the same.
+    """
     threads, actual = torch.get_num_threads(), []
     cases = of_dropout(300, 384), of_attention([64, 65, 200], 4, 32), of_norm(300, 384)
     try:

@@ -27,7 +27,9 @@ SIZES = [1, 40, 7, 150, 2, 100]  # rows of each family, or document
 
 
 def families(rng: np.random.Generator, path: Path) -> Path:
-    """A store of sequences whose letters show their family. `group` numbers documents."""
+    """A store of sequences whose letters show their family. Its column `group` numbers
+    documents.
+    """
     symbols = vocabularies.symbols(LETTERS)
     columns = {"tokens": "", "label": "int64", "group": "int32"}
     with create_store(path, symbols, columns) as store:
@@ -62,7 +64,7 @@ def test_families_are_paired_as_drawn(seed: int) -> None:
     assert first.tolist() == list(range(len(family)))
     assert ((family[first] == family[second]) == (label == 1)).all()
     assert (first != second).all()
-    assert (label[family == 0] == 0).all()  # alone in its family
+    assert (label[family == 0] == 0).all()  # the only row of its family
     share = label[family != 0].mean()
     assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(len(family))
     # every other family is equally likely, whatever its size
@@ -241,7 +243,7 @@ def test_pairs_without_labels(tmp_path: Path, forks: Forks) -> None:
 
 
 def test_from_pfam_to_pairs(tmp_path: Path) -> None:
-    """Pfam's headers name the family in their third field, and pairs hold its sequences."""
+    """The third field of Pfam's headers names the family, and the pairs hold Pfam's sequences."""
     rng = np.random.default_rng(0)
     lines = []
     for i in range(120):

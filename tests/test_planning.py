@@ -1,4 +1,6 @@
-"""What a study says before it runs: notes with numbers from the settings, deviations, checks."""
+"""What a study says before it runs: notes whose numbers come from the settings, deviations,
+checks.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,11 @@ def notes_of(plan: Plan) -> Notes:
         ("{finetune: optim.lr}; {finetune(rate=high): optim.lr}", "1e-5 or 0.001; 0.001"),
         ("{finetune: train.epochs}", "1"),  # a whole number has no decimals
         ("{finetune: optim.betas}", "0.9 and 0.999"),
-        # of the model that the runs start from, which another stage makes
+        # the model that the runs start from, which another stage makes
         ("{finetune: model.hidden} {finetune: model.layers}", "16 1"),
-        ("{finetune: model.vocab_size}", "?"),  # the tokenizer's, which is not made yet
+        ("{finetune: model.vocab_size}", "?"),  # decided by the tokenizer, which does not exist yet
         ("{pretrain: batch.rows * train.steps}", "128"),
-        ("{made.task: model.layers}", "?"),  # no checkpoint
+        ("{made.task: model.layers}", "?"),  # made.task is not a checkpoint
         ("{finetune(start=scratch, rate=low): runs}", "2"),
         ("{finetune: count.seed} {finetune: levels.start}", "2 pretrained and scratch"),
         ("{made.letters: --valid}", None),  # a path that is not filled in
@@ -189,7 +191,7 @@ def test_a_deviation_of_no_table_is_refused(file: Path, tmp_path: Path) -> None:
     assert len(read_study(other, "mini").deviations) == 3
 
 
-# names and citations that have a number in them
+# names and citations that contain a number
 NAMES = re.compile(
     r"\b(tables?|figures?|sections?|appendi(x|ces)) [A-Z]?[\d.]*\d(( to|,| and) [\d.]*\d)*"
     r"|\b[A-Z][a-z]+ (et al\. )?(19|20)\d\d\b"  # Devlin et al. 2019, Chiang & Lee 2020
@@ -268,7 +270,7 @@ def metric(name: str) -> tuple[str, str]:
 
 
 def corpus(name: str) -> tuple[str, str]:
-    """A change that pre-trains on another store."""
+    """A change that makes the pre-training use another store."""
     return 'settings.data = "{made.letters}"', f'settings.data = "{{made.{name}}}"'
 
 
@@ -282,7 +284,7 @@ OTHER = "made.task was made with a different tokenizer from the checkpoint's"
 BY_WORDS = ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"')
 TINY = ("{ hidden = 16, intermediate = 16, layers = 1 }", "{ vocab_size = 8 }")
 MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
-    ([], []),  # as it is, all fits
+    ([], []),  # without a change everything fits
     # the model that another stage makes
     ([finetune("batch.max_tokens = 129")], ["batch.max_tokens=129: the model takes 128 at most"]),
     ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
@@ -379,7 +381,9 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
 def test_a_transplant_reads_what_its_tokenizer_wrote(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """An encoder of letters that gets the words of another encoder can read that one's store."""
+    """If an encoder of letters gets the word embeddings of another encoder, it can read that
+    encoder's store.
+    """
     start = training(SMOKE, data.splice, tmp_path / "letters", "train.steps=1")
     good(forks.run(*start))
     line = training(
@@ -394,7 +398,7 @@ def test_a_transplant_reads_what_its_tokenizer_wrote(
 
 
 def imported(path: Path, family: str, **sizes: int) -> Path:
-    """A Hugging Face directory as far as planning reads it: its config.json."""
+    """A Hugging Face directory with the only file that planning reads, config.json."""
     layers, hidden = sizes.get("layers", 12), sizes.get("hidden", 768)
     config = {
         "model_type": family,
@@ -418,7 +422,7 @@ def imported(path: Path, family: str, **sizes: int) -> Path:
 
 
 def micro(path: Path) -> Path:
-    """An encoder of the micro family as far as planning reads it: its config.json."""
+    """An encoder of the micro family with the only file that planning reads, config.json."""
     model = read_recipe(ROOT / "recipes/pretrain/micro.toml")["model"]
     path.mkdir()
     write_json(path / "config.json", {"model": {**model, "vocab_size": 8192}})
@@ -447,14 +451,17 @@ Planned = dict[tuple[Path, str], Forecast]
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
-    """Every study at every scale, with the shapes of its models known, and no data."""
+    """The plan of every study at every scale. The shapes of the models are known, and there is no
+    data.
+    """
     root = tmp_path_factory.mktemp("models")
     models = {name: imported(root / name, of, **sizes) for name, (of, sizes) in FAMILIES.items()}
     models |= {name: micro(root / name) for name in MICRO}
     forecasts = {}
     for path, scale in SCALES:
         study = read_study(path, scale)
-        mini = {"bert": models["minilm"]} if scale == "mini" else {}  # so the need is called there
+        # at the scale mini, studies call MiniLM `bert`
+        mini = {"bert": models["minilm"]} if scale == "mini" else {}
         known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
         forecasts[path, scale] = Forecast(Plan(study, root / "studies", known))
     return forecasts
@@ -467,7 +474,7 @@ def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> N
         assert not typed(text), f"{typed(text)} in {text!r}"
     filled = Notes(plans[path, scale])
     said = [*filled.notes, *(text for one in filled.deviations for text in one.cells())]
-    assert "?" not in "".join(said)  # every value is known where the models are
+    assert "?" not in "".join(said)  # every value is known if the models are
 
 
 def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Batch[torch.Tensor]]:
@@ -498,7 +505,7 @@ def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Ba
 
 @pytest.mark.parametrize("scale", ["mini", "small", "paper"])
 def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
-    """Its longest rows, through the model that it trains, once for each shape."""
+    """The longest rows of each stage go through the model that it trains, once for each shape."""
     kinds: set[tuple[ModelConfig, str, int]] = set()
     for (path, of), forecast in plans.items():
         if of != scale:
@@ -516,7 +523,8 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
                 size = forecast.tokenizer(str(job.path)).size
                 assert size, f"{path}: {job.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
-            config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike
+            # all layers are alike
+            config = config.model_copy(update={"layers": min(2, config.layers)})
             kinds.add((config, recipe.head, recipe.batch.max_tokens))
     assert len(kinds) > 5
     for config, head, length in kinds:
@@ -528,7 +536,7 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> None:
-    """A store's rows and their two special tokens fit the rows of a batch."""
+    """A store's longest row and two special tokens fit into a row of a batch."""
     plan = plans[path, scale].plan
     commands = {str(job.path): job.command for job in plan.jobs.values()}
     for job in plan.jobs.values():

@@ -1,7 +1,8 @@
-"""PLUS-TFM checkpoints (Min et al. 2019) against the published formulas, one sequence at a time.
+"""Compare PLUS-TFM checkpoints (Min et al. 2019) with the published formulas, one sequence at a
+time.
 
-L tokens of a sequence, C hidden size, H heads. The public code itself is not part of this project;
-docs/results.md says how the same random checkpoints compare with it.
+L tokens of a sequence, C hidden size, H heads. The public code is not part of this project.
+docs/results.md says how it compares on the same random checkpoints.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def test_the_alphabet_is_the_one_of_plus() -> None:
     tokenizer = vocabularies.plus()
     letters = "ARNDCQEGHILKMFPSTWYV"
     assert tokenizer.encode_batch([letters])[0].tolist() == list(range(1, 21))
-    # O reads as K, U as C, and any other character as X
+    # O is read as K, U as C, and any other character as X
     assert tokenizer.encode_batch(["XOUBZ-*J"])[0].tolist() == [21, 12, 5, 21, 21, 21, 21, 21]
     assert (tokenizer.special["pad"], tokenizer.special["mask"], len(tokenizer)) == (0, 22, 25)
     assert (tokenizer.special["cls"], tokenizer.special["sep"], tokenizer.special["unk"]) == (

@@ -1,5 +1,6 @@
-"""`evaluate.py input=`: raw rows of any format are read by the readers of preprocess.py, and every
-row of a table of predictions has the same columns."""
+"""`evaluate.py input=`: the readers of preprocess.py read raw rows of any format. Every row of a
+table of predictions has the same columns.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def test_rows_that_cannot_be_read(
 
 
 def without_its_task(run: Path, place: Path) -> Path:
-    """Save the run's checkpoint as it was before tasks were recorded."""
+    """Save the run's checkpoint in the older form that does not record the task."""
     checkpoint = checkpoints.load(run)
     assert checkpoint.head is not None
     columns = {
@@ -414,8 +415,9 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
 
 
 def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
-    """CoNLL's columns are not taken for text, whatever the file's name. Text has one sentence per
-    line."""
+    """CoNLL's columns are not taken for text, whatever the file's name. Plain text has one sentence
+    per line.
+    """
     draw = np.random.default_rng(0)
     words = [
         list(draw.choice(["bam", "ban", "dan", "fan"], draw.integers(2, 6))) for _ in range(40)

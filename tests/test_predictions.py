@@ -1,4 +1,6 @@
-"""Predictions as a run keeps them: every score again without model and store; damage is refused."""
+"""The predictions that a run keeps: they give every score again without model or store, and damage
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_a_run_keeps_what_it_scored(name: str, data: Toys, learned: dict[str, Pa
         assert np.array_equal(predictions.arrays["label"], columns["label"])
         outputs = predictions.arrays["outputs"]
         assert (outputs.dtype, outputs.shape) == (np.float32, (rows, len(store.labels) or 1))
-        if store.labels:  # a statistic of one's own
+        if store.labels:  # a user can compute other statistics
             right = outputs.argmax(1) == predictions.arrays["label"]
             assert right.mean() == predictions.metrics()["accuracy"]
 
@@ -66,7 +68,9 @@ def test_a_run_keeps_what_it_scored(name: str, data: Toys, learned: dict[str, Pa
 def test_evaluation_writes_the_same_file(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    """On 1 and 2 processes, for classes and for masked tokens; any other name is a table."""
+    """This holds with 1 and 2 processes, for classes and for masked tokens. With any other file
+    name the output is a table.
+    """
     for name in ("classes", "text"):
         for ranks in (1, 2):
             out = tmp_path / f"{name}{ranks}.npz"
@@ -101,7 +105,9 @@ def test_reading_needs_neither_the_store_nor_the_checkpoint(
 
 
 def test_old_predictions_go_with_the_old_result(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Cases: a run is made longer, is made anew, or was killed between predictions and result."""
+    """Cases: a run is made longer, is made again, or was killed between its predictions and its
+    result.
+    """
     run = tmp_path / "run"
     line = training(CLASSIFY, data.classes, run, *STEPS)
     assert forks.run(*line, before=KILLED).status == -signal.SIGKILL
@@ -124,8 +130,9 @@ def test_two_ranks_write_what_one_writes(forks: Forks, data: Toys, tmp_path: Pat
 
 
 def test_a_damaged_file_is_refused_by_name(learned: dict[str, Path], tmp_path: Path) -> None:
-    """Each byte counts, in a run and alone. Other files and files without some arrays are refused
-    too."""
+    """A change of any byte is noticed, in a run and in a file alone. Other files and files that
+    lack an array are refused too.
+    """
     content = (learned["classes"] / "predictions/valid.npz").read_bytes()
     scores = read(learned["classes"] / "predictions/valid.npz").metrics()
     run, alone = tmp_path / "predictions/valid.npz", tmp_path / "alone.npz"
@@ -140,7 +147,7 @@ def test_a_damaged_file_is_refused_by_name(learned: dict[str, Path], tmp_path: P
         with pytest.raises(BadInput, match=r"valid.npz is damaged: its checksum is not the one in"):
             read(run)
         alone.write_bytes(changed)
-        with suppress(BadInput):  # or a byte that says nothing, such as the time of day
+        with suppress(BadInput):  # some bytes do not matter, such as the file's time
             assert read(alone).metrics() == scores
     run.write_bytes(content)
     assert read(run).metrics() == scores
@@ -170,7 +177,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
-    """Votes, rows without a label, and classes that training lacks, against the metrics alone."""
+    """Scores from the file equal the metrics computed directly, with votes, rows without a label,
+    and classes that training lacks.
+    """
     draw = np.random.default_rng(3)
     rows, group = 60, np.repeat(np.arange(20), 3) + 400
     outputs = draw.normal(size=(rows, 3)).astype(np.float32)

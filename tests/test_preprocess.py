@@ -37,7 +37,7 @@ SENTENCES = [
 
 
 def run(*arguments: object, status: int = 0, folder: Path = ROOT) -> str:
-    """What the command prints (on standard output, or as its error)."""
+    """Run the command, and return what it prints (on standard output, or as its error)."""
     command = [sys.executable, str(ROOT / "preprocess.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     assert done.returncode == status, done.stdout + done.stderr
@@ -49,7 +49,7 @@ def run(*arguments: object, status: int = 0, folder: Path = ROOT) -> str:
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """The same within this process, for what is about a message and not about a process."""
+    """Run the command within this process, for tests of messages, which need no new process."""
     monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     cli.main()
@@ -64,7 +64,8 @@ def rows(store: Store, split: str, column: str = "tokens") -> list[list[int]]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus, a WordPiece, a BPE and an ACGT tokenizer, a store of the corpus, and
-    small labelled files."""
+    small labelled files.
+    """
     folder = tmp_path_factory.mktemp("base")
     (folder / "corpus.txt").write_text("\n\n".join(SENTENCES * 5) + "\n", encoding="utf-8")
     corpus = folder / "corpus.txt"
@@ -118,7 +119,7 @@ def test_tokenizer_options(base, tmp_path):
 def expected(
     content: str, options: TextOptions, most: int, tokenizer: tokenizers.Tokenizer
 ) -> list[list[int]]:
-    """The rows of a text by the plainest means."""
+    """The rows of a text, computed in the simplest way."""
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     lines = [line for line in lines if not (options.skip and options.skip.search(line))]
     documents = lines
@@ -197,7 +198,7 @@ def test_several_files_are_several_documents(base, tmp_path):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
 def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkeypatch, kind):
-    """With tiny buffers, so that every document and line is read, cut and encoded in pieces."""
+    """The buffers are tiny, so every document and line is read, cut and encoded in pieces."""
     if kind == "unigram":
         tokenizer = vocabularies.learn("unigram", SENTENCES * 5, 60)
     else:
@@ -309,7 +310,9 @@ def test_task_from_one_file_is_split_without_duplicates(base, tmp_path):
 
 
 def test_task_from_a_directory(base, tmp_path):
-    """A byte-order mark, raw quotes, a pair, a test file without labels, dev for valid."""
+    """The files have a byte-order mark, raw quotes and text pairs; the test file has no labels;
+    valid is called dev.
+    """
     raw = tmp_path / "raw"
     raw.mkdir()
     head = "Quality\tone\ttwo"
@@ -535,7 +538,7 @@ def test_stats(base, tmp_path):
     assert train["unigram_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
     assert train["unigram_perplexity"] == pytest.approx(np.exp(train["unigram_entropy"]))
     assert train["labels"] == {"x": 1, "y": 3}
-    # the training counts plus one over 9 pieces: C has 2 of 17
+    # each training count plus one, over 9 pieces, so that C has 2 of 17
     assert found["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 17))
     assert found["test"]["labels"] == {"x": 0, "y": 0, "(none)": 1}
     assert "4 rows, 8 tokens" in said

@@ -20,14 +20,14 @@ MERGES = "#version: 0.2\nl o\n"
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """The command within this process."""
+    """Run the command within this process."""
     monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     cli.main()
 
 
 def fast(**changes: Any) -> str:
-    """A tokenizer.json of BERT's rules, with some parts changed."""
+    """A tokenizer.json with BERT's rules, with some parts changed."""
     normal = {
         "type": "BertNormalizer",
         "lowercase": False,
@@ -98,7 +98,7 @@ def test_what_decides_on_lower_case(tmp_path, files, lowercase):
 
 
 def unigram(**changes: object) -> str:
-    """A tokenizer.json of ALBERT's rules, with some parts changed."""
+    """A tokenizer.json with ALBERT's rules, with some parts changed."""
     replaced = [
         {"type": "Replace", "pattern": {kind: old}, "content": new}
         for kind, old, new in (("String", "``", '"'), ("String", "''", '"'))
@@ -116,11 +116,11 @@ def unigram(**changes: object) -> str:
 
 
 def test_albert_s_tokenizer_json_of_old(tmp_path):
-    """As the first of them were written: no kind of prefix named, spaces joined at the end."""
+    """The earliest files do not name the kind of prefix, and join spaces at the end."""
     put(tmp_path, {"tokenizer.json": unigram()})
     found = published.import_tokenizer(tmp_path)
     assert found.meta["normalisation"] == {"lowercase": True, "keep_accents": False}
-    # "b" after a space is "▁" and "b"; "<pad>" is no special token: "a" is no piece inside of it
+    # "b" after a space is "▁" and "b". "<pad>" is not a special token here, so it is split up.
     assert found.encode_batch(["Áb  b <pad>"])[0].tolist() == [5, 6, 7, 6, 7, 1]
 
 

@@ -1,4 +1,6 @@
-"""Registered claims: the commit that held them first, what their seeds detect, runs at chance."""
+"""Registered claims: the commit that first held them, the differences that their seeds can detect,
+and runs at chance level.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ extension = "none"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A study in a repository of its own, not committed yet."""
+    """A study in a git repository of its own. It is not committed yet."""
     path = tmp_path / "repository" / "letters.toml"
     path.parent.mkdir()
     path.write_text(STUDY.replace("\n[scales.mini]\n", REGISTRATION))
@@ -81,7 +83,7 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
 
     assert words(1_000_000_300) == f"{second[:9]} of 2001-09-09 01:50"
     text = file.read_text()
-    file.write_text(text.replace("optim.lr = 1e-3", "optim.lr = 2e-3"))  # of the runs
+    file.write_text(text.replace("optim.lr = 1e-3", "optim.lr = 2e-3"))  # the runs' settings
     assert words(1_000_000_300).endswith("after the first result, and are not committed")
     third = commit(file, 1_000_000_400)
     assert words(1_000_000_300).endswith(f"after the first result, in {third[:9]}")
@@ -128,7 +130,7 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     text = markdown_of(results)
     assert "| claim | verdict | evidence | margin | detectable at power 0.8 | registered |" in text
     # two pairs that differ by 0 and 1 point
-    wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one for each rate
+    wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one test for each rate
     assert verdict.parts[0][1].detectable == pytest.approx(wanted)
     assert f"| 0 | {wanted:.1f}, {wanted:.1f} | {first[:9]} of 2001" in text
     assert "Registered: paired t over seed; a seed is a fine-tuning; planned ext" in text
@@ -172,7 +174,7 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 
 @pytest.mark.parametrize(("pairs", "effect"), [(3, 2.0), (5, 1.682), (10, 0.996), (34, 0.495)])
 def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
-    """By simulation: the test of so many pairs finds the effect in four of five cases."""
+    """By simulation: with that many pairs, the test detects the effect in four of five cases."""
     detected = detectable(pairs)
     rng = np.random.default_rng(pairs)
     samples = rng.normal(detected, 1.0, (4000, pairs))

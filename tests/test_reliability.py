@@ -1,4 +1,6 @@
-"""What a run promises beyond its steps: which checkpoints it keeps, its record, its repetition."""
+"""What a run promises beyond its steps: which checkpoints it keeps, its record of how it was made,
+and repeating it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ STEPS = [
     "train.validate_every=100",
 ]
 
-# Python with which the disk is full for every checkpoint of some steps
+# Python that makes the disk full for every checkpoint of some steps
 FULL = """
 import errno
 from xformer import checkpoint
@@ -68,8 +70,11 @@ def test_which_checkpoints_are_kept(forks: Forks, data: Toys, tmp_path: Path) ->
 def test_a_finished_run_that_keeps_no_state(
     forks: Forks, data: Toys, tmp_path: Path, at_once: bool
 ) -> None:
-    """Only the weights of the selected checkpoint stay, also where the end was not reached with
-    them gone: they load, others start from them, and the run is not made longer."""
+    """Only the weights of the selected checkpoint stay, whether the state was dropped at the end or
+    later.
+
+    They load, other runs can start from them, and this run cannot be made longer.
+    """
     run, bare = tmp_path / "run", ["train.keep_state=false"]
     line = training(SMOKE, data.text, run, *STEPS, "train.select=best", "train.validate_every=6")
     good(forks.run(*line, *(bare if at_once else [])))
@@ -96,8 +101,10 @@ def test_a_finished_run_that_keeps_no_state(
 
 
 def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The weights are the same: what was started from them goes on. Cut short, the state is gone
-    before what is large."""
+    """Its weights stay the same, so a run that started from it can continue.
+
+    If dropping the state is interrupted, the small files are gone before the large ones.
+    """
     line = training(SMOKE, data.text, tmp_path / "first", *STEPS)
     good(forks.run(*line))
     selected = checkpoints.resolve(tmp_path / "first")
@@ -117,8 +124,9 @@ def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_
 def test_a_full_disk_costs_a_line_and_nothing_else(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Full at steps 6 and 9, of which 6 is the best: the run goes on, and another is the best. The
-    first failure and the next success are said, each once."""
+    """The disk is full at steps 6 and 9, of which 6 is the best. The run goes on, and selects
+    another step as the best. The first failure and the next success are printed once each.
+    """
     runs = [tmp_path / "straight", tmp_path / "full"]
     wanted = [*STEPS, "train.select=best", "train.validate_every=6"]
     lines = [training(SMOKE, data.text, run, *wanted) for run in runs]
@@ -178,14 +186,14 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         )
         assert said == [first, "the first is now written"]
         writer.start("second", lambda: work("second", 0))
-        assert not writer.task.done()  # this thread does not wait
+        assert not writer.task.done()  # starting it did not wait for its end
         gone_on.set()
-        writer.start("third", lambda: work("first", 10**6))  # fails, and waits for a minute
+        # fails; the pause before the next attempt is a minute
+        writer.start("third", lambda: work("first", 10**6))
     assert tries["second"] == 1
     assert len(said) == 3
-    with BackgroundWriter(
-        said.append
-    ) as writer:  # one line for many failures, and one for the success
+    # many failures print one line, and the success prints one
+    with BackgroundWriter(said.append) as writer:
         for _ in range(5):
             writer.start("checkpoint", lambda: work("first", 10**6))
         with pytest.raises(
@@ -205,8 +213,7 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
 def test_steps_go_on_while_a_checkpoint_is_written(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """The writing of step 3 lasts until step 5 is made: it is step 3's state that is written, and
-    killed within, the run goes on from what is whole."""
+    """Writing step 3 lasts until step 5 is made. What is written is still the state of step 3."""
     slow = """
 import threading
 from xformer import checkpoint
@@ -236,8 +243,11 @@ checkpoint.save, Monitor.advance = late, watched
 def test_a_run_may_change_its_processes_and_micro_batches(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Without dropout, 1, 2, 1 processes with 1, 1, 4 micro-batches equal one with 1, to rounding.
-    2 processes equal 2 micro-batches bit for bit, because they add the same two halves."""
+    """Without dropout, a run that is continued on 1, 2 and 1 processes with 1, 1 and 4
+    micro-batches equals one process with 1, up to rounding.
+
+    2 processes equal 2 micro-batches bit for bit, because both add the same two halves.
+    """
     plain = [*STEPS, *NO_DROPOUT, "train.log_every=1"]
     names = ("one", "elastic", "ranks", "batches")
     lines = {name: training(SMOKE, data.text, tmp_path / name, *plain) for name in names}
@@ -263,14 +273,16 @@ def test_a_run_may_change_its_processes_and_micro_batches(
     steps = [
         [(e["loss"], e["grad_norm"]) for e in log(run) if e["event"] == "train"] for run in runs
     ]
-    assert steps[0] == steps[1]  # validations are cut otherwise
+    assert steps[0] == steps[1]  # validation losses may differ: their batches are cut differently
 
 
 # -------------------------------------------------------------------------------- restarts
 
 
 def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A restart by torchrun, whose store still has the addresses of dead ranks, does not hang."""
+    """A restart by torchrun does not hang, although torchrun's store still has the addresses of
+    dead ranks.
+    """
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     start = f"import os, time\nos.environ.update({given})\n"
@@ -288,8 +300,9 @@ def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_pa
 def test_a_run_says_what_it_was_made_with_and_is_made_again(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """A run on 2 processes, dropout on, repeated; then one whose log has another digit, and which
-    was made with other versions."""
+    """A run on 2 processes with dropout is repeated. Then come a run whose log has one digit
+    changed and one that was made with other versions.
+    """
     run = tmp_path / "run"
     going = forks.start(*training(SMOKE, data.text, run, *STEPS), ranks=2)
     good(forks.run(*training(SMOKE, data.text, tmp_path / "other", *STEPS)))
@@ -327,7 +340,7 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
 def test_a_run_that_starts_from_a_checkpoint_is_made_again(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """config.json lists the default shape beside `init`; the shape of the checkpoint is another."""
+    """Beside `init`, config.json lists the default shape. The checkpoint has another shape."""
     text, run = tmp_path / "text", tmp_path / "next"
     good(forks.run(*training(SMOKE, data.text, text, *STEPS, "model.dropout=0.3")))
     line = ["train.py", CLASSIFY, f"data={data.classes}", f"run={run}", f"init={text}"]
@@ -362,8 +375,11 @@ if os.environ.get("RANK", "0") in {ranks!r}:
 
 
 def test_a_start_that_differs_says_so(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """In versions, kernels, processor, threads, precision: each against the start that made the
-    checkpoint, also where the start between was killed before it made one."""
+    """It may differ in versions, kernels, processor, threads or precision.
+
+    It is compared with the start that made the checkpoint, even if a start in between was killed
+    before it made one.
+    """
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *STEPS)
     elsewhere = ELSEWHERE.format(ranks="0", versions={"torch": "2.11.0"}, kernels="native old")
@@ -417,8 +433,11 @@ def test_ranks_that_differ_are_refused(
 def test_changed_steps_of_an_unfinished_run_are_said(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """The old and the new rate, by steps and by epochs, also where the start that raised them was
-    killed before it made a checkpoint."""
+    """The message gives the old and the new learning rate, by steps and by epochs.
+
+    It also comes if the start that raised the number of steps was killed before it made a
+    checkpoint.
+    """
     for name, unit, recipe, store in (
         ("steps", 1, SMOKE, data.text),
         ("epochs", 8, CLASSIFY, data.classes),
@@ -477,7 +496,9 @@ def test_a_log_that_was_cut_is_read_to_its_last_whole_line(tmp_path: Path) -> No
 
 
 def test_damaged_lines_of_the_log_are_kept_aside(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Those up to the checkpoint. The rest of the log is as of a run that never stopped."""
+    """Damaged lines up to the checkpoint are kept aside. The rest of the log is that of a run that
+    never stopped.
+    """
     runs = [tmp_path / "straight", tmp_path / "run"]
     lines = [training(SMOKE, data.text, run, *STEPS) for run in runs]
     path = runs[1] / "log.jsonl"
@@ -500,7 +521,8 @@ def test_damaged_lines_of_the_log_are_kept_aside(forks: Forks, data: Toys, tmp_p
         assert (runs[1] / name).read_bytes() == asides[-1]
         path.write_bytes(b"".join(whole))
     assert (runs[1] / "log.jsonl.damaged").read_bytes() == asides[0]  # nothing is overwritten
-    path.write_bytes(b"".join(whole) + b'{"torn')  # as a kill leaves it: said by nobody
+    # a kill leaves such a line, so no message is printed
+    path.write_bytes(b"".join(whole) + b'{"torn')
     done = good(forks.run(*lines[1]))
     assert "is damaged" not in done.err
     assert len(list(runs[1].glob("log.jsonl.damaged*"))) == 3
@@ -516,8 +538,9 @@ def test_what_of_a_log_is_damage(tmp_path: Path) -> None:
         ("".join(events), 6, ""),
         ("".join(events) + "torn", 9, ""),
         (events[0] + "x\n" + events[2], 9, "line 2"),
-        (events[0] + "x\n" + events[2], 6, "line 2"),  # it may have been that of step 6
-        (events[0] + events[2] + "x\n", 6, ""),  # all of that is made again
+        # the damaged line may have been the one of step 6
+        (events[0] + "x\n" + events[2], 6, "line 2"),
+        (events[0] + events[2] + "x\n", 6, ""),  # the run makes all of that again
         (events[0] + "x\n", 6, "line 2"),
         ("x\n" * 12 + events[1], 6, "lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more"),
         ("x\n" + events[0], -1, "line 1"),
@@ -531,7 +554,7 @@ def test_what_of_a_log_is_damage(tmp_path: Path) -> None:
         assert (tmp_path / "log.jsonl.damaged").exists() == bool(lines)
     path.write_text("x\n")
     cut_log(tmp_path, 1)
-    path.write_text("x\n")  # killed before the log was mended: the same damage is kept once
+    path.write_text("x\n")  # as if killed before the log was cut: the same damage is kept once
     cut_log(tmp_path, 1)
     assert len(list(tmp_path.glob("*.damaged*"))) == 1
     path.write_text("y\n")
@@ -542,7 +565,9 @@ def test_what_of_a_log_is_damage(tmp_path: Path) -> None:
 def test_a_changed_byte_of_a_finished_run_is_noticed(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """In result.json and config.json, by all that read them; and runs without a manifest read."""
+    """A change in result.json or config.json is noticed by every command that reads them. Runs
+    without a manifest can still be read.
+    """
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *STEPS)
     good(forks.run(*line))
@@ -558,7 +583,7 @@ def test_a_changed_byte_of_a_finished_run_is_noticed(
     }
     for name, commands in readers.items():
         content = (run / name).read_bytes()
-        place = content.index(b"0.") + 2  # a digit: it is JSON as before
+        place = content.index(b"0.") + 2  # the first decimal digit, so that it stays valid JSON
         changed = bytearray(content)
         changed[place] = ord("1") + (changed[place] == ord("1"))
         (run / name).write_bytes(changed)
@@ -569,7 +594,7 @@ def test_a_changed_byte_of_a_finished_run_is_noticed(
     (run / RUN_MANIFEST).write_text("{}\n")
     refused(forks.run(*line), f"{run / RUN_MANIFEST} is damaged")
     (run / RUN_MANIFEST).write_text(manifest)
-    (run / "result.json").unlink()  # what the message says
+    (run / "result.json").unlink()  # the remedy that the message gives
     good(forks.run(*line))
     (run / RUN_MANIFEST).unlink()  # as of an earlier version
     assert "is finished" in good(forks.run(*line)).err
@@ -613,10 +638,10 @@ train = {{ steps = 2 }}
 
 
 def test_a_watch_that_is_closed_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python would abort if a thread were in a call of the store while it ends."""
+    """Python would abort if a thread were inside a call of the store while it exits."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(watch.Watch, "_meet", lambda self, device: store)
-    monkeypatch.setattr(watch, "BEAT", 0.001)  # it is hardly ever out of a call
+    monkeypatch.setattr(watch, "BEAT", 0.001)  # so it is almost always inside a call
     for _ in range(20):
         one = watch.Watch(0, 2, torch.device("cpu"))
         one.close()

@@ -1,4 +1,4 @@
-"""Training at scale as users see it: ranks, machines, utilisation, profiles."""
+"""Training at scale as users see it: ranks, machines, utilisation and profiles."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def close(run: Path, reference: Path) -> None:
 
 
 def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Without dropout, also if a rank has no rows or a part of the model is frozen."""
+    """Without dropout, this holds even if a rank has no rows or a part of the model is frozen."""
     runs = {
         "part": (1, SMOKE, PART),
         "part-ranks": (2, SMOKE, PART),
@@ -101,8 +101,10 @@ def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["mlm", "pairs", "classify", "regress", "span", "tag"])
 def test_every_weight_has_a_gradient(kind: str) -> None:
-    """DistributedDataParallel waits for all gradients. So they exist even if no token is masked or
-    labelled, and on a rank without rows, where they are 0."""
+    """DistributedDataParallel waits for all gradients.
+
+    So every weight has one, even if no token is masked or labelled. On a rank without rows it is 0.
+    """
     config = ModelConfig(
         vocab_size=PIECES, layers=1, hidden=HIDDEN, heads=HEADS, intermediate=INNER
     )
@@ -131,8 +133,11 @@ def test_every_weight_has_a_gradient(kind: str) -> None:
 
 
 def test_the_gradient_travels_once_a_step(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The number of micro-batches does not matter, and a resumed run has the same buckets. The
-    first pass of every start, whose result is not used, has not learnt these buckets yet."""
+    """The number of micro-batches does not matter, and a resumed run has the same buckets.
+
+    The first pass after every start, whose result is not used, has other buckets: they are not
+    settled yet.
+    """
     line = training(SMOKE, data.text, tmp_path / "run", "train.select=last", "batch.accumulate=3")
     first = good(forks.run(*line, "train.steps=2", ranks=2, before=BUCKETS)).out.splitlines()
     later = good(forks.run(*line, "train.steps=3", ranks=2, before=BUCKETS)).out.splitlines()
@@ -144,8 +149,9 @@ def test_the_gradient_travels_once_a_step(forks: Forks, data: Toys, tmp_path: Pa
 
 
 def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Bit for bit, with dropout. The sum of three numbers depends on their order, and so on
-    buckets."""
+    """It is equal bit for bit, with dropout. A sum of three numbers depends on their order, and so
+    on the buckets.
+    """
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     straight, stopped = [training(SMOKE, data.text, run, *SHORT) for run in runs]
     reference = forks.start(*straight, ranks=3, before=BUCKETS)
@@ -157,8 +163,9 @@ def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_pa
 
 
 def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Two torchrun agents that meet over loopback, as on two nodes, give the losses of one
-    process."""
+    """Two torchrun agents meet over loopback, as on two nodes. They give the losses of one
+    process.
+    """
     runs = [tmp_path / "one", tmp_path / "two"]
     lines = [training(SMOKE, data.text, run, *SHORT, *NO_DROPOUT) for run in runs]
     good(forks.run(*lines[0]))
@@ -212,8 +219,9 @@ def test_refusals(forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: 
 
 
 def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """`mfu` is the operations of the step's real rows, divided by time and the peak of both
-    ranks."""
+    """`mfu` is the operations of the step's real rows, divided by the time and by the peak of both
+    ranks together.
+    """
     run = tmp_path / "run"
     steps = ["train.steps=4", "train.log_every=2", "train.select=last", "system.peak_tflops=0.5"]
     good(forks.run(*training(SMOKE, data.text, run, *steps), ranks=2))
@@ -271,8 +279,9 @@ def test_profile_of_a_short_run_says_so(forks: Forks, data: Toys, tmp_path: Path
 
 
 def test_profile_of_a_gpu() -> None:
-    """Kernels count for the operator that started them, else by their own name. Gaps are idle
-    time."""
+    """A kernel counts for the operator that started it, or else under its own name. Gaps are idle
+    time.
+    """
 
     def kernel(name: str, begin: float, end: float) -> Any:
         span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
@@ -358,7 +367,9 @@ def test_kinds_of_work(name: str, kind: str) -> None:
 def test_threads_of_a_process(
     asked: str, setting: int, processes: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OMP_NUM_THREADS is used, except the 1 that torchrun sets. None: the share of the cores."""
+    """OMP_NUM_THREADS is used, unless it is the 1 that torchrun sets. None means the rank's share
+    of the cores.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     before = torch.get_num_threads()

@@ -1,4 +1,6 @@
-"""Settings that follow optimizer and paper, numbers that are not finite, labels of results."""
+"""Settings that depend on the optimizer and the paper, numbers that are not finite, and labels of
+results.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ TWO_STEPS = ["train.steps=2", "train.select=last"]
 
 
 def started(forks: Forks, data: Toys, run: Path, *overrides: str) -> str:
-    """What the start of a short run prints."""
+    """What a short run prints when it starts."""
     return good(forks.run(*training(SMOKE, data.text, run, *TWO_STEPS, *overrides))).err
 
 
@@ -44,7 +46,7 @@ def started(forks: Forks, data: Toys, run: Path, *overrides: str) -> str:
 def test_weight_decay_and_betas_follow_the_optimizer(
     name: str, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """The values that apply stand in config.json and in the first lines that a user sees."""
+    """The values in use are in config.json and in the first lines that a user sees."""
     said = started(forks, data, tmp_path / "run", f"optim.name={name}")
     decay = 0.01 if name == "adamw" else 0.0
     betas = [0.95, 0.98] if name == "novograd" else [0.9, 0.999]
@@ -74,8 +76,9 @@ def test_help_shows_both_defaults(forks: Forks) -> None:
 
 
 def test_runs_from_before_continue(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """AdamW's runs always said 0.01. Adam's runs said so too, so to continue one you must type
-    0.01."""
+    """Old runs recorded weight decay 0.01 for AdamW and also for Adam. To continue an old run with
+    Adam, you must type 0.01.
+    """
     for name, more in (("adamw", []), ("adam", ["optim.weight_decay=0.01"])):
         run = tmp_path / name
         line = training(SMOKE, data.text, run, "train.select=last", f"optim.name={name}")
@@ -88,7 +91,7 @@ def test_runs_from_before_continue(forks: Forks, data: Toys, tmp_path: Path) -> 
 
 
 def test_finished_results_of_studies_stay_valid() -> None:
-    """Keys from before the defaults followed the optimizer."""
+    """Their keys were computed before the defaults depended on the optimizer."""
 
     def key(*overrides: str) -> str:
         given = [str(ROOT / CLASSIFY), "data=x", "run=-", *overrides]
@@ -105,7 +108,7 @@ SCALES = [(p, s) for p in STUDIES for s in ("mini", "paper") if s in read_recipe
 
 
 def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Job, Recipe]]:
-    """The training runs of a study and what they resolve to."""
+    """The training runs of a study, each with its resolved settings."""
     jobs = Plan(read_study(path, scale), directory, {}).jobs.values()
     return [(job, validate(Recipe, job.recipe)) for job in jobs if job.recipe is not None]
 
@@ -121,7 +124,7 @@ def test_no_study_inherits_another_optimizers_settings(
 
 
 def test_no_recipe_inherits_another_optimizers_settings() -> None:
-    """Hilbert-CNN's authors have an L2 term with Adam."""
+    """The exception is Hilbert-CNN, whose authors use an L2 term with Adam."""
     for path in (ROOT / "recipes").glob("[fp]*/*.toml"):
         config = load(Recipe, [str(path), "data=x", "run=-"]).optim
         assert config.name == "adamw" or path.stem == "hilbert-cnn", path
@@ -131,7 +134,7 @@ def test_no_recipe_inherits_another_optimizers_settings() -> None:
 
 @pytest.mark.parametrize("scale", ["mini", "paper"])
 def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
-    """Settings that once differed from the papers, which no report said."""
+    """These settings once differed from the papers, and no report said so."""
 
     def runs(name: str) -> list[tuple[Job, Recipe]]:
         return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
@@ -160,7 +163,7 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         assert found_words == (150, 5e-5, 200_000, 10_000)
     for name in ("chiang2020-table1", "chiang2020-substitute", "chiang2020-table6"):
         for table in read_study(ROOT / f"recipes/studies/{name}.toml", scale).tables:
-            if table.columns == "task":  # the mean of both sets
+            if table.columns == "task":  # MNLI's score is the mean of both sets
                 assert isinstance(table.metric, dict)
                 assert table.metric["mnli"] == "valid+valid_mismatched.accuracy"
     for name in ("zhang2021-operations", "zhang2021-foreign"):
@@ -171,7 +174,7 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path) -> None:
-    """The reports of these name each deviation, with the value that runs."""
+    """The reports of these studies name each deviation, with the value that is used."""
     expected = {
         "chiang2020-table1": [
             "pieces of the vocabulary",
@@ -216,7 +219,7 @@ Breaker = Callable[[Path, str], Path]
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Breaker:
-    """A copy of a checkpoint that cannot read one word, whose embedding is NaN."""
+    """A copy of a checkpoint that cannot read one word, because its embedding is NaN."""
 
     def copy(run: Path, piece: str) -> Path:
         checkpoint = checkpoints.load(run)
@@ -230,7 +233,7 @@ def broken(tmp_path: Path) -> Breaker:
 
 
 def rows_with(store: Path, split: str, piece: str, most: int = 10**6) -> list[int]:
-    """The rows of a split among whose first `most` tokens a piece is."""
+    """The rows of a split that have a piece among their first `most` tokens."""
     opened = open_store(store)
     number = opened.tokenizer().pieces.index(piece)
     columns = opened.split(split).columns
@@ -361,7 +364,7 @@ def test_a_start_that_is_not_finite_is_refused(
     assert not run.exists()
 
 
-# a model that cannot read one word, from the moment that training has checked it
+# after training has checked the model, it can no longer read one word
 CANNOT_READ = """
 from xformer import train
 plain = train.prepare
@@ -379,8 +382,9 @@ train.prepare = prepare
 def test_validation_that_is_not_finite_ends_a_run(
     forks: Forks, data: Toys, learned: Runs, tmp_path: Path
 ) -> None:
-    """Once such a validation was just never the best. Here only the validation set has the unknown
-    sign, so training itself is finite."""
+    """Earlier, such a validation was just never the best. Here only the validation set contains the
+    unknown token, so training itself is finite.
+    """
     raw, store, run = tmp_path / "raw", tmp_path / "store", tmp_path / "run"
     raw.mkdir()
     lines = (data.raw / "classes/train.tsv").read_text().splitlines()
@@ -437,7 +441,7 @@ def test_correlations_refuse_what_is_not_finite() -> None:
     with pytest.raises(Failure, match=r"the labels are not finite in 1 of 5 rows: 3"):
         regression(rising, nan)
     constant = regression(np.ones(5), rising)
-    assert constant == {"pearson": 0.0, "spearman": 0.0}  # undefined, and not NaN
+    assert constant == {"pearson": 0.0, "spearman": 0.0}  # undefined, and reported as 0, not as NaN
     assert regression(rising, 2 * rising)["pearson"] == pytest.approx(1.0)
 
 
@@ -464,12 +468,12 @@ def test_no_analysis_publishes_nan(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------- MiniLM is sentence-tuned
 
-WEIGHTS = re.compile(r"MiniLM(?!'s (size|shape))")  # its size alone is no result of its weights
+WEIGHTS = re.compile(r"MiniLM(?!'s (size|shape))")  # its size alone says nothing about its weights
 LABEL = "sentence-tuned"
 
 
 def parts(text: str) -> Iterator[str]:
-    """The sections of a page, and its tables."""
+    """The sections of a page, and the tables in them."""
     yield from re.split(r"(?m)^#+ ", text)
     yield from re.findall(r"(?m)(?:^\|.*\n)+", text)
 
@@ -495,7 +499,7 @@ def test_the_findings_say_what_minilm_was_tuned_on() -> None:
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_studies_of_minilm_say_it_below_every_table(path: Path, tmp_path: Path) -> None:
-    """Studies that take its shape alone, or only the papers' models, have nothing to say."""
+    """Studies that use only its shape, or only the papers' models, say nothing."""
     study = read_study(path, "mini")
     if not any(WEIGHTS.search(need.about) for need in study.needs.values()):
         return
@@ -505,5 +509,6 @@ def test_studies_of_minilm_say_it_below_every_table(path: Path, tmp_path: Path) 
     plan = Plan(study, tmp_path, {})
     said = [one for one in Notes(Forecast(plan)).deviations if LABEL in one.ours]
     assert len(said) == 1
-    assert said[0].tables + said[0].curves + said[0].pictures == ()  # it concerns everything
+    # it applies to the whole report
+    assert said[0].tables + said[0].curves + said[0].pictures == ()
     assert all(LABEL in note for note in study.notes if "MiniLM (" in note)

@@ -44,7 +44,7 @@ def draws(data: Toys, *overrides: str) -> dict[str, Any]:
     ("name", "others"),
     [
         ("weights", {"weights"}),
-        ("order", {"order", "masks"}),  # the masks are those of other rows
+        ("order", {"order", "masks"}),  # other rows have other masks
         ("masks", {"masks"}),
         ("dropout", {"dropout"}),
     ],
@@ -75,7 +75,9 @@ def test_seed_is_what_it_was(data: Toys) -> None:
 
 
 def test_a_run_with_seeds_apart_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A stopped and continued run equals one that never stopped. Other seeds are refused."""
+    """A run with separate seeds that is stopped and continued equals one that never stopped. Other
+    seeds are refused.
+    """
     steps = ["train.steps=6", "train.checkpoint_every=3", "seed=1", "seed.dropout=2"]
     runs = [tmp_path / "whole", tmp_path / "parts"]
     good(forks.run(*training(SMOKE, data.text, runs[0], *steps)))

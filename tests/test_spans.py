@@ -1,5 +1,6 @@
-"""Answers as spans: the best span and the best window against slow loops, SQuAD's metrics against
-the numbers of the official script, and a toy SQuAD that is learnt and predicted."""
+"""Answers as spans. The best span and window are compared with slow loops, and SQuAD's metrics with
+the official script. A toy SQuAD is learned and predicted.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_an_empty_window_has_no_answer() -> None:
 
 
 def squad(rng: np.random.Generator, paragraphs: int, questions: int) -> dict[str, object]:
-    """Questions: which word follows this one? A word that is not in the context has no answer."""
+    """Questions of the form "Which word follows this one?" A word that is not in the context has no
+    answer.
+    """
     contexts = []
     for p in range(paragraphs):
         words = [str(word) for word in rng.permutation(toys.WORDS)]
@@ -106,7 +109,9 @@ def store(forks: Forks, data: toys.Toys, tmp_path_factory: pytest.TempPathFactor
 
 
 def slow_answers(outputs: np.ndarray, split: Split) -> tuple[list[str], list[float]]:
-    """The best answer to each question over its windows, and by how much no answer is better."""
+    """For each question, the best answer over its windows, and how much better "no answer"
+    scores.
+    """
     groups, texts, margins = split.columns["group"], [], []
     for group in range(int(np.max(groups)) + 1):
         best, null, text = -np.inf, np.inf, ""
@@ -250,7 +255,7 @@ def test_metrics_equal_the_official_script(shared: Path, name: str) -> None:
 
 
 def official(shared: Path, name: str) -> tuple[list[str], list[list[str]]]:
-    """The answers of a public model to dev-v2.0, and the right answers."""
+    """The answers of a public model to dev-v2.0, and the correct answers."""
     data = json.loads((shared / "squad/dev-v2.0.rebuilt.json").read_text(encoding="utf-8"))["data"]
     file = next(
         f for f in (shared / "squad").glob("predictions*") if name.lower() in f.name.lower()
@@ -262,11 +267,14 @@ def official(shared: Path, name: str) -> tuple[list[str], list[list[str]]]:
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
-    """What `evaluate-v2.0.py --na-prob-file` does. A question above the threshold counts as not
-    answered, which is right if it has no answer. The best threshold comes from trying all."""
+    """The same as `evaluate-v2.0.py --na-prob-file`.
+
+    A question above the threshold counts as not answered, which is correct if it has no answer. The
+    best threshold is found by trying all.
+    """
     texts, wanted = official(shared, name)
     rng = np.random.default_rng(3)
-    # like a model's: mostly high if its answer is empty
+    # like a model's: mostly high if the question has no answer
     margin = np.array([(1.0 if text == "" else -1.0) for text in texts]) + rng.normal(size=11873)
     each = np.array([span.answer_scores(t, w) for t, w in zip(texts, wanted, strict=True)])
     none = np.array([float(not w) for w in wanted])
@@ -316,7 +324,7 @@ def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path
     kept_as_scored(run)
     result = json.loads((run / "result.json").read_text())["metrics"]
     assert result["valid"]["exact_match"] == 1.0
-    assert "test" not in result  # its answers are hidden
+    assert "test" not in result  # the test answers are hidden
     done = good(
         forks.run("evaluate.py", run, f"data={store}", "split=train", f"predictions={said}")
     )
@@ -379,7 +387,9 @@ def the_threshold_is_recorded(forks: Forks, run: Path, store: Path, file: Path) 
 def answers_of_transformers(
     forks: Forks, run: Path, raw: dict[str, Any], directory: Path
 ) -> dict[str, str]:
-    """The answers of the exported model in transformers, with nothing of ours."""
+    """The answers that transformers computes with the exported model, without any code of this
+    project.
+    """
     transformers = pytest.importorskip("transformers")
     good(forks.run("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory / "theirs").eval()

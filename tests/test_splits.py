@@ -1,4 +1,4 @@
-"""Splits that a source names itself, and splits drawn with every class in proportion."""
+"""Splits that a source names itself, and splits that are drawn with every class in proportion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def proteins(number: int, seed: int = 0) -> list[str]:
 
 
 def flip(train: int, valid: int, test: int) -> Rows:
-    """Rows as FLIP's two_vs_rest.csv has them, in any order."""
+    """Rows like those of FLIP's two_vs_rest.csv, in any order."""
     marks = [("train", "")] * train + [("train", "True")] * valid + [("test", "")] * test
     order = np.random.default_rng(1).permutation(len(marks))
     return [
@@ -35,13 +35,13 @@ def flip(train: int, valid: int, test: int) -> Rows:
 
 
 def write(rows: Rows, path: Path) -> Path:
-    """The rows in the form that the file's ending names."""
+    """Write the rows in the format given by the file's ending."""
     form, names = path.suffix, list(rows[0])
     if form == ".parquet":
         pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pa.Table.from_pylist(rows), path)
     elif form == ".jsonl":
-        # what is empty is absent, as a program may leave it out
+        # empty values are left out, as a program may do
         lines = [{k: v for k, v in row.items() if v != ""} for row in rows]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     elif form == ".fasta":
@@ -103,7 +103,7 @@ def tokenizer(forks: Forks, place: Path) -> None:
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet", "fasta"])
 def test_two_vs_rest(form: str, forks: Forks, tmp_path: Path) -> None:
-    """FLIP's columns are the splits, in every form of file, and that is said."""
+    """FLIP's columns name the splits in every file format, and a note says so."""
     rows = flip(381, 43, 830)
     path = write(rows, tmp_path / f"two_vs_rest.{form}")
     done = good(task(forks, "protein", path, "--kind", "score"))
@@ -120,7 +120,9 @@ def test_two_vs_rest(form: str, forks: Forks, tmp_path: Path) -> None:
 
 
 def test_a_table_of_texts(forks: Forks, tmp_path: Path) -> None:
-    """`task tsv` and GLUE's copies read them too; the values may be written in any usual way."""
+    """`task tsv` and GLUE's copies read these columns too. The values may be written in any usual
+    way.
+    """
     tokenizer(forks, tmp_path)
     values = ["train", "Training", "TRAIN", "val", "dev", "Validation", "valid", "test", "Test "]
     rows = [
@@ -192,7 +194,7 @@ def test_another_column_or_none(forks: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["secondary_structure", "conservation"])
 def test_flips_own_headers(name: str, shared: Path, forks: Forks, tmp_path: Path) -> None:
-    """The splits of FLIP's own proteins, as its headers have them, in a csv of its columns."""
+    """The headers of FLIP's own proteins name their splits; so does a csv with the same columns."""
     with zipfile.ZipFile(shared / f"protein/flip/{name}_splits.zip") as archive:
         archive.extractall(tmp_path)
     folder = tmp_path / "splits"
@@ -272,7 +274,7 @@ REFUSED: list[tuple[Rows, str, list[str], str]] = [
 def test_marks_that_cannot_be(
     case: tuple[Rows, str, list[str], str], forks: Forks, tmp_path: Path
 ) -> None:
-    """One line names the file, the line and the value; nothing is drawn, nothing is written."""
+    """One line names the file, the line and the value. Nothing is drawn and nothing is written."""
     rows, name, options, words = case
     path = write(rows, tmp_path / name)
     if options[:1] == ["--train"]:
@@ -289,7 +291,7 @@ def test_marks_that_cannot_be_are_left_out(forks: Forks, tmp_path: Path) -> None
 
 
 def test_a_file_given_as_one_split_keeps_it(forks: Forks, tmp_path: Path) -> None:
-    """What the command line says goes before the file's marks, and that is said."""
+    """The command line takes precedence over the splits named in the file, and a note says so."""
     for name in ("train.csv", "train.fasta"):
         path = write(flip(60, 9, 9), tmp_path / name)
         done = good(
@@ -321,7 +323,7 @@ def classes(store: Store) -> dict[str, Counter[str]]:
 
 
 def test_classes_in_proportion(forks: Forks, tmp_path: Path) -> None:
-    """Of every class as many rows as its share, and equal texts stay together."""
+    """Each split gets its share of the rows of every class, and equal texts stay together."""
     counts = {"common": 400, "rare": 40, "other": 160, "two": 2}
     names = [name for name, count in counts.items() for _ in range(count)]
     texts = proteins(len(names))
@@ -348,7 +350,7 @@ def test_classes_in_proportion(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_a_class_that_a_split_lacks(forks: Forks, tmp_path: Path) -> None:
-    """A warning names it, whether splits were drawn, and how, or published."""
+    """A warning names the class, whether the splits were drawn (in either way) or published."""
     names = ["a"] * 60 + ["b"] * 60 + ["c"] * 3
     rows = [{"sequence": t, "label": n} for t, n in zip(proteins(123), names, strict=True)]
     path = write(rows, tmp_path / "a.csv")
@@ -372,7 +374,9 @@ def test_a_class_that_a_split_lacks(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) -> None:
-    """Eleven places in the cell, from 63 to 1,411 proteins: each in each split, as its share is."""
+    """There are eleven places in the cell, with 63 to 1,411 proteins each. Every split has its
+    share of each.
+    """
     (tmp_path / "in").symlink_to(shared / "protein/localization_multiloc/multiloc")
     done = good(task(forks, "protein/localization", tmp_path / "in", "--stratify"))
     found = classes(open_store(tmp_path / "store"))
@@ -385,7 +389,7 @@ def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) ->
 
 
 def test_segments_of_a_piece_stay_together(shared: Path, forks: Forks, tmp_path: Path) -> None:
-    """MAESTRO drawn anew, with composers in proportion: no piece in two splits."""
+    """MAESTRO's splits are drawn again, with composers in proportion. No piece is in two splits."""
     with (shared / "music/maestro-v1-subset/maestro-v1.0.0.csv").open() as file:
         few = list(csv.DictReader(file))[::4]
     for row in few:

@@ -26,7 +26,9 @@ WORDS = "abcdefghijklmnopqrstuvwxyz0123456789\u5317\u4eac.,;()'?"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """WordPiece over single characters and a few words, so that answers may be parts of words."""
+    """A WordPiece tokenizer of single characters and a few words, so that answers may be parts of
+    words.
+    """
     pieces = [*tokenizers.BERT_SPECIAL.values(), *WORDS, *(f"##{c}" for c in WORDS), "cafe", "cups"]
     path = tmp_path_factory.mktemp("tokenizer")
     vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, lowercase=True).save(path)

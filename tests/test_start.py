@@ -1,4 +1,4 @@
-"""How a command starts: what precedes the import of torch, and what ends an orphaned rank."""
+"""How a command starts: what happens before torch is imported, and what ends an orphaned rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from toys import Toys
 from xformer import start
 from xformer.data.errors import DISTRIBUTION
 
-LIMIT = 30  # seconds that a busy machine has for what takes ten
+LIMIT = 30  # seconds; the work takes ten on an idle machine
 
 
 def ranks_of(run: Path) -> list[int]:
-    """The processes, other than torchrun, whose command line names a run's directory."""
+    """The processes whose command line names a run's directory, except torchrun."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -37,7 +37,7 @@ def ranks_of(run: Path) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
 @pytest.mark.parametrize("moment", ["first", "importing", "training"])
 def test_ranks_end_with_their_torchrun(data: Toys, tmp_path: Path, moment: str) -> None:
-    """torchrun is killed when its ranks begin, a second later, and when they train."""
+    """torchrun is killed when its ranks begin, a second later, or while they train."""
     run = tmp_path / "run"
     log = run / "log.jsonl"
     line = training(SMOKE, data.text, run, "train.steps=1000000", "train.log_every=1")
@@ -67,7 +67,7 @@ def test_ranks_end_with_their_torchrun(data: Toys, tmp_path: Path, moment: str) 
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
-    if moment == "training":  # it stopped as after SIGTERM
+    if moment == "training":  # the rank stopped in the way that SIGTERM stops it
         assert list((run / "checkpoints").iterdir())
 
 
@@ -83,7 +83,7 @@ run(main)
 
 
 def test_a_rank_may_have_a_wrapper_for_a_parent(tmp_path: Path) -> None:
-    """torchrun --no-python may start a shell or a profiler, which starts the rank."""
+    """torchrun --no-python may start a shell or a profiler, which then starts the rank."""
     (tmp_path / "rank.py").write_text(WORK)
     # the shell stays the parent, and its own command line names neither Python nor torch
     (tmp_path / "run.sh").write_text(f"{sys.executable} rank.py 2 out\nexit $?\n")
@@ -94,7 +94,7 @@ def test_a_rank_may_have_a_wrapper_for_a_parent(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_begins_as_an_orphan_ends(tmp_path: Path) -> None:
-    """Its torchrun was gone before it first looked at its parent."""
+    """Its torchrun was gone before the rank first looked at its parent."""
     out, who = tmp_path / "out", tmp_path / "pid"
     code = f"import os, time; time.sleep(1); open({str(who)!r}, 'w').write(f'{{os.getpid()}} "
     code += f"{{os.getppid()}}')\n{WORK}"
@@ -124,7 +124,9 @@ def test_a_rank_that_begins_as_an_orphan_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [{}, *({name: "7"} for name in start.WAITING)])
 def test_how_threads_wait_is_the_users_choice(own: dict[str, str]) -> None:
-    """The policy stands in the environment when torch is imported, unless the user gave one."""
+    """The policy is in the environment when torch is imported. A policy that the user set is
+    kept.
+    """
     code = (
         "import os, sys; from xformer.start import WAITING, run\n"
         "def main():\n"
@@ -146,7 +148,7 @@ def test_how_threads_wait_is_the_users_choice(own: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("door", ["train", "evaluate"])
 def test_doors_prepare_the_process_before_torch(door: str) -> None:
-    """Importing a door loads no torch: `run` has its say first."""
+    """Importing a script does not load torch, so `run` acts before torch is imported."""
     code = f"import sys, {door}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -161,7 +163,7 @@ def test_another_system_is_refused_in_one_line() -> None:
 
 
 def test_nobody_is_sent_to_another_projects_package() -> None:
-    """`xformer` on the package index is not this project."""
+    """The package named `xformer` on the package index belongs to another project."""
     wrong = re.compile(r"pip install [^\n]*\bxformer\b(?!-)|\bxformer\[\w+\]")
     patterns = ["*.md", "*.toml", "*.py", "docs/*.md", "recipes/**/*.toml"]
     patterns += ["xformer/**/*.py", "preprocess/**/*.py"]

@@ -1,4 +1,6 @@
-"""`preprocess.py stats` and `verify`: numbers against plain counting, the figure against both."""
+"""`preprocess.py stats` and `verify`: the numbers against plain counting, and the figure against
+both.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 
 def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
-    """A store of two texts and a label, with a ragged column that holds no ids; and its rows."""
+    """Write a store of two texts and a label, with a ragged column that holds no ids. Also returns
+    its rows.
+    """
     generator = np.random.default_rng(0)
     words = vocabularies.symbols((f"w{i}" for i in range(95)), separated=True)
     rows: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,6 @@
-"""Studies: what a file says, which runs it means, how they are run, and what their scores say."""
+"""Studies: what a file says, which runs it describes, how they are run, and what their scores
+show.
+"""
 
 from __future__ import annotations
 
@@ -282,7 +284,7 @@ def test_the_key_is_the_content(file: Path, data: Path, tmp_path: Path) -> None:
 
     first = keys(data=str(data))
     moved = data.rename(tmp_path / "moved")
-    assert keys(data=str(moved)) == first  # where it lies is no content
+    assert keys(data=str(moved)) == first  # the path is not part of the content
     changed(
         file,
         (
@@ -360,7 +362,7 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> None:
-    """torchrun starts it, it has a key of its own, and it takes a slot for each process."""
+    """torchrun starts it. It has a key of its own and takes one slot per process."""
     alone = plan_of(file, tmp_path, data=str(data)).runs("pretrain")[0]
     changed(
         file,
@@ -422,7 +424,9 @@ def test_operations_on_what_is_not_there_are_refused_before_any_run(
     operations: str,
     words: str,
 ) -> None:
-    """The shape is known from the recipe of a run to come, a checkpoint, or what is imported."""
+    """The shape is known from the recipe of a run that is not made yet, from a checkpoint, or from
+    what is imported.
+    """
     needs = ["checkpoint", "hf", "albert"]
     made = """
 [made.hf]
@@ -460,7 +464,8 @@ command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)"
     assert re.search(r"letters\.toml: finetune seed=0 start=scratch rate=low: ", str(error.value))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "studies").exists()
-    monkeypatch.setattr("sys.argv", ["xformer.study", *line])  # nothing is known of what is missing
+    # nothing is known about a missing checkpoint
+    monkeypatch.setattr("sys.argv", ["xformer.study", *line])
     if "need" in start or "made" in start:
         study_main()
 
@@ -469,7 +474,7 @@ command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)"
 
 
 def job(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Job:
-    """A job that runs a line of Python in which P is its proof."""
+    """A job that runs a line of Python, in which P is the file that proves its end."""
     path = tmp_path / name
     code = f"from pathlib import Path; P = Path({str(path)!r}); {code}"
     return Job(name, name, path, path, ("-c", code), waits, **more)
@@ -530,7 +535,7 @@ def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         pool.run_jobs([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
-    assert slow.proof.exists()  # it was asked, and could save
+    assert slow.proof.exists()  # it was asked to stop, and had time to save
 
 
 INTERRUPTED = """
@@ -593,7 +598,7 @@ class Slow:
 
 
 def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
-    """When a pre-training ends, its fine-tunings go before the next pre-training."""
+    """When a pre-training ends, its fine-tuning runs start before the next pre-training."""
     jobs = [
         job(tmp_path, "a", ""),
         job(tmp_path, "a1", "", "a"),
@@ -616,8 +621,9 @@ def test_what_stands_first_in_the_plan_starts_first(tmp_path: Path) -> None:
 
 
 def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
-    """It took the run's lock after the queue had looked, so the second start fails. The queue goes
-    on waiting."""
+    """The run took its lock after the queue had looked, so the second start fails. The queue then
+    keeps waiting.
+    """
     run = replace(job(tmp_path, "run", ""), recipe={})
     run = replace(run, proof=tmp_path / "run/result.json")
     run.path.mkdir()
@@ -630,7 +636,7 @@ def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
                 executor.end("run", made=False)
             case 2:
                 assert not outcomes
-                run.proof.touch()  # the orphan's job
+                run.proof.touch()  # the orphaned process finishes the job
                 (run.path / "checkpoints/step_1").mkdir(parents=True)
                 (run.path / "checkpoints/step_1/manifest.json").touch()
                 orphan.close()
@@ -653,8 +659,9 @@ def test_a_copied_run_is_refused(file: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
-    """This also holds if the plan has them last. A store goes before the pre-trainings that follow
-    it."""
+    """This also holds if the plan lists them last. A store comes before the pre-trainings that
+    follow it.
+    """
     store = job(tmp_path, "store", "")
     runs = [job(tmp_path, "a", ""), job(tmp_path, "b", "", "store"), job(tmp_path, "c", "")]
     runs += [job(tmp_path, f"{name}1", "", name) for name in "abc"]
@@ -688,7 +695,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
             case 2:
                 assert executor.started == ["run", "made"]
                 pause.touch()
-            case 3 | 4:  # asked once, and waited for
+            case 3 | 4:  # asked to stop once, and waited for
                 assert [handle.asked for handle in executor.running.values()] == [1, 1]
             case 5:
                 executor.end("run", made=False)
@@ -698,7 +705,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
                 assert len(told) == 3
                 pause.unlink()
             case 8:
-                assert executor.started == ["run", "made"] * 2  # before what came later
+                assert executor.started == ["run", "made"] * 2  # before jobs that came later
                 run.proof.parent.mkdir()
                 executor.end("run")
                 executor.end("made")
@@ -719,7 +726,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_pause_reaches_processes(tmp_path: Path) -> None:
-    """Processes get SIGTERM, as commands do, and are started again."""
+    """Processes get SIGTERM, as a user's command does, and are started again later."""
     pause = tmp_path / "PAUSE"
     long, plain = job(tmp_path, "long", INTERRUPTED), job(tmp_path, "plain", PLAIN)
     told: list[str] = []
@@ -745,8 +752,9 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
 
 
 def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
-    """A job that nothing waits for is not made. One that has only its result is made again if
-    another job waits for it."""
+    """A job that no other job waits for is not made. A job of which only the result is left is made
+    again if another job waits for it.
+    """
 
     def run(name: str, *waits: str) -> Job:
         path = tmp_path / name
@@ -791,8 +799,9 @@ def test_only_what_is_needed_is_made(tmp_path: Path) -> None:
 
 
 def test_jobs_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> None:
-    """The process has one thread and no CUDA. A command sees the usual arguments and
-    environment."""
+    """That process has one thread and no CUDA context. A command sees the usual arguments and
+    environment.
+    """
     code = (
         "import json, os, signal, sys; early = 'xformer.train' in sys.modules; import torch;"
         "P.write_text(json.dumps([early, len(os.listdir('/proc/self/task')), "
@@ -829,7 +838,7 @@ def test_jobs_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> No
 
 
 def with_weights(run: Job, weights: bytes = b"weights") -> None:
-    """The files that training leaves of a run, its scores as `finish` wrote them."""
+    """Write the files that training leaves in a run. Its scores are those that `finish` wrote."""
     selected = run.path / "checkpoints/step_4"
     selected.mkdir(parents=True)
     (selected / "model.safetensors").write_bytes(weights)
@@ -847,7 +856,7 @@ def with_weights(run: Job, weights: bytes = b"weights") -> None:
 
 
 def a_ledger(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
-    """A study with all its fine-tunings done and kept."""
+    """A study whose fine-tuning runs are all done and kept."""
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, start, rate: 0.5 + 0.1 * int(seed) + 0.01 * len(start))
     ledger = Ledger(tmp_path / "kept", plan)
@@ -905,7 +914,7 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
     assert report() == before
     assert all(run.done and not run.whole for run in again.runs("finetune"))
     assert not to_do(again.jobs.values(), again.wanted)
-    Ledger(tmp_path / "third", again).keep(run, again=False)  # also of what was unpacked
+    Ledger(tmp_path / "third", again).keep(run, again=False)  # this also works for an unpacked run
     assert file_checksum(tmp_path / f"third/{run.key}.zip") == file_checksum(
         kept / f"{run.key}.zip"
     )
@@ -919,7 +928,7 @@ def test_a_run_without_weights_is_made_again(file: Path, data: Path, tmp_path: P
     run = plan.runs("finetune")[0]
     assert run.done
     set_up(run)
-    assert not run.path.exists()  # as training wants it
+    assert not run.path.exists()  # training needs an absent directory
     assert (
         sorted(p.name for p in run.path.parent.glob(f"*{run.key}*"))
         == [run.key, f"{run.key}.toml"][1:]
@@ -1062,7 +1071,7 @@ file = "x.svg"
 
 
 def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path: Path) -> None:
-    """It is estimated from the finished runs of a stage, here or in a ledger."""
+    """It is estimated from finished runs of the same stage, here or in a ledger."""
     plan, kept = a_ledger(file, data, tmp_path)
     shutil.rmtree(plan.root)
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"))
@@ -1081,8 +1090,7 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
 def test_a_study_that_is_killed_loses_nothing(
     forks: Forks, file: Path, data: Path, tmp_path: Path
 ) -> None:
-    """First the study alone is killed, so its run goes on without it; then all its processes
-    are."""
+    """First only the study is killed, and its run goes on. Then all its processes are killed."""
     changed(
         file,
         ("vary.seed = [0, 1]", "vary.seed = [0]"),
@@ -1137,7 +1145,7 @@ def test_paired_differences_are_scipys() -> None:
     ends = (difference.mean - difference.half, difference.mean + difference.half)
     assert ends == pytest.approx((low, high))
     assert paired_test([2.0], [1.0]).p is None
-    assert paired_test([2.0, 3.0], [1.0, 2.0]).p is None  # no spread: nothing to test with
+    assert paired_test([2.0, 3.0], [1.0, 2.0]).p is None  # without any spread there is no test
     assert paired_test([80.1, 80.3], [80.0, 80.2], -3.0).p is None
 
 
@@ -1168,7 +1176,7 @@ def test_a_summary_shows_all_there_is() -> None:
 
 
 def finish(plan: Plan, accuracy: Any) -> None:
-    """Results of all runs of the stage finetune, as training would write them."""
+    """Write results for all runs of the stage finetune, as training would."""
     for run in plan.runs("finetune"):
         score = accuracy(**run.levels)
         if score is not None:
@@ -1193,7 +1201,8 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
     assert low.sample is not None
     assert low.sample.scores == pytest.approx((60.0, 60.4, 60.8, 61.2))
     assert (low.published, low.difference) == pytest.approx((50.0, 10.6))
-    assert [cell.published for cell in cells[1]] == [50.0, None]  # scratch beside "none"
+    # "scratch" is compared with the paper's "none"
+    assert [cell.published for cell in cells[1]] == [50.0, None]
     verdict = verdicts(results)[0]
     assert verdict.state == "holds"
     assert [part[0] for part in verdict.parts] == ["low", "high"]
@@ -1296,7 +1305,7 @@ def test_differences_deviations_means_summaries_and_curves(
         (run.path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
     results = Results(plan)
     tables = {table.name: results.cells(table) for table in plan.study.tables}
-    gains = [[cell.value for cell in row] for row in tables["gain"]]  # less 0.625 at seed 1
+    gains = [[cell.value for cell in row] for row in tables["gain"]]  # minus 0.625 at seed 1
     assert gains == [[0.375, 0.125, 0.25], [-0.125, -0.125, -0.125]]
     assert tables["spread"][0][0].value == pytest.approx(np.std([75, 100], ddof=1))
     assert [[cell.value for cell in row] for row in tables["losses"]] == [
@@ -1304,7 +1313,7 @@ def test_differences_deviations_means_summaries_and_curves(
         [2.25, 0.375],
     ]
     last = verdicts(results)[-1]
-    assert last.state == "undecided"  # both seeds differ by the same: no spread to judge by
+    assert last.state == "undecided"  # both seeds differ by the same amount, so there is no spread
     assert "+1.000" in markdown_of(results)
     (pretrained, scratch) = results.statistics(plan.study.summaries[0])
     assert [one.value for one in pretrained] == pytest.approx(
@@ -1323,13 +1332,15 @@ def test_differences_deviations_means_summaries_and_curves(
     directory = plan.root / "letters-mini"
     directory.mkdir()
     text = html_of(results, {}, directory)
-    assert text.count("<svg") >= 3 + 1 + 8  # of the mean tables, the curves, and each run's
+    assert text.count("<svg") >= 3 + 1 + 8  # for the tables of means, the curves, and each run
     assert "published -0.125" in text
 
 
 def test_huangs_summaries_are_of_huangs_differences() -> None:
-    """Figures 7 to 10 print the statistics of the differences in figures 5 and 6, up to rounding.
-    The count and one misprinted cell of figure 10 differ."""
+    """Figures 7 to 10 give statistics of the differences in figures 5 and 6, up to rounding.
+
+    Two numbers of figure 10 do not agree: the count, and one misprinted cell.
+    """
     study = read_study(ROOT / "recipes/studies/huang2021-heads.toml", "paper")
     tables = {table.name: table.published for table in study.tables}
     for summary in study.summaries:
@@ -1366,7 +1377,7 @@ def test_studies_share_runs(tmp_path: Path) -> None:
 
 
 def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) -> None:
-    """A run that two stages ask for is made once and counts in both, at the levels of each."""
+    """A run that two stages ask for is made once. It counts in both, at the levels of each."""
     more = (
         f'[stages.again]\nrecipe = "{ROOT}/recipes/finetune/classify.toml"\n'
         'settings = {data = "{made.task}", init = "{stage.pretrain}", train = {epochs = 1}, '
@@ -1406,7 +1417,7 @@ def test_a_part_of_a_study_is_run(file: Path, data: Path, tmp_path: Path) -> Non
 def test_a_need_may_be_installed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """micro/NAME is the package's own checkpoint, unless there is such a path."""
+    """micro/NAME is the checkpoint in the package, unless such a path exists."""
     changed(file, ('get = "write it"', 'get = "write it"\npath = "micro/letters"'))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("xformer.data.files.PACKAGE", tmp_path / "package")
@@ -1446,7 +1457,7 @@ def test_a_claim_may_fail_or_stay_open(
 
     def accuracy(seed: str, start: str, rate: str) -> float | None:
         if lead is None and rate == "high":
-            return None  # one rate is not there yet
+            return None  # the run of one rate is not finished yet
         gain = 0.2 if lead is None else lead if rate == "high" else 0.2
         wobble = 0.01 * (-1) ** int(seed)
         return 0.5 + (gain + wobble if start == "pretrained" else 0.0)
@@ -1560,7 +1571,7 @@ def test_gpus_are_those_that_the_process_may_see(
     [
         ("version.json", "[]", "says no version"),
         ("version.json", "{}", "says no version"),
-        ("digests.json", "[]", ""),  # a damaged file only costs time
+        ("digests.json", "[]", ""),  # if this file is damaged, only time is lost
         ("digests.json", "{", ""),
         ("result.json", "{}", "does not say how many seconds"),
         ("result.json", "[]", "does not say how many seconds"),
@@ -1598,7 +1609,7 @@ def test_damaged_files_of_a_study(
 
 
 def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path) -> None:
-    """The best is that of the scored runs, or of all their validations."""
+    """The best value is that of the scored runs, or of all their validations."""
     best = 'columns = "rate"\nsplit = "valid"\nbest = "{}"'
     changed(file, ('columns = "rate"', best.format("epoch")))
     plan = plan_of(file, tmp_path, data=str(data))
@@ -1666,7 +1677,7 @@ HOSTILE = "<script>document.title = 'taken'</script>\" onload=\"x"
 
 
 def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
-    """report.html of the study with scores that rise with the seed and the rate."""
+    """report.html of the study, with scores that rise with the seed and the learning rate."""
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, start, rate: 0.5 + 0.01 * len(start) + 0.1 * (rate == "high"))
     jobs = list(plan.jobs.values())
@@ -1695,16 +1706,16 @@ def test_the_page_needs_nothing_and_escapes_all(file: Path, data: Path, tmp_path
         (run.path / "log.jsonl").write_text("\n".join(lines))
     path.write_text(html_of(Results(plan), {}, path.parent))
     text = path.read_text()
-    assert f"<td>{escape(HOSTILE)}" in text  # a row's name, and a run's
+    assert f"<td>{escape(HOSTILE)}" in text  # in the name of a row, and below in that of a run
     assert re.search(rf"<summary>[^<]*{re.escape(str(escape(HOSTILE)))}", text)
-    assert text.count("<script>") == 1  # its own
+    assert text.count("<script>") == 1  # only the page's own script
     assert "&lt;script&gt;document.title" in text
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
     assert "@import" not in text
 
 
 def in_chromium(path: Path, script: str, fragment: str = "") -> str:
-    """The page as Chromium has it after `script`."""
+    """The page as Chromium shows it after it has run `script`."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("Chromium is not installed")
@@ -1735,7 +1746,8 @@ def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
     click = "document.querySelectorAll('table')[1].querySelectorAll('th')[2].click();"
     wide = "document.body.append('width ' + (document.documentElement.scrollWidth <= innerWidth))"
     dom = in_chromium(path, click + wide, f"#run-{run.key}")
-    assert re.search(rf'<details id="run-{run.key}" open="">', dom)  # a link opens its run
+    # following a link opens its run
+    assert re.search(rf'<details id="run-{run.key}" open="">', dom)
     assert "width true" in dom
     rows = re.findall(r"<tr><td>(pretrained|scratch)</td>", dom)
     assert rows == ["pretrained", "scratch"]  # falling: pretrained has the higher score
@@ -1747,8 +1759,9 @@ def test_the_page_in_a_browser(file: Path, data: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_command_draws_is_shown(file: Path, data: Path, tmp_path: Path) -> None:
-    """Settings become arguments of a command. Its figure stands in the report, but its scripts do
-    not run."""
+    """Settings become arguments of a command. Its figure is shown in the report, but scripts in the
+    figure do not run.
+    """
     file.write_text(
         STUDY.replace(
             "[[tables]]",
@@ -1819,7 +1832,7 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert report in done.out
     assert "**undecided**" in report
 
-    # what is there is not run again; another seed adds its own runs
+    # finished runs are not repeated; another seed adds its own runs
     changed(
         file,
         ("vary.seed = [0]", "vary.seed = [0, 1]\nwithout = [{ seed = '1', start = 'scratch' }]"),
@@ -1833,7 +1846,7 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     costs = Costs(Forecast(plan))
     assert all(costs.known(run) and costs.seconds(run) > 1 for run in plan.runs("finetune"))
 
-    # on another machine all comes out of what was kept
+    # on another machine everything comes from the kept results
     old = root.rename(tmp_path / "old")
     good(forks.run(*arguments, f"needs.data={data}"))
     for path in (old / "letters-mini").iterdir():
@@ -1845,7 +1858,9 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
 
 
 def test_jobs_of_a_cluster(tmp_path: Path) -> None:
-    """submitit's stand-in for Slurm: output in the job's log, and interrupted jobs go on."""
+    """This uses submitit's stand-in for Slurm. Output goes to the job's log, and interrupted jobs
+    continue.
+    """
     pytest.importorskip("submitit")
     jobs = [
         job(tmp_path, "good", "print('said'); P.touch()"),
@@ -1900,7 +1915,7 @@ def test_every_study_resolves(path: Path, scale: str, tmp_path: Path) -> None:
 
 
 def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
-    """The newest line of the newest log, also while it is being written."""
+    """It shows the newest line of the newest log, even while that line is being written."""
 
     def job(name: str) -> Job:
         return Job(name, name, tmp_path / name, tmp_path / name, ())

@@ -1,4 +1,5 @@
-"""Operations on weights, against small matrices written out by hand and scipy; partial training.
+"""Operations on weights, compared with small matrices written out by hand and with scipy. Also
+training only a part of the weights.
 
 C hidden size, H heads, D = C / H, V pieces, E embedding size.
 """
@@ -47,7 +48,7 @@ def tokenizer(pieces: list[str] = PIECES) -> Tokenizer:
 def counted(
     config: ModelConfig = SHAPE, known: Tokenizer | None = None, head: Head | None = None
 ) -> Checkpoint:
-    """A checkpoint whose elements all differ: they count from 1."""
+    """A checkpoint whose elements all differ, because they are numbered from 1."""
     checkpoint = checkpoints.fresh(config, known or tokenizer(), seed=0)
     checkpoint, _, _ = checkpoint.with_head(head or Head("mlm"), seed=0)
     sizes = [weight.numel() for weight in checkpoint.weights.values()]
@@ -58,7 +59,7 @@ def counted(
 
 
 def same(one: Checkpoint, two: Checkpoint) -> bool:
-    """Whether both have the same weights, by name and value."""
+    """Whether both have the same weights, by name and by value."""
     return one.weights.keys() == two.weights.keys() and all(
         torch.equal(weight, two.weights[name]) for name, weight in one.weights.items()
     )
@@ -128,7 +129,7 @@ def test_the_layers_that_are_kept(given: dict[str, Any], numbers: list[int]) -> 
 
 @pytest.mark.parametrize("first", [1, 3, 4, 5])
 def test_the_last_layers_are_reinitialised(first: int) -> None:
-    """Huang et al. 2021: the number after the last layer re-initialises none."""
+    """Huang et al. 2021. A from_layer after the last layer re-initialises nothing."""
     before = counted()
     after = surgery.reinit_last_layers(before, from_layer=first, seed=2)
     expected = {
@@ -207,7 +208,7 @@ def test_clean_embeddings_touches_the_word_embeddings_alone() -> None:
     assert after.history[-1] == {"op": "clean_embeddings", "seed": 8, "distribution": "normal"}
     assert differing(after, before) == {WORD}
     assert abs(float(after.weights[WORD].std()) - 0.02) < 0.005
-    # other values than a from-scratch model with this seed has: those would undo its training
+    # not the values of a from-scratch model with this seed, which would undo its training
     assert not torch.equal(
         after.weights[WORD], checkpoints.fresh(SHAPE, tokenizer(), 8).weights[WORD]
     )
@@ -262,7 +263,7 @@ def test_english_like_pieces_of_other_vocabularies() -> None:
 
 
 def test_a_transplant_takes_tokenizer_and_word_embeddings(tmp_path: Path) -> None:
-    """Table and bias are the source's; all other weights stay."""
+    """The table and its bias come from the source. All other weights stay."""
     foreign, pieces = counted(), [*PIECES[:5], "the", "of", "##s"]
     english = counted(SHAPE.model_copy(update={"layers": 2, "vocab_size": 10}), tokenizer(pieces))
     english = replace(english, weights={n: -w for n, w in english.weights.items()})
@@ -291,7 +292,7 @@ def test_a_source_without_an_lm_head_gives_no_bias(tmp_path: Path) -> None:
 
 
 def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
-    """Of 16 vectors, 6 and 9 are used. Those of special tokens are neither copied nor replaced."""
+    """Of 16 vectors, 6 and 9 are used. Special tokens are neither copied nor replaced."""
     before = counted(SHAPE.model_copy(update={"vocab_size": 16}))
     store = ids(tmp_path / "s", [[6, 9, 6], [9, 1]], before.tokenizer)
     after = surgery.substitute_unused(before, store=str(store), seed=4)
@@ -310,7 +311,7 @@ def test_unused_embeddings_become_copies_of_used_ones(tmp_path: Path) -> None:
 
 
 def test_usage_is_counted_after_the_mapping(tmp_path: Path) -> None:
-    """A model of words pre-trained on letters: A and C are used, as pieces 7 and 8."""
+    """A model of words is pre-trained on letters. A and C are used, as pieces 7 and 8."""
     letters = vocabularies.symbols("ACGT")
     store = ids(tmp_path / "s", [[5, 6, 5]], letters)
     mapping = np.array([0, 1, 2, 3, 4, 7, 8, 9, 10])
@@ -352,7 +353,7 @@ def test_an_oracle_shuffle_keeps_the_elements_of_each_matrix() -> None:
 
 @pytest.mark.parametrize("size", [draws.BUCKET, 2 * draws.BUCKET + 1, 300_001])
 def test_a_large_shuffle_keeps_its_elements_and_no_order(size: int) -> None:
-    """Also with buckets: places are uniform, and neighbours do not stay neighbours."""
+    """This also holds with buckets: places are uniform, and neighbours do not stay neighbours."""
     values = torch.arange(float(size))
     after = draws.shuffled(values.view(1, -1), 3).squeeze(0)
     assert torch.equal(after.sort().values, values)
@@ -379,7 +380,9 @@ def test_all_orders_of_a_shuffle_through_buckets_are_equally_likely(
 
 @pytest.mark.parametrize("match", ["magnitude", "variance"])
 def test_a_scaled_matrix_keeps_its_size(match: Any) -> None:
-    """Zhang et al. 2021, section 5.1: fresh values, each matrix times one number."""
+    """Zhang et al. 2021, section 5.1: each matrix gets fresh values, all multiplied by one
+    number.
+    """
     before = counted()
     scaled = surgery.reinit_scaled(before, match=match, seed=1)
     for name, old in before.weights.items():
@@ -423,7 +426,7 @@ def test_a_truncated_normal_has_its_bounds(size: int) -> None:
 
 
 def test_a_truncated_normal_is_scipys() -> None:
-    """As in Devlin et al.: standard deviation 0.02 before truncation at ±0.04."""
+    """As in Devlin et al., the standard deviation is 0.02 before truncation at ±0.04."""
     config = SHAPE.model_copy(update={"initializer_range": 0.02})
     weight = checkpoints.initialise("x.weight", torch.Size([500, 400]), config, 1, "truncated")
     values = weight.flatten().double().numpy()
@@ -431,7 +434,7 @@ def test_a_truncated_normal_is_scipys() -> None:
     assert stats.kstest(values, oracle.cdf).pvalue > 1e-3
     assert np.isclose(values.std(), oracle.std(), rtol=0.01)
     assert 0.0399 < np.abs(values).max() <= 0.04
-    # the tails would show a mistake in drawing rejected values again
+    # a mistake in redrawing rejected values would show in the tails
     tail = np.abs(values)[np.abs(values) > 0.035]
     expected = 2 * oracle.sf(0.035) * len(values)
     assert abs(len(tail) - expected) < 5 * expected**0.5
@@ -540,7 +543,7 @@ def test_a_call_in_python_is_checked_and_recorded_like_a_recipe() -> None:
 
 
 class Listed(Settings):
-    """A recipe that holds nothing but operations."""
+    """A recipe that holds only operations."""
 
     surgery: tuple[AnyOperation, ...] = ()
 
@@ -616,7 +619,7 @@ def operate(forks: Forks) -> Operate:
 
 
 def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
-    """As a user types it."""
+    """The command is run as a user types it."""
     given = [
         "reverse_layers",
         "shuffle_embeddings(seed=1, keep_special=true, english_only=true)",
@@ -773,7 +776,9 @@ def test_help_names_every_operation_and_argument(operate: Operate) -> None:
 def test_a_recipe_operates_on_what_it_starts_from(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """Reversed layers, one fresh head, half the layers: the run trains and its history says so."""
+    """It reverses the layers, re-initialises one head and keeps half of the layers. The run trains,
+    and its history lists the operations.
+    """
     listed = (
         '[{op="reverse_layers"}, {op="reinit_head", layer=2, head=1, seed=5}, '
         '{op="keep_layers", every=2}]'
@@ -829,7 +834,9 @@ WORDS_ONLY = 'train.only=["embeddings.word", "mlm_head"]'
 def test_weights_that_are_not_trained_keep_every_bit(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
-    """Word embeddings and MLM head (Chiang & Lee 2020, section 4.4). They share one table."""
+    """Only word embeddings and MLM head are trained (Chiang & Lee 2020, section 4.4). They share
+    one table.
+    """
     done = good(forks.run(*started(learned, data, tmp_path / "run", WORDS_ONLY)))
     before, after = (checkpoints.load(p) for p in (learned["text"], tmp_path / "run"))
     changed = {
@@ -888,7 +895,7 @@ def test_patterns_match_names_and_their_beginnings(pattern: str, chosen_names: s
 
 def test_a_pattern_for_one_layer_and_for_a_part_of_all() -> None:
     wide = counted(SHAPE.model_copy(update={"layers": 12}))
-    first = chosen(wide, ["layers.1"])  # not layers 10 and 11
+    first = chosen(wide, ["layers.1"])  # this must not match layers 10 and 11
     assert {name.split(".")[2] for name in first} == {"1"}
     biases = chosen(wide, ["layers.*.attention.*.bias", "mlm_head"])
     assert len([n for n in biases if "attention" in n]) == 24

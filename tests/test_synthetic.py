@@ -1,8 +1,8 @@
-"""`preprocess.py synthetic`: what it draws against closed forms and exact recursions.
+"""`preprocess.py synthetic`: what it draws, compared with closed forms and exact recursions.
 
-A figure is compared within five standard errors, or by a chi-square test at 1e-6: a right generator
-fails by chance once in a million, and the seeds are fixed. Sequences are independent of each other
-and their steps are not, so standard errors are taken over sequences.
+A figure is compared within five standard errors, or by a chi-square test at 1e-6. A correct
+generator fails by chance once in a million, and the seeds are fixed. Sequences are independent of
+each other but their steps are not, so standard errors are taken over sequences.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rows(store: Store, split: str) -> list[list[int]]:
 
 
 def fits(observed: np.ndarray, expected: np.ndarray) -> bool:
-    """Do counts follow expected ones? Cells that expect fewer than 20 are taken together."""
+    """Whether counts agree with expected ones. Cells that expect fewer than 20 are merged."""
     few = expected < 20
     observed = np.append(observed[~few], observed[few].sum())
     expected = np.append(expected[~few], expected[few].sum())
@@ -58,7 +58,7 @@ def fits(observed: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def agree(per_sequence: np.ndarray, expected: np.ndarray | float) -> None:
-    """The mean over sequences (axis 0) is what is expected, within five standard errors."""
+    """Assert that the mean over sequences (axis 0) is as expected, within five standard errors."""
     error = per_sequence.std(0) / np.sqrt(len(per_sequence))
     off = np.abs(per_sequence.mean(0) - expected)
     assert (off <= 5 * error + 1e-9).all(), (off / np.maximum(error, 1e-12)).max()
@@ -71,13 +71,13 @@ COUNTS = np.random.default_rng(7).integers(0, 50, 1000) * (np.arange(1000) % 3 >
 
 
 def drawn_from(generator: str, counts: np.ndarray | None, **options: int) -> np.ndarray:
-    """The wanted probabilities of 1000 ids, by their definition."""
+    """The probabilities of 1000 ids, computed from their definition."""
     wanted = np.ones(995)
     if counts is not None:
         wanted = counts[5:].astype(float)
     elif generator == "zipf":
         wanted = ZIPF.copy()
-    if "distinct" in options:  # the most frequent; the first among equals
+    if "distinct" in options:  # the most frequent ones; of equally frequent ones, the first
         least = sorted(wanted, reverse=True)[options["distinct"] - 1]
         keep = list(np.flatnonzero(wanted > least))
         keep += list(np.flatnonzero(wanted == least))[: options["distinct"] - len(keep)]
@@ -133,7 +133,9 @@ def test_more_than_65536_ids():
 
 
 def test_neighbours_are_independent():
-    """Also of every id on itself: a table that takes column and bound from the same bits fails."""
+    """Pairs include an id followed by itself. A table that takes column and bound from the same
+    bits of the random number fails.
+    """
     wanted = np.append(np.zeros(5), np.arange(1, 8) / 28)
     corpus = Corpus("zipf", 1, (10, 10), 0)
     lengths = np.full(30_000, 10)
@@ -173,7 +175,9 @@ class Counting(AliasTable):
 
 
 def matched(made: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(step of each token's opening, is it a push?), both (sequences, steps)."""
+    """The step at which each token was opened, and whether it is a push; both (sequences,
+    steps).
+    """
     _, first, number = np.unique(made, return_index=True, return_inverse=True)
     opened = first[number.reshape(made.shape)] - made.shape[1] * np.arange(len(made))[:, None]
     return opened, opened == np.arange(made.shape[1])
@@ -181,7 +185,9 @@ def matched(made: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def structure(name: str, push: float, length: int = LENGTH, number: int = 20_000) -> tuple:
-    """(tokens, step of opening, is it a push?, depth before the step), (sequences, steps) each."""
+    """The tokens, the step at which each was opened, whether it is a push, and the depth before the
+    step; (sequences, steps) each.
+    """
     corpus = Corpus(name, 0, (length, length), 0, push=push)
     lengths = np.full(number, length)
     made = synthetic.parentheses(np.random.default_rng(11), Counting(), lengths, corpus)
@@ -192,12 +198,12 @@ def structure(name: str, push: float, length: int = LENGTH, number: int = 20_000
 
 
 def depths(length: int, push: float) -> np.ndarray:
-    """(length + 1, length + 2): the probability of `depth` open tokens before each step."""
+    """The probability of each number of open tokens before each step: (length + 1, length + 2)."""
     found = np.zeros((length + 1, length + 2))
     found[0, 0] = 1
     for step in range(length):
         now, after = found[step], found[step + 1]
-        after[1] = now[0]  # on an empty stack a pop is a push
+        after[1] = now[0]  # on an empty stack a pop becomes a push
         after[2:] += push * now[1:-1]
         after[:-1] += (1 - push) * now[1:]
     return found
@@ -208,7 +214,7 @@ GRAMMARS = [("nesting", 0.4), ("nesting", 0.55), ("flat", 0.4), ("flat", 0.55)]
 
 @pytest.mark.parametrize(("name", "push"), GRAMMARS)
 def test_every_closing_token_is_its_opening(name, push):
-    """By a parser of its own, which knows the grammar and not how it was made."""
+    """A separate parser knows the grammar, but not how sequences are made."""
     made, opened, pushed, depth = structure(name, push)
     assert (depth >= 0).all()
     assert (opened >= 0).all()  # in the same sequence
@@ -222,7 +228,7 @@ def test_every_closing_token_is_its_opening(name, push):
                 stack.append(token)
             else:
                 crossing += token != stack[-1]
-                stack.remove(token)  # raises ValueError where it is not open
+                stack.remove(token)  # raises ValueError if it is not open
     assert (crossing == 0) if name == "nesting" else (crossing > 3000)
 
 
@@ -237,13 +243,16 @@ def test_push_rate_and_depth_at_every_step(name, push):
     agree(depth, chance[:LENGTH] @ np.arange(LENGTH + 2))
     for step in (2, 7, 30, LENGTH - 1):
         observed = np.bincount(depth[:, step], minlength=LENGTH + 2)
-        assert not observed[chance[step] == 0].any()  # also the parity
+        assert not observed[chance[step] == 0].any()  # this includes the parity of the depth
         assert fits(observed, len(depth) * chance[step])
 
 
 def test_depth_settles_at_its_closed_form():
-    """pi_0 = (q - p) / 2q, pi_d = pi_0 / q (p / q)^(d - 1), mean depth 1 / 2(q - p), and the mean
-    of two steps as the parity alternates. p = 0.4 is Chiang and Lee's."""
+    """pi_0 = (q - p) / 2q, pi_d = pi_0 / q (p / q)^(d - 1), and the mean depth is 1 / 2(q - p).
+
+    These hold for the mean of two steps, because the parity alternates. p = 0.4 is the value of
+    Chiang and Lee.
+    """
     p, q = 0.4, 0.6
     _, _, pushed, depth = structure("nesting", p, 300, 2000)
     late = depth[:, -2:]
@@ -255,14 +264,18 @@ def test_depth_settles_at_its_closed_form():
 
 
 def distances(opened: np.ndarray, pushed: np.ndarray) -> np.ndarray:
-    """(sequences, steps): how many pairs of each sequence have their two tokens so far apart."""
+    """How many pairs of each sequence have their tokens 0, 1, 2, ... steps apart: (sequences,
+    steps).
+    """
     number, length = opened.shape
     apart = np.where(pushed, 0, np.arange(length) - opened) + length * np.arange(number)[:, None]
     return np.bincount(apart.ravel(), minlength=number * length).reshape(number, length)
 
 
 def compare_distances(name: str, push: float, expected: np.ndarray) -> None:
-    """Histogram and mean of the distances of pairs; `expected` counts pairs a sequence."""
+    """Compare the histogram and the mean of the distances. `expected` is the number of pairs per
+    sequence.
+    """
     _, opened, pushed, _ = structure(name, push)
     found = distances(opened, pushed)
     common = np.flatnonzero(expected * len(found) > 20)
@@ -270,7 +283,7 @@ def compare_distances(name: str, push: float, expected: np.ndarray) -> None:
     assert len(common) > 10
     agree(found[:, common], expected[common])
     agree(found[:, 1:].sum(1), expected[1:].sum())
-    # the mean is a ratio of sums: its difference from the expected one has mean 0 a sequence
+    # the mean is a ratio of sums; the difference from the expected one has mean 0 per sequence
     apart = np.arange(LENGTH)
     mean = (expected * apart).sum() / expected[1:].sum()
     agree(found[:, 1:] @ (apart[1:] - mean), 0.0)
@@ -278,8 +291,9 @@ def compare_distances(name: str, push: float, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("push", [0.4, 0.55])
 def test_nesting_pairs_are_first_returns(push):
-    """A pair is 2k + 1 apart with probability C_k p^k q^(k + 1), C_k Catalan's numbers, if the
-    sequence is long enough for it."""
+    """A pair is 2k + 1 steps apart with probability C_k p^k q^(k + 1) if the sequence is long
+    enough. C_k are Catalan's numbers.
+    """
     chance = depths(LENGTH, push)[:LENGTH, 0]
     opening = chance + (1 - chance) * push  # the probability of a push at each step
     expected = np.zeros(LENGTH)
@@ -298,7 +312,7 @@ def test_flat_pairs_by_the_recursion_of_a_tagged_token(push):
     expected = np.zeros(LENGTH)
     for opening in range(LENGTH):
         opens = np.where(level == 0, 1.0, push) * chance[opening]
-        tagged = np.append(0, opens[:-1])  # still open, by depth
+        tagged = np.append(0, opens[:-1])  # the probability that it is still open, by depth
         for step in range(opening + 1, LENGTH):
             pop = (1 - push) * tagged
             expected[step - opening] += (pop * inverse).sum()
@@ -325,7 +339,7 @@ def test_flat_closes_any_open_token_alike():
 
 @pytest.mark.parametrize("name", ["nesting", "flat"])
 def test_sequences_of_all_lengths_keep_their_places(name):
-    """Lengths in no order: every sequence is a whole one of its own length."""
+    """The lengths are in no order. Every sequence is complete and has its own length."""
     lengths = np.random.default_rng(0).integers(1, 40, 500)
     corpus = Corpus(name, 0, (1, 39), 0)
     made = synthetic.parentheses(np.random.default_rng(1), Counting(), lengths, corpus)
@@ -335,7 +349,7 @@ def test_sequences_of_all_lengths_keep_their_places(name):
         _, pushed = matched(part[None])
         assert max(Counter(part.tolist()).values()) <= 2
         assert (np.cumsum(np.where(pushed, 1, -1)) >= 0).all()
-    everything = Counter(made.tolist())  # no token stands in two sequences
+    everything = Counter(made.tolist())  # no token is in two sequences
     assert everything == sum((Counter(part.tolist()) for part in parts), Counter())
     assert sum(len(set(part.tolist())) for part in parts) == len(everything)
 
@@ -380,7 +394,7 @@ def test_the_command(tmp_path, name):
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A store whose ids are all unlike frequent, special ones among them."""
+    """A store whose ids, including special ones, all have different frequencies."""
     tokenizer = vocabularies.symbols([f"s{i}" for i in range(20)], separated=True)
     with create_store(tmp_path / "source", tokenizer, {"tokens": ""}) as store:
         with store.split("train") as split:
@@ -411,7 +425,7 @@ def test_frequencies_of_a_store(tmp_path, source, name):
     assert found.meta["origin"]["frequencies"]["file"] == "source"
     wanted = np.concatenate([np.zeros(5), np.arange(5, 25) % 7, np.zeros(15)])
     counts = np.array([np.bincount(row, minlength=40) for row in rows(found, "train")])
-    # a token's count in a sequence and what it should be of the sequence's length
+    # a token's count in a sequence, less its expected share of the sequence's length
     lengths = counts.sum(1, keepdims=True)
     agree(counts - lengths * wanted / wanted.sum(), 0.0)
     assert not counts.sum(0)[wanted == 0].any()
@@ -431,7 +445,7 @@ def test_the_same_bytes_whatever_the_number_of_workers(monkeypatch, tmp_path, na
     found = {w: (tmp_path / f"{w}/train/tokens.npy").read_bytes() for w in (1, 2, 3, 8)}
     assert found[1] == found[2] == found[3] == found[8]
     stores = [open_store(tmp_path / f"{workers}") for workers in (1, 2)]
-    assert stores[0].key == stores[1].key  # the checksums of all files
+    assert stores[0].key == stores[1].key  # the key covers the checksums of all files
     train, valid = rows(stores[0], "train"), rows(stores[0], "valid")
     assert len(set(map(tuple, train)) & set(map(tuple, valid))) < len(valid) / 10
     synthetic.write_corpus(tmp_path / "other", replace(corpus, seed=4), 500, None, {}, workers=2)
@@ -512,7 +526,7 @@ def test_workers_end_with_their_parent(tmp_path, number, status):
             time.sleep(0.05)
             workers = children(process.pid)
         assert len(workers) == 2
-        time.sleep(0.5)  # until they have their own answers to signals
+        time.sleep(0.5)  # until they have set their own signal handlers
         # Ctrl-C reaches the whole group
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         said = process.communicate(timeout=60)[1]
@@ -532,8 +546,11 @@ def test_workers_end_with_their_parent(tmp_path, number, status):
 
 
 def test_shuffle_dyck_is_balanced_within_its_depth():
-    """By a parser of its own: every closing token has an open one of its kind, no more than
-    `depth` are open, all kinds open alike, and any open bracket closes alike."""
+    """A separate parser checks this: every closing token has an open one of its kind, and no more
+    than `depth` are open.
+
+    All kinds open equally often, and any open bracket is equally likely to close.
+    """
     kinds, deepest, length = 16, 8, 100
     corpus = Corpus("shuffle", 0, (length, length), 0, kinds, 0.5, deepest)
     table = synthetic.alias_table(synthetic.weights(corpus, 5 + 2 * kinds, None))
@@ -544,7 +561,7 @@ def test_shuffle_dyck_is_balanced_within_its_depth():
     assert made.max() == 2 * kinds - 1
     opened = np.zeros(kinds, int)
     places = {3: np.zeros(3, int), deepest: np.zeros(deepest, int)}
-    choices = np.zeros(2, int)  # closed and opened where both were possible
+    choices = np.zeros(2, int)  # how often one closed, and one opened, if both were possible
     for tokens in made.tolist():
         open_: list[int] = []  # kinds, oldest first
         for token in tokens:

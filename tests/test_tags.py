@@ -1,5 +1,6 @@
-"""Labels of words: the two published formats, the token that carries a label, batches, metrics
-against slow loops, and a toy task that is learnt, predicted and exported."""
+"""Labels of words: the two published formats, the token that carries a label, batches, and metrics
+against slow loops. Also a toy task that is learned, predicted and exported.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pieces: Tokenizer) -> 
 
 
 def words(store: Store, split: str) -> list[list[tuple[str, str]]]:
-    """(word, label) of every word of every row; words are decoded from their pieces."""
+    """(word, label) of every word of every row. The words are decoded from their pieces."""
     tokenizer, columns = store.tokenizer(), store.split(split).columns
     read = []
     for row in range(store.split(split).rows):
@@ -231,7 +232,7 @@ def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
             name: packed.read(f"splits/{name}.fasta").decode()
             for name in ("sequences", "sampled", "mask")
         }
-    # every tenth protein
+    # take every tenth protein
     few = {f"{name}.fasta": ">" + ">".join(text.split(">")[1::10]) for name, text in texts.items()}
     store = make(few, "protein/secondary", "--input", ".")
     wanted: dict[str, list[tuple[str, str, str]]] = {"train": [], "valid": [], "test": []}
@@ -265,7 +266,7 @@ def test_the_first_pieces_are_those_of_transformers(shared: Path, tmp_path: Path
         given = theirs(text.split(), is_split_into_words=True, add_special_tokens=False)
         places = given.word_ids()
         starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1]]
-        if len(starts) == len(text.split()):  # else transformers gives a word no piece
+        if len(starts) == len(text.split()):  # otherwise transformers gives some word no piece
             assert ids.tolist() == given["input_ids"]
             assert first.tolist() == starts
     assert np.mean([len(first) for _, first in encoded]) > 10
@@ -288,7 +289,7 @@ def test_every_word_has_a_token(kind: str) -> None:
         assert [i for i in ids if i != unknown] == [i for i in bare if i != unknown]
         for word, start, end in zip(text.split(), first, [*first, len(ids)][1:], strict=True):
             alone = tokenizer.encode_batch([word])[0].tolist() or [unknown]
-            if kind not in ("bpe", "unigram"):  # their pieces depend on the space before a word
+            if kind not in ("bpe", "unigram"):  # in these, pieces depend on the space before a word
                 assert ids[start:end].tolist() == alone
 
 
@@ -317,7 +318,9 @@ def test_batches_hold_only_labelled_tokens(pieces: Tokenizer) -> None:
 
 
 def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
-    """(first, last, kind) of the entities, by the rules of the shared task's script written out."""
+    """(first, last, kind) of the entities, by the rules of the shared task's script, written out
+    here.
+    """
     padded = ["O", *labels, "O"]
     start = 0
     for i, (before, label) in enumerate(pairwise(padded)):
@@ -381,7 +384,7 @@ def test_scores_equal_slow_loops() -> None:
 
 
 def toy(draw: np.random.Generator, rows: int) -> list[list[tuple[str, str]]]:
-    """Sentences in which the words of one topic are names, and those of another are places."""
+    """Sentences in which the words of one topic are names and those of another are places."""
     named = {
         word: label
         for words, label in zip(TOPICS, ("B-NAME", "B-PLACE"), strict=False)
@@ -471,7 +474,9 @@ def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_p
 def transformers_agrees(
     forks: Forks, run: Path, rows: list[list[list[str]]], lines: list[list[str]], place: Path
 ) -> None:
-    """The exported model gives the same labels in transformers, with nothing of ours."""
+    """Assert that transformers gives the same labels with the exported model, without any code of
+    this project.
+    """
     transformers = pytest.importorskip("transformers")
     good(forks.run("-m", "xformer.convert", "to-hf", run, place / "theirs"))
     auto = transformers.AutoModelForTokenClassification

@@ -1,5 +1,8 @@
 """Labelled tasks of `preprocess.py task NAME`: every published format is read, splits are drawn,
-and errors name what is wrong. The oracles read the raw files in a few plain lines."""
+and errors name what is wrong.
+
+The expected values come from a few plain lines that read the raw files.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def content(store: Store) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def ids(store: Store, split: str) -> list[tuple[Any, ...]]:
-    """The rows of a split as in `content`, but with ids for texts, which is quicker."""
+    """The rows of a split like `content`, but with ids in place of texts, which is quicker."""
     columns = store.split(split).columns
     tokens = [columns[c] for c in ("tokens", "tokens_b") if c in columns]
     rows = range(store.split(split).rows)
@@ -96,7 +99,7 @@ def ids(store: Store, split: str) -> list[tuple[Any, ...]]:
 
 
 def write(place: Path, files: dict[str, str | bytes]) -> Path:
-    """Write files below a directory, by their paths in it."""
+    """Write files below a directory, given their relative paths."""
     for name, text in files.items():
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +229,8 @@ MNLI = ["neutral", "entailment", "contradiction", "neutral"]
 
 def mnli_file(rows: int, votes: int, seed: str) -> str:
     """A file of MNLI: parses, then the sentences, the labels of `votes` people, and the gold
-    label."""
+    label.
+    """
     marks = [f"label{i + 1}" for i in range(votes)] + (["gold_label"] if votes else [])
     lines = [[*MNLI_HEAD, *marks]]
     for i in range(rows):
@@ -352,7 +356,7 @@ HF: dict[str, tuple[list[str], list[Any], list[str]]] = {  # columns, labels, th
 
 @pytest.mark.parametrize("name", HF)
 def test_glue_as_hugging_face_names_it(name: str, make: Make, tmp_path: Path) -> None:
-    """Classes are numbers, the test set has -1, and files come in parts."""
+    """Classes are numbers, the test set has the label -1, and files come in parts."""
     columns, numbers, classes = HF[name]
     matched = ["_matched", "_mismatched"] if name == "glue/mnli" else [""]
     splits = [("train", ["train"], 9)] + [
@@ -375,7 +379,7 @@ def test_glue_as_hugging_face_names_it(name: str, make: Make, tmp_path: Path) ->
     for form in ("csv", "jsonl", "json", "parquet"):
         raw = tmp_path / form
         for file, rows in made:
-            if file == "train" and form != "csv":  # in three parts, one with a hash in its name
+            if file == "train" and form != "csv":  # write three parts, one with a hash in its name
                 for part in range(3):
                     tail = "-6ef3991c06080e14" if form == "parquet" else ""
                     path = raw / f"{file}-0000{part}-of-00003{tail}.{form}"
@@ -406,7 +410,9 @@ def test_packed_files(make: Make, tmp_path: Path) -> None:
 
 
 def test_only_train(make: Make, tmp_path: Path) -> None:
-    """--train without --input gives only that split. With --input it replaces the directory's."""
+    """--train without --input gives only that split. With --input it replaces the training file of
+    the directory.
+    """
     text = "sentence\tlabel\n" + "".join(f"film {i}\t{i % 2}\n" for i in range(8))
     raw = write(tmp_path / "a b", {"train.tsv": text, "dev.tsv": text, "more.tsv": text})
     assert make("glue/sst2", "--train", raw / "train.tsv", name="one").splits == ["train"]
@@ -520,7 +526,7 @@ def test_alphabets() -> None:
 
 
 def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hilbert-CNN's text, with blank lines, Windows line ends, and a record that is cut short."""
+    """Hilbert-CNN's format, with blank lines, Windows line ends and a record that is cut short."""
     made = letters(0, 100)
     text = "".join(
         f">i{i}\r\n{s.lower()}\r\n{i % 2}\r\n" + "\r\n" * (i % 3) for i, s in enumerate(made)
@@ -552,7 +558,7 @@ def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_dna_in_wrapped_fasta(make: Make, tmp_path: Path) -> None:
-    """FASTA in a .txt file is not taken for three lines per record, wrapped or not."""
+    """FASTA in a .txt file, wrapped or not, is not taken for three lines per record."""
     made = letters(1, 60)
     plain = "".join(f">i{i} {'NA'[i % 2]}\n{s}\n" for i, s in enumerate(made))
     wrapped = "".join(
@@ -606,8 +612,9 @@ def test_dna_as_published(shared: Path, make: Make) -> None:
 
 
 def test_deeploc(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The headers mark the test set, a tenth of the rest is for validation, and proteins of two
-    places are left out."""
+    """The headers mark the test set, and a tenth of the rest is for validation. Proteins that are
+    in two places are left out.
+    """
     places = ["Cell.membrane-M", "Nucleus-U", "Lysosome/Vacuole-S", "Cytoplasm-S"]
     made = letters(2, 400, 40, "ACDEFGHIKLMNPQRSTVWY")
     records = [
@@ -682,8 +689,11 @@ def test_multiloc_as_published(shared: Path, make: Make) -> None:
 def test_classes_by_file_names_and_a_training_file(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One file per class, compressed or with a capital ending. If one is called train, the files
-    are splits, and a note lists those that are not read."""
+    """There is one file per class, compressed or with an ending in capitals.
+
+    If one file is called train, the files are splits instead, and a note lists those that are not
+    read.
+    """
     made = letters(4, 40)
     body = ["".join(f">i{i} {'xy'[i % 2]}\n{made[i]}\n" for i in range(k, 40, 2)) for k in (0, 1)]
     raw = write(
@@ -758,8 +768,10 @@ def test_tape(make: Make, tmp_path: Path, shared: Path) -> None:
 
 
 def read_midi(path: Path) -> list[int]:
-    """Pitches in order of tick, then pitch, without channel 10 (drums), read from the bytes by the
-    MIDI standard."""
+    """Pitches in order of tick, then pitch, without channel 10 (drums).
+
+    They are read from the bytes by the MIDI standard.
+    """
     data = path.read_bytes()
     assert data[:4] == b"MThd"
     notes: list[tuple[int, int]] = []
@@ -768,7 +780,7 @@ def read_midi(path: Path) -> list[int]:
         end = at + 8 + int.from_bytes(data[at + 4 : at + 8])
         at, tick, status = at + 8, 0, 0
         while at < end:
-            for first in (True, False):  # the time since the last event; a length below
+            for first in (True, False):  # first the time since the last event, then below a length
                 value = 0
                 while True:
                     value, more = value << 7 | data[at] & 127, data[at] & 128
@@ -813,7 +825,7 @@ def by_two(pitches: list[int]) -> list[int]:
 
 
 def pieces_of(store: Store, split: str) -> dict[str, str]:
-    """name -> its segments, concatenated, after checking that they are in order and one group."""
+    """name -> its segments, concatenated. Asserts that they are in order and form one group."""
     columns = store.split(split).columns
     segments: dict[str, list[str]] = {}
     groups: dict[str, int] = {}
@@ -857,8 +869,9 @@ def test_maestro_as_published(shared: Path, make: Make) -> None:
 
 
 def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """csv, json as version 1 writes it (pieces) and as versions 2 and 3 do (columns), and pieces
-    that cannot be read."""
+    """csv; json as version 1 writes it (pieces) and as versions 2 and 3 do (columns); and pieces
+    that cannot be read.
+    """
     rows: list[dict[str, Any]] = [
         {
             "canonical_composer": ["Bach", "Chopin"][i % 2],
@@ -930,7 +943,7 @@ def test_maestro_tables(make: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_one_directory_per_composer(make: Make, tmp_path: Path) -> None:
-    """Copies of a piece under other names are in the same split."""
+    """Copies of a piece under other names go to the same split."""
     files: dict[str, str | bytes] = {
         f"Composer {i % 3}/opus/{i}.{['mid', 'MID', 'Midi'][i % 3]}": midi(tune(i, 60))
         for i in range(60)
@@ -986,7 +999,7 @@ T = ["tsv", "--text", "t", "--label", "l"]
 TSV = "t\tl\na\tx\nb\ty\n"
 SST2 = "sentence\tlabel\na\t1\nb\t0\n"
 
-# files, arguments, the message, and the rows that --skip-bad leaves (None: it does not help)
+# files, arguments, the message, and the rows left by --skip-bad (None: it does not help)
 REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ({"train.tsv": TSV + "c\n"}, [*T, "--input", "."], r"train\.tsv:4: 1 column instead of 2", 2),
     ({"train.tsv": TSV + "c\tx\ty\n"}, [*T, "--input", "."], r"train\.tsv:4: 3 columns inst", 2),
@@ -1261,7 +1274,7 @@ LIVELY = ["optim.lr=5e-3", "batch.rows=16", "train.epochs=2", "optim.warmup=0.1"
 
 
 def learn(forks: Forks, store: Path, run: Path, *overrides: str) -> dict[str, Any]:
-    """Train a tiny classifier; its scores by split."""
+    """Train a tiny classifier and return its scores by split."""
     good(forks.run(*training(CLASSIFY, store, run, *LIVELY, *overrides)))
     kept_as_scored(run)
     return dict(read_json(run / "result.json")["metrics"])
@@ -1345,7 +1358,9 @@ def test_cola_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
 
 def test_sequences_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
     """Raw files of one column, with or without a header, in lower case, are cut as in training.
-    Rows whose class is not in training are wrong in all scores."""
+
+    Rows whose class is not in training count as wrong in all scores.
+    """
     made = letters(8, 100, 24, "ACDEFGHIKLMNPQRSTVWY")
     train = "".join(f">i{i} {'xy'[i % 2]}\n{s}\n" for i, s in enumerate(made[:60]))
     test = "".join(f">i{i} {'xyz'[i % 3]}\n{s}\n" for i, s in enumerate(made[60:]))
@@ -1390,7 +1405,7 @@ def test_sequences_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
 def test_unseen_classes_are_reported(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When the store is made, in its origin, and by `preprocess.py stats`."""
+    """They are reported when the store is made, in its origin, and by `preprocess.py stats`."""
     raw = write(tmp_path / "r", {"train.tsv": TSV, "dev.tsv": TSV + "c\tz\nd\tz\ne\tw\n"})
     store = make(*T, "--input", raw)
     assert store.labels == ["x", "y"]
@@ -1406,7 +1421,7 @@ def test_unseen_classes_are_reported(
 
 
 def test_music_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """Metrics count pieces, whose segments vote. A raw file may hold pitches."""
+    """Metrics count pieces, and the segments of a piece vote. A raw file may hold pitches."""
     files: dict[str, str | bytes] = {}
     rows = []
     for i in range(60):
@@ -1446,7 +1461,7 @@ def test_music_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
 
 
 def test_scores_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
-    """Hugging Face's STS-B has -1 for hidden test scores, which are not scored."""
+    """Hugging Face's STS-B has -1 in place of hidden test scores, which are not scored."""
     rows = [{"sentence1": f"a {i}", "sentence2": f"b {i % 7}", "label": i % 6} for i in range(40)]
     raw = tmp_path / "r"
     in_form("jsonl", rows, raw / "train.jsonl")

@@ -1,5 +1,8 @@
-"""Tokenizers: learning, saving, loading, decoding and offsets. The word table gives the tokenizer's
-own ids. Imported tokenizers give the ids of transformers, on real text and on odd Unicode."""
+"""Tokenizers: learning, saving, loading, decoding and offsets.
+
+The word table gives the tokenizer's own ids. Imported tokenizers give the ids of transformers, on
+real text and on unusual Unicode.
+"""
 
 import csv
 import io
@@ -316,7 +319,7 @@ def bare_spiece(corpora: dict[str, list[str]]) -> bytes:
 
 
 def extended(theirs: Any, path: Path) -> Any:
-    """A tokenizer of transformers, saved with added words and an added special token."""
+    """A tokenizer that transformers saved with added words and an added special token."""
     from tokenizers import AddedToken
 
     theirs.add_special_tokens({"additional_special_tokens": ["[ENT]"]})
@@ -335,14 +338,16 @@ def extended(theirs: Any, path: Path) -> Any:
 
 
 class Pair(NamedTuple):
-    """A tokenizer of ours and one of transformers, read from the same files."""
+    """One of our tokenizers and one of transformers, read from the same files."""
 
     ours: tokenizers.Tokenizer
     theirs: Any
 
     def agree(self, texts: list[str]) -> int:
-        """Assert that both give the same ids, ours directly and by the word table, and return how
-        many."""
+        """Assert that both tokenizers give the same ids, and return how many there are.
+
+        Ours is asked directly and through the word table.
+        """
         wanted = self.theirs(texts, add_special_tokens=False)["input_ids"]
         assert [ids.tolist() for ids in self.ours.encode_batch(texts)] == wanted
         values, lengths = CachedEncoder(self.ours).encode(texts)
@@ -351,7 +356,7 @@ class Pair(NamedTuple):
         return len(values)
 
     def spelt(self, text: str) -> bool:
-        """Whether the text spells a special token, which gets its id only in transformers."""
+        """Whether the text spells out a special token. Only transformers gives that its id."""
         return any(token in text for token in [*self.ours.meta["special"].values(), "[ENT]"])
 
 
@@ -464,7 +469,7 @@ def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_pat
     wanted = [ids.tolist() for ids in ours.encode_batch(texts)]
     ours.save(tmp_path)
     theirs.save_pretrained(tmp_path / "fast")
-    # tokenizer.json alone gives the same by its own steps
+    # tokenizer.json alone gives the same ids by its own steps
     shutil.copy(tmp_path / "fast/tokenizer.json", tmp_path / "alone.json")
     again = [
         tokenizers.load_tokenizer(tmp_path),
@@ -511,7 +516,7 @@ def test_bert_s_options_are_those_of_transformers(tmp_path, lowercase, accents, 
     path = folder(tmp_path / "x", {"vocab.txt": "\n".join(pieces).encode()}, options)
     theirs = transformers.BertTokenizer.from_pretrained(path)
     Pair(published.import_tokenizer(path), theirs).agree(["aÉe\u0301 A中文e É", "Aa中"])
-    # a prefix of vocab.txt is also that of its companions
+    # a prefix of vocab.txt is also the prefix of the files beside it
     for file in path.iterdir():
         file.rename(path / f"my-{file.name}")
     Pair(published.import_tokenizer(path / "my-vocab.txt"), theirs).agree(
@@ -542,8 +547,8 @@ def pieces_of(tokenizer: tokenizers.Tokenizer, text: str) -> list[tuple[str, str
 
 def sound(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> None:
     """Assert that offsets lie in the text, never decrease and exclude outer white space, and that
-    the
-    ids are the usual ones."""
+    the ids are the usual ones.
+    """
     actual = tokenizer.encode_with_offsets(texts)
     assert len(actual) == len(texts)
     for text, bare, (ids, starts, ends) in zip(

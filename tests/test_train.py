@@ -1,4 +1,4 @@
-"""train.py as users run it: exact resuming, ranks, refusals, learning, monitoring."""
+"""train.py as users run it: exact resuming, ranks, refusals, learning and monitoring."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def log(run: Path) -> list[dict[str, Any]]:
 
 
 def content(run: Path) -> dict[str, Any]:
-    """Everything in a run that must not depend on whether it was stopped."""
+    """Everything in a run that must be the same whether or not it was stopped."""
     actual: dict[str, Any] = {"log": timeless_log(run), "result": result(run)}
     actual["predictions"] = {p.name: p.read_bytes() for p in (run / "predictions").iterdir()}
     for path in (run / "checkpoints").glob("step_*"):
@@ -106,7 +106,7 @@ def board(run: Path) -> EventAccumulator:
 
 
 def drawn_once(run: Path) -> None:
-    """Assert that TensorBoard's curves are the log's numbers, each once."""
+    """Assert that TensorBoard shows the numbers of the log, each of them once."""
     expected: dict[str, list[tuple[int, float]]] = {}
     for record in log(run):
         for name, value in record.items() if record["event"] != "end" else ():
@@ -119,11 +119,11 @@ def drawn_once(run: Path) -> None:
 
 
 def same(run: Path, reference: Path) -> None:
-    """Assert that two runs are the same bit for bit, naming the first difference."""
+    """Assert that two runs are equal bit for bit. A failure names the first difference."""
     a, b = content(run), content(reference)
     steps = [max(int(n.removeprefix("step_")) for n in c if "step" in n) for c in (a, b)]
     assert steps[0] == steps[1]
-    for name in set(a) & set(b):  # a stop writes one more checkpoint, which may be among the newest
+    for name in set(a) & set(b):  # a stop writes an extra checkpoint, which may be among the newest
         assert a[name] == b[name], name
 
 
@@ -144,7 +144,9 @@ VARIANTS: dict[str, tuple[int, str, list[str]]] = {
 def test_resumed_equals_never_stopped(
     variant: str, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """SIGTERM before step 5 (to one rank only), then SIGKILL after step 11, with dropout."""
+    """The run, with dropout, gets SIGTERM before step 5 (one rank only), and later SIGKILL after
+    step 11.
+    """
     ranks, store, overrides = VARIANTS[variant]
     recipe = SMOKE if store == "text" else CLASSIFY
     runs = [tmp_path / "straight", tmp_path / "stopped"]
@@ -157,7 +159,7 @@ def test_resumed_equals_never_stopped(
     done = forks.run(*stopped, ranks=ranks, before=one)
     assert done.status == 128 + signal.SIGTERM, done.err
     assert done.err.splitlines()[-1] == (f"stopped at step 5; the same command continues {runs[1]}")
-    victims = "1" if ranks == 2 else "012"  # without the one, the other cannot go on
+    victims = "1" if ranks == 2 else "012"  # the other rank cannot go on alone
     killer = AT_STEP.format(step=11 * unit, signal="SIGKILL", ranks=victims)
     assert forks.run(*stopped, ranks=ranks, before=killer).status in (-signal.SIGKILL, 1)
     assert not (runs[1] / "result.json").exists()
@@ -169,7 +171,9 @@ def test_resumed_equals_never_stopped(
 
 
 def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """As users do it: torchrun with 2 processes, SIGTERM to torchrun, the same command again."""
+    """As users do it: torchrun with 2 processes gets SIGTERM, and the same command is given
+    again.
+    """
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     steps = ["train.steps=80", "train.validate_every=40", "train.log_every=1"]
     reference = forks.start(*training(SMOKE, data.text, straight, *steps), ranks=2)
@@ -192,7 +196,9 @@ def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: P
 
 
 def test_best_and_patience_survive_a_restart(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """With these accuracies step 6 is the best and step 12 the last, stopped or not."""
+    """With these accuracies step 6 is the best and step 12 the last, whether or not the run was
+    stopped.
+    """
     prescribed = """
 import numpy as np
 from xformer import train
@@ -235,7 +241,7 @@ train.run_validation = validate
 
 
 def test_every_forward_pass_has_its_own_dropout(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Steps, micro-batches and ranks have seeds of their own, and another run has the same ones."""
+    """Every step, micro-batch and rank has a seed of its own. Another run has the same seeds."""
     spy = """
 import torch
 original = torch.manual_seed
@@ -281,8 +287,9 @@ def flip(path: Path, place: int) -> None:
 def test_ranks_and_micro_batches_give_one_gradient(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
-    """Without dropout, 2 ranks, 3 ranks, 4 micro-batches, and 2 ranks after 1 give the losses of
-    1."""
+    """Without dropout, these give the losses of 1 process: 2 ranks, 3 ranks, 4 micro-batches, and 2
+    ranks that continue a run of 1.
+    """
     runs = {"one": (1, "1"), "two": (2, "1"), "three": (3, "1"), "four": (1, "4")}
     lines = {
         name: training(
@@ -345,7 +352,9 @@ def everything(
 def test_a_step_is_the_same_wherever_a_run_goes_on(
     overrides: list[str], data: Toys, tmp_path: Path
 ) -> None:
-    """The feed makes many steps at once; each is the same as when it is made first."""
+    """The feed prepares many steps at once. Each is the same as if it were the first to be
+    prepared.
+    """
     line = training(SMOKE, data.text, tmp_path / "run", *overrides)[1:]
     job = prepare(load(Recipe, line), Ranks(0, 1, torch.device("cpu")))
     position, steps = 0, 0
@@ -398,7 +407,8 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before
 
-    # stopped among the added steps: there is no result, because the selected checkpoint is gone
+    # The run is killed in the added steps. It has no result, because the selected checkpoint is
+    # gone.
     killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
     longer = [*line, "train.steps=30", "train.log_every=5", "train.checkpoint_every=10"]
     killed = forks.run(*longer, before=killer)
@@ -407,7 +417,7 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert not (run / "result.json").exists()
     done = good(forks.run(*longer, "system.precision=bf16"))
     assert "continuing" in done.err
-    assert slow_precision(torch.device("cpu"), "bf16") in done.err  # where there is such a line
+    assert slow_precision(torch.device("cpu"), "bf16") in done.err  # if there is such a line
     assert result(run)["selected"] == "checkpoints/step_30"
     steps = [record["step"] for record in log(run) if record["event"] == "train"]
     assert steps == [3, 6, 9, 12, 15, 20, 25, 30]
@@ -422,7 +432,7 @@ def test_raised_steps_continue_and_other_settings_are_refused(
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
-    """When every file below a directory was last written, and its size."""
+    """When every file below a directory was last written, and how large it is."""
     actual = {str(path): path.stat() for path in directory.rglob("*")}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in actual.items()}
 
@@ -438,7 +448,7 @@ def trained(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
-# arguments after a good command line, and parts of the message
+# arguments added to a good command line, and parts of the message
 BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim.rl=1"], ["unknown key optim.rl; did you mean optim.lr?"]),
     (["steps=1"], ["unknown key steps; did you mean train.steps?"]),
@@ -555,7 +565,7 @@ def test_bad_places_for_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_torchrun_says_it_once(data: Toys, tmp_path: Path) -> None:
-    """Rank 0 prints the error, even if another rank fails first; torchrun adds its report."""
+    """Rank 0 prints the error, even if another rank fails first. torchrun adds its own report."""
     done = command(*training(SMOKE, data.text, tmp_path / "run", "optim.rl=1"), ranks=2)
     assert done.status == 1
     lines = [line for line in done.err.splitlines() if "error: " in line]
@@ -568,7 +578,8 @@ def test_torchrun_says_it_once(data: Toys, tmp_path: Path) -> None:
 
 def test_damaged_store(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """A truncated file is refused at once. A flipped bit stops the run with a line that names its
-    block."""
+    block.
+    """
     store, run = tmp_path / "store", tmp_path / "run"
     shutil.copytree(data.text, store)
     tokens = store / "train/tokens.npy"
@@ -588,7 +599,8 @@ Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
 """
     flipped, impossible = bytearray(whole), bytearray(whole)
     flipped[-2] ^= 1  # another word
-    impossible[-1] = 0xFF  # an id that no vocabulary holds: a crash, perhaps before the check
+    # an id that no vocabulary has; training may crash before the check sees it
+    impossible[-1] = 0xFF
     for content, before, ranks in (
         (flipped, "", 1),
         (flipped, slow, 1),
@@ -605,8 +617,9 @@ Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
 
 
 def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """No space left: one line, status 1; earlier checkpoints are complete, and the run continues
-    later."""
+    """If no space is left, the run ends with one line and status 1. Earlier checkpoints are
+    complete, and the run continues later.
+    """
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("small file systems cannot be mounted here")
     straight, disk, rescued = (tmp_path / name for name in ("straight", "disk", "rescued"))
@@ -638,8 +651,9 @@ def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_learns_what_can_be_learnt(learned: dict[str, Path], data: Toys) -> None:
-    """Each task is learned: a class decided by one token, a score that counts tokens, words of
-    topics."""
+    """Each task is learned: a class that one token decides, a score that counts tokens, the words
+    of topics.
+    """
     scores = {name: result(run)["metrics"]["test"] for name, run in learned.items()}
     assert scores["classes"]["accuracy"] > 0.95
     assert scores["scores"]["spearman"] > 0.9
@@ -652,7 +666,9 @@ def test_learns_what_can_be_learnt(learned: dict[str, Path], data: Toys) -> None
 
 
 def test_schedules(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The logged rates against closed forms, by steps and by epochs, warm-up in either unit."""
+    """The logged learning rates equal closed forms, by steps and by epochs, with warm-up in either
+    unit.
+    """
     steps, warm = 20, 5
     every = ["train.log_every=1", "train.select=last", "optim.lr=0.01", f"train.steps={steps}"]
     cases = {
@@ -752,8 +768,9 @@ def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Pa
 def test_overwrite_spares_what_is_no_run(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A checkpoint has a config.json too, but overwrite=true does not delete it: it is not a
-    run."""
+    """A checkpoint has a config.json too, but overwrite=true does not delete it, because it is not
+    a run.
+    """
     path = tmp_path / "checkpoint"
     shutil.copytree(checkpoints.resolve(learned["text"]), path)
     before = sorted(p.name for p in path.iterdir())

@@ -1,4 +1,4 @@
-"""Trajectories: the steps at which a run keeps its weights; keeping them changes no result."""
+"""Trajectories: the steps at which a run keeps its weights. Keeping them changes no result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MARKS = 'train.keep_at=[0, 3, 8, "500 tokens", "700 words", "15 steps"]'
 
 
 def trajectory(run: Path) -> dict[str, bytes]:
-    """Every file of a run's trajectory."""
+    """The content of every file of a run's trajectory."""
     folder = run / "trajectory"
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -116,7 +116,7 @@ def course(
     epochs: float = 1.0,
     words: int | None = None,
 ) -> Course:
-    """The course of a run over rows of these sizes, two tokens of each special."""
+    """The course of a run over rows with these numbers of tokens, two of them special tokens."""
     each = np.array(sizes)
     end = 2**62 if steps else round(epochs * len(sizes))
     stream = Stream(Samples(len(sizes), 0), end, lambda r: each[r], rows, tokens)
@@ -128,7 +128,7 @@ def course(
     [
         (1000, "log", [0, 1, 2, 4, 8, 16, 32, *range(50, 1001, 50)]),
         (100, "log", [0, 1, 2, 4, *range(5, 101, 5)]),
-        (30, "log", [0, 1, *range(2, 31)]),  # every 1.5: 2, 3, 5, 6, 8, 9 ...
+        (30, "log", [0, 1, *range(2, 31)]),  # every 1.5 steps; see the test
         (5, "log", [0, 1, 2, 3, 4, 5]),
         (1, "log", [0, 1]),
         (1700, "log:500", [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 500, 1000, 1500]),
@@ -146,8 +146,10 @@ def test_marks_in_steps(steps: int, keep_at: Any, wanted: list[int]) -> None:
 
 
 def test_marks_in_tokens_and_words() -> None:
-    """Steps of 2 rows of 5 tokens, 3 of them the text's; 6 words on 18 such tokens: step n has seen
-    10 n tokens and 2 n words."""
+    """A step has 2 rows of 5 tokens, 3 of which are text. There are 6 words to 18 tokens of text.
+
+    So after step n the run has seen 10 n tokens and 2 n words.
+    """
     run = course(9, [5] * 6, words=6)
     for mark, step in (
         ("0 tokens", 0),
@@ -166,8 +168,9 @@ def test_marks_in_tokens_and_words() -> None:
 
 
 def test_the_length_of_a_run_in_epochs() -> None:
-    """2.5 epochs of 6 rows are 15 rows: 8 steps of two rows, or as many as batches of tokens
-    need."""
+    """2.5 epochs of 6 rows are 15 rows. These are 8 steps of two rows, or as many as batches of
+    tokens need.
+    """
     assert course(0, [5] * 6, epochs=2.5).length() == 8
     assert course(0, [5] * 6, tokens=14, epochs=2.5).length() == 8
     assert course(0, [5] * 6, tokens=15, epochs=2.5).length() == 5
@@ -182,7 +185,7 @@ def test_the_length_of_a_run_in_epochs() -> None:
 def test_marks_are_those_of_going_step_by_step(
     sizes: list[int], marks: list[int], tokens: int
 ) -> None:
-    """The walk equals a plain sum over the rows in their order."""
+    """The computed marks equal a plain sum over the rows in their order."""
     run = course(0, sizes, 3, tokens, epochs=2)
     seen, position, wanted, totals = 0, 0, set(), [0]
     while position < 2 * len(sizes):
@@ -224,7 +227,8 @@ def test_what_lies_beyond_the_end_is_refused(keep_at: Any, said: str) -> None:
 
 def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """The run equals one that keeps nothing, bit for bit. It keeps complete checkpoints at the
-    right steps, which are counted in advance."""
+    right steps, and announces their number in advance.
+    """
     runs = [tmp_path / "plain", tmp_path / "kept"]
     lines = [training(SMOKE, data.text, run, *SHORT, "train.keep_last=9") for run in runs]
     good(forks.run(*lines[0]))
@@ -248,7 +252,7 @@ def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> No
             "tokenizer.json",
             "tokenizer_meta.json",
         }
-    # the same to others as the whole checkpoint, whose files hold the same weights
+    # its key equals that of the whole checkpoint, which holds the same weights
     for step in (8, 15):
         places = [runs[1] / folder / f"step_{step}" for folder in ("trajectory", "checkpoints")]
         assert checkpoints.content_key(places[0]) == checkpoints.content_key(places[1])
@@ -258,11 +262,11 @@ def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> No
     (said,) = [line for line in done.err.splitlines() if line.startswith("trajectory: ")]
     assert said.startswith("trajectory: 6 checkpoints of 0.1 MB, 0.")
     assert said.endswith(f" MB, in {runs[1] / 'trajectory'}")
-    # their size is as announced
+    # their size was announced correctly
     told = prepare(config.load(Recipe, [*lines[1][1:], MARKS]), ALONE).trajectory.bytes
     size = sum(map(len, trajectory(runs[1]).values())) / 6
     assert told == pytest.approx(size, rel=0.05)
-    # any tool opens one
+    # every tool can open one
     one = str(runs[1] / "trajectory/step_3")
     good(forks.run("evaluate.py", one, f"data={data.text}", "split=valid"))
     assert "train" in good(forks.run("-m", "xformer.convert", "inspect", one)).out
@@ -278,8 +282,12 @@ def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> No
 def test_a_killed_run_has_the_same_trajectory(
     forks: Forks, data: Toys, tmp_path: Path, ranks: int
 ) -> None:
-    """Bit for bit, with dropout, killed between two marks and continued from a checkpoint before a
-    mark that was written, one that is half written, and one of a run that did not come to be."""
+    """It is the same bit for bit, with dropout. The run is killed between two marks and continued
+    from an earlier checkpoint.
+
+    Between the two it finds a complete mark, one that is half written, and marks that it has not
+    reached.
+    """
     runs = [tmp_path / "straight", tmp_path / "killed"]
     more = [*SHORT, MARKS]
     lines = [training(SMOKE, data.text, run, *more) for run in runs]
@@ -308,7 +316,7 @@ def test_stopped_at_every_step(forks: Forks, data: Toys, tmp_path: Path) -> None
     lines = [training(SMOKE, data.text, run, *SHORT, "train.keep_at=log:4") for run in runs]
     good(forks.run(*lines[0]))
     assert kept(runs[0]) == [0, 1, 2, 4, 8, 12]
-    for step in (1, 3, 5, 11, 13):  # it stops a step later
+    for step in (1, 3, 5, 11, 13):  # the run stops one step after the signal
         stop = AT_STEP.format(step=step, signal="SIGTERM", ranks="0")
         assert forks.run(*lines[1], before=stop).status == 128 + signal.SIGTERM
     good(forks.run(*lines[1]))
@@ -316,8 +324,10 @@ def test_stopped_at_every_step(forks: Forks, data: Toys, tmp_path: Path) -> None
 
 
 def test_what_becomes_of_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Not pruned, not touched by keep_state=false; a run may go on with other marks, and begins
-    anew without any."""
+    """It is not pruned, and keep_state=false does not touch it.
+
+    A run may continue with other marks. If it begins again without any, its trajectory is deleted.
+    """
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *SHORT, "train.keep_last=1")
     good(forks.run(*line, "train.keep_at=[0, 2, 15]"))
@@ -334,8 +344,11 @@ def test_what_becomes_of_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) 
 
 
 def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """If it is known in advance, the run is refused and nothing changes. If the disk is full later,
-    the run goes on, and its end says what is missing."""
+    """If it is known in advance that there is too little space, the run is refused and nothing
+    changes.
+
+    If the disk becomes full later, the run goes on, and its last lines say what is missing.
+    """
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *SHORT, "train.keep_at=[0, 2, 3, 9]")
     little = (
@@ -355,7 +368,7 @@ def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert kept(run) == [0, 9]
     assert "the trajectory checkpoint of step 2 was not written; older ones are kept" in done.err
     assert f"{run / 'trajectory'} lacks step 2, 3: writing failed" in done.err
-    # what overwrite= deletes counts as room, and a refusal deletes nothing
+    # what overwrite= will delete counts as free space; a refusal deletes nothing
     held = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     refused(forks.run(*line, "overwrite=true", before=little.format(-(10**9))), "make room")
     assert held == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -365,7 +378,7 @@ def test_a_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_marks_that_a_run_cannot_have(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Refused before a file is touched."""
+    """They are refused before a file is touched."""
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *SHORT)
     refused(forks.run(*line, "train.keep_at=[3, 16]"), "train.keep_at=16: the run ends at step 15")
@@ -381,8 +394,11 @@ def test_marks_that_a_run_cannot_have(forks: Forks, data: Toys, tmp_path: Path) 
 
 
 def test_marks_in_a_run_are_those_of_its_log(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Tokens and words that the run itself has seen, with two ranks, in epochs of part of the rows
-    and steps by tokens: the first step that reaches a mark is the one that is kept."""
+    """Two ranks train on epochs of a part of the rows, with steps measured in tokens.
+
+    The first step that reaches a mark is kept, by the tokens and words that the run itself has
+    seen.
+    """
     run = tmp_path / "run"
     marks = 'train.keep_at=["900 tokens", "800 words"]'
     line = training(
@@ -430,11 +446,13 @@ def test_keep_at_belongs_to_no_key(data: Toys, tmp_path: Path) -> None:
         opened = Run.open(tmp_path / "run", content, False)
         write_json(tmp_path / "run/config.json", content)
         assert opened.path == tmp_path / "run"
-        del opened  # and its lock
+        del opened  # this releases its lock
 
 
 def test_a_store_of_before_words_were_counted(data: Toys, tmp_path: Path) -> None:
-    """A store of an older version opens, has the same key, and does not know its words."""
+    """A store of an older version opens, has the same key, and does not know its number of
+    words.
+    """
     old = shutil.copytree(data.text, tmp_path / "old")
     meta = read_json(old / "store.json")
     for split in meta["splits"].values():

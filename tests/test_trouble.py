@@ -1,4 +1,6 @@
-"""Numerical trouble in training: detected, traced, and then dropped or the end of the run."""
+"""Numerical trouble in training. It is detected and traced; then the step is dropped or the run
+ends.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
 
 STEPS = ["train.steps=15", "train.checkpoint_every=4", "train.log_every=2"]
 
-# Python that makes the output of a layer infinite wherever training has a row of the store
+# Python that makes a layer's output infinite whenever a batch of training holds a given row
 BAD_ROW = """
 import torch
 from xformer import tracing
@@ -81,7 +83,7 @@ def guard(spike: float, seen: list[float] | None = None) -> Guard:
 
 
 def judged(one: Guard, loss: float, norm: float) -> bool:
-    """Whether a step with this norm, and this loss over 2 tokens, is dropped."""
+    """Whether a step is dropped that has this gradient norm, and this loss over 2 tokens."""
     sums = Sums(torch.device("cpu"))
     sums.add(Loss(torch.tensor(2 * loss), 2, torch.tensor(1.0)))
     return float(one.judge(sums, torch.tensor(norm))) == 1.0
@@ -103,7 +105,9 @@ def test_a_guard_leaves_dropped_steps_out() -> None:
 
 
 def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
-    """Mean and deviation equal numpy's over the first steps. No step is judged before WINDOW."""
+    """Mean and deviation equal numpy's over the first steps. No step is judged before there are
+    WINDOW of them.
+    """
     draw = np.random.default_rng(0)
     losses, norms = draw.normal(5, 0.5, WINDOW).tolist(), draw.normal(2, 0.1, WINDOW).tolist()
     one = guard(4.0)
@@ -118,14 +122,14 @@ def test_spikes_are_told_by_the_deviations_of_the_steps_before() -> None:
     limit = means[0] + 4 * loss_variance**0.5
     assert judged(one, limit + 0.01, 2.0)
     assert judged(one, 5.0, 3.0)
-    assert not judged(one, 0.0, 2.0)  # low is no trouble
-    other = guard(4.0, one.seen.tolist())  # carried over a restart
+    assert not judged(one, 0.0, 2.0)  # a low value is fine
+    other = guard(4.0, one.seen.tolist())  # as if restored after a restart
     assert judged(one, limit + 0.1, 2.0) == judged(other, limit + 0.1, 2.0)
     assert "is far above its mean" in one.read()[WINDOW][-1]
 
 
 class Deep(nn.Module):
-    """Three layers, of which one can be poisoned on the way there or back."""
+    """Three layers, one of which can be made to fail in the forward or the backward pass."""
 
     seen: Tensor
 
@@ -142,7 +146,7 @@ class Deep(nn.Module):
 
 
 class Explode(torch.autograd.Function):
-    """The identity, with an infinite gradient."""
+    """The identity, but with an infinite gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -188,7 +192,7 @@ def troubles(run: Path) -> list[dict[str, Any]]:
 
 
 def in_step(step: int) -> list[int]:
-    """The rows of a step (from 1) of the toy text, 8 a step, in seed 0."""
+    """The rows in a step (from 1) of the toy text, with 8 rows a step and seed 0."""
     return Samples(300, 0).at(np.arange(8 * step - 8, 8 * step))[0].tolist()
 
 
@@ -197,8 +201,9 @@ def weights(run: Path) -> dict[str, Tensor]:
 
 
 def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The row is in step 6. A run that is killed after step 11 and continues from a checkpoint
-    before step 6 drops the same update again; so does a run that stopped there."""
+    """The row is in step 6. The run is killed after step 11, or stopped by the row, and continues
+    from a checkpoint before step 6. It drops the same update again.
+    """
     rows = sorted(in_step(6))
     bad = BAD_ROW.format(row=rows[3])
     runs = {name: tmp_path / name for name in ("stop", "skip", "killed")}
@@ -233,7 +238,7 @@ def test_a_bad_row_stops_or_is_skipped(forks: Forks, data: Toys, tmp_path: Path)
 
 
 def test_a_bad_weight_ends_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A bad weight ends a run under both policies. It can continue from the checkpoint before."""
+    """It ends the run under both policies. The run can continue from the checkpoint before."""
     good(forks.run(*training(SMOKE, data.text, tmp_path / "good", *STEPS)))
     for policy in ("stop", "skip"):
         line = training(SMOKE, data.text, tmp_path / policy, *STEPS, f"train.trouble={policy}")
@@ -265,7 +270,7 @@ def test_rollback_is_gone(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The row is in the part of rank 1. All ranks drop the step, and train as one process would."""
+    """The row is on rank 1. All ranks drop the step, and train as one process would."""
     rows = in_step(6)
     recipe = load(Recipe, training(SMOKE, data.text, tmp_path / "run", *STEPS)[1:])
     feed = prepare(recipe, Ranks(1, 2, torch.device("cpu"))).feed()
@@ -286,8 +291,10 @@ def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
 
 def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A loss a thousand times as large, after WINDOW steps. One run is stopped and continued before
-    that, because the statistics are part of the checkpoint."""
+    """After WINDOW steps a loss is a thousand times as large.
+
+    One run is stopped and continued before that, because the statistics are part of the checkpoint.
+    """
     spike = """
 from xformer import train
 from xformer.tasks.task import Loss

@@ -1,4 +1,6 @@
-"""How English vocabularies and stores are: the published numbers, and a plain loop over rows."""
+"""How English-like vocabularies and stores are: the published numbers, and a plain loop over
+rows.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +35,7 @@ def store(path: Path, splits: dict[str, list[list[int]]], column: str = "tokens"
 
 
 def plainly(rows: list[list[int]]) -> dict[str, int]:
-    """The counts by the plainest loop."""
+    """The counts, computed by a plain loop."""
     found = dict.fromkeys(("windows", "english_like", "disjoint", "disjoint_english_like"), 0)
     for row in rows:
         for start in range(len(row) - 9):

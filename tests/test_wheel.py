@@ -1,4 +1,4 @@
-"""The wheel is built, installed and used outside of the checkout; two editable checkouts coexist.
+"""The wheel is built, installed and used outside of the checkout. Two editable checkouts coexist.
 
 `make test-slow` runs these tests. The test environments use the libraries of the environment that
 runs the tests: a .pth file names its site-packages. Python does not read .pth files inside that
@@ -171,7 +171,7 @@ command = ["evaluate.py", "{stage.train}", "data={made.store}", "split=valid",
 
 
 def test_everything_runs_from_the_wheel(installed: Environment, data: Toys, tmp_path: Path) -> None:
-    """From raw text to a report in an empty directory, with the commands that a user types."""
+    """In an empty directory, the commands that a user types lead from raw text to a report."""
     here = tmp_path / "empty"
     here.mkdir()
 

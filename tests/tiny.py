@@ -1,6 +1,6 @@
-"""Tiny models of transformers in awkward sizes, and batches in the form of either project.
+"""Tiny models of transformers with awkward sizes, and batches in the form of either project.
 
-T tokens in the batch, N sequences, L length, C hidden size.
+T tokens in the batch, N sequences, L length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xformer.data.files import write_json
 
 LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17, 11
 VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
-LETTERS = [chr(i) for i in range(33, 33 + PIECES - 5)]  # bytes that stand for themselves
+LETTERS = [chr(i) for i in range(33, 33 + PIECES - 5)]  # byte-level BPE keeps them as they are
 LENGTHS = [1, 5, 5, 2, LONGEST, 3]
 CLASSES = {
     "Bert": "bert",
@@ -33,7 +33,7 @@ CLASSES = {
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """The relative error of `actual`, with both taken as vectors."""
+    """The relative error of `actual`. Both are taken as vectors."""
     assert actual.shape == expected.shape
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -44,7 +44,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def family_of(kind: str) -> Family:
-    """The family of one of transformers' classes."""
+    """The family to which a class of transformers belongs."""
     return FAMILIES[CLASSES[kind.partition("For")[0].removesuffix("Model")]]
 
 
@@ -141,7 +141,7 @@ def lengths_of(batch: Batch[Tensor]) -> list[int]:
 
 
 def padded(batch: Batch[Tensor], family: str = "bert") -> dict[str, Tensor]:
-    """The batch in the padded form of transformers."""
+    """The batch in transformers' padded form."""
     lengths = lengths_of(batch)
     given = {
         "input_ids": pad_sequence(batch.tokens.split(lengths), True, 7),
@@ -153,14 +153,14 @@ def padded(batch: Batch[Tensor], family: str = "bert") -> dict[str, Tensor]:
 
 
 def packed(x: Tensor, batch: Batch[Tensor]) -> Tensor:
-    """(N, L, ...) of transformers -> (T, ...), padding left out."""
+    """(N, L, ...) of transformers -> (T, ...), with the padding left out."""
     return torch.cat([row[:n] for row, n in zip(x, lengths_of(batch), strict=True)])
 
 
 def in_our_names(
     theirs: dict[str, Tensor], family: Family, table: Table, layers: int
 ) -> dict[str, Tensor]:
-    """Tensors of transformers' parameters under our names, query, key and value joined."""
+    """Tensors of transformers' parameters under our names. Query, key and value are joined."""
     bare = {name.removeprefix(family.prefix): tensor for name, tensor in theirs.items()}
     names = expand(table, layers)
     return {ours: torch.cat([bare[name] for name in names[ours]]) for ours in names}

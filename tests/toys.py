@@ -1,4 +1,4 @@
-"""Toy data in which learning can be told from chance, made by the commands of preprocess.py."""
+"""Toy data from the commands of preprocess.py, on which learning can be told from chance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Toys:
 
     raw: Path
     tokenizer: Path
-    text: Path  # each document has words of one topic, so a mask costs log 4 nats, not log 24
+    text: Path  # a document has words of one topic, so a masked word costs log 4 nats, not log 24
     classes: Path  # "no" if the word "bam" occurs, else "yes"
     scores: Path  # the share of "dan" among the words
     pairs: Path  # do both texts have the same topic?
@@ -26,7 +26,7 @@ class Toys:
 
 
 def document(draw: np.random.Generator, words: list[str], least: int = 6, most: int = 14) -> str:
-    """Words at random, `least` to `most` of them."""
+    """A text of `least` to `most` random words."""
     return " ".join(draw.choice(words, draw.integers(least, most + 1)))
 
 
@@ -132,7 +132,9 @@ def make(forks: Forks, directory: Path) -> Toys:
 
 
 def train_all(forks: Forks, toys: Toys, directory: Path) -> dict[str, Path]:
-    """A finished run on each store, by its name; the splice model starts from the text's."""
+    """A finished run on each store, by the store's name. The splice model starts from the text
+    model.
+    """
     runs = {name: directory / name for name in ("text", "classes", "scores", "pairs", "splice")}
     lively = [*NO_DROPOUT, "batch.rows=16", "optim.lr=2e-3", "optim.warmup=0.1"]
     mapped = ["mapping=symbols:3", f"init={runs['text']}", "batch.max_tokens=64"]

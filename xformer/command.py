@@ -35,8 +35,8 @@ TRAIN = r"""Pre-train or fine-tune a model, as a recipe says.
         surgery='[{op="clean"}]' run=runs/cola-scratch
 
 A recipe is a TOML file, or the name of one that comes with the package; `xformer recipes` lists
-them. To resume a stopped run exactly where it left off, repeat the command. Values are parsed as
-TOML, or else taken as strings; data='["stores/a", "stores/b"]' joins the rows of two stores.
+them. To resume a stopped run exactly where it left off, repeat the command. A value is parsed as
+TOML, or taken as a string if it is not TOML. data='["stores/a", "stores/b"]' joins two stores.
 """
 EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
 
@@ -45,7 +45,7 @@ EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
     xformer evaluate runs/english text='The [MASK] sat on the mat.' top=10
     xformer evaluate runs/cola input=sentences.csv out=predictions.tsv
 
-The first argument is the directory of a checkpoint, or of a finished run, which stands for the
+The first argument is the directory of a checkpoint or of a finished run. A run stands for the
 checkpoint that train.select chose.
 """
 RECIPES = """List the recipes that come with the package, or print one.

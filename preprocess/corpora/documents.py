@@ -1,13 +1,13 @@
 """Raw text files -> documents, in memory that does not grow with the input.
 
-In plain text, documents are separated by blank lines, or each line is one with `--lines`. In other
+In plain text, blank lines separate documents; with `--lines`, every line is a document. In other
 formats, the format says what a document is.
 
 A long document comes in segments. They are cut where the tokenizers cut anyway: before a single
 space, at a line end, or between a punctuation mark and a Chinese or Japanese letter. So the ids of
-the segments are the ids of the whole document. Two cases differ: SEGMENT characters without such a
-place are cut anywhere, and unigram, which marks the start of a text, gets one more mark at a cut
-without a space.
+the segments are the ids of the whole document. There are two exceptions. SEGMENT characters without
+such a place are cut anywhere. And unigram, which marks the start of a text, gets one more mark if
+the cut is not at a space.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class TextOptions:
     """How files are divided into documents.
 
     With `by_line` each line of plain text is a document. Lines of text that match the expression
-    `skip` are left out. `format` is the format of all files (default: by their endings). The text
-    of JSON objects is in `json_field`. `bad` receives the rows that cannot be read.
+    `skip` are left out. `format` is the format of all files (default: given by each file's ending).
+    `json_field` is the field of a JSON object that holds the text. `bad` receives the rows that
+    cannot be read.
     """
 
     by_line: bool = False

@@ -23,10 +23,10 @@ def read_fasta(
 
     White space is dropped from sequences, and letters are made upper case. The file may be
     compressed (see `open_binary`). Memory holds one record. A record goes to `bad` (default: raises
-    BadInput) if it has no sequence, a letter other than A to Z and `*` (Chiang and Lee 2020,
-    section 3, use A to Z), or bytes that are not UTF-8. Raises BadInput naming file and line if
-    there is text before the first header. `advance` is called with the size of each block read from
-    the disk.
+    BadInput) if it has no sequence, bytes that are not UTF-8, or a letter other than A to Z and
+    `*`. (Chiang and Lee 2020, section 3, use A to Z.) Raises BadInput naming file and line if there
+    is text before the first header. `advance` is called with the size of each block read from the
+    disk.
     """
     bad = BadRows(skip=False) if bad is None else bad
     start, header, good, parts = 0, "", True, list[bytes]()

@@ -16,7 +16,7 @@ _TOKEN = re.compile(
     | "(?!""[ \t\f]*[\r\n]) (?: [^"\\\r\n]++ | \\[^\r\n] )*+ "  # a string
     | ' (?: [^'\\\r\n]++ | \\[^\r\n] )*+ '                      # a character
     | (?P<comment> //[^\r\n]* | /\*.*?\*/ )
-    | (?P<open> """ | ["'] | /\* )                              # the start of one that has no end
+    | (?P<open> """ | ["'] | /\* )                              # a start whose end is missing
     ''',
     re.VERBOSE | re.DOTALL,
 )

@@ -1,14 +1,15 @@
-"""English text and a labelled task made from Python's own documentation, so that everything can be
-tried without a download. The sources are the language reference that `help()` shows
-(`pydoc_data.topics`) and the docstrings of the standard library. Docstrings are read from the
-source files with `ast`; nothing is imported.
+"""English text and a labelled task, made from Python's own documentation.
 
-    DIR/english.txt               prose for pre-training, one document a definition or section
+With them everything can be tried without a download. The sources are the language reference that
+`help()` shows (`pydoc_data.topics`) and the docstrings of the standard library. Docstrings are read
+from the source files with `ast`; nothing is imported.
+
+    DIR/english.txt               prose for pre-training, one document per definition or section
     DIR/english.valid.txt         5 % of the documents, held out
     DIR/task/{train,valid,test}.tsv   `passage<TAB>module`: the part of the library that a passage
                                   documents ("language" for the reference)
 
-The same Python gives the same bytes. A definition (function, class, module or section) is in one
+The same Python gives the same bytes. Each definition (function, class, module or section) is in one
 split only. A paragraph that occurs twice is kept once. Held-out passages, and text that resembles
 them, are in neither the training passages nor the pre-training text. The names of the classes are
 removed from every passage, so that no passage contains its own label. The text belongs to the
@@ -71,7 +72,7 @@ CAPS = {"train": 300, "valid": 50, "test": 60}  # the maximum number of passages
 WORDS = (15, 100)  # the minimum and maximum number of words in a passage
 ENGLISH_HELD_OUT = 0.05
 SHINGLE = 8  # words in a shingle
-ALIKE = 0.2  # the largest share of its shingles that a held-out passage has in the training text
+ALIKE = 0.2  # a held-out passage may share at most this part of its shingles with training text
 
 _ORDINARY = re.compile(
     r"[(\"'\u201c\u2018]*[A-Za-z][a-z]*(?:[-'\u2019][a-z]+)*[.,;:!?)\"'\u201d\u2019]*"
@@ -252,7 +253,7 @@ def labelled(definitions: Iterable[Definition]) -> dict[str, list[tuple[str, str
             drawn[task_split(definition)] += rows
     known: set[int] = set()
     seen: set[str] = set()
-    for split in drawn:  # in order: a split may not resemble the splits before it
+    for split in drawn:  # the order matters: a split must not resemble the splits before it
         rows = sorted(drawn[split], key=lambda row: sha256(row[0].encode()).digest())
         counts: Counter[str] = Counter()
         kept = []

@@ -163,8 +163,8 @@ def parentheses(
 ) -> np.ndarray:
     """Sequences of these lengths, one after the other, of the grammars nesting, flat and shuffle.
 
-    All sequences take a time step at once. They are sorted by length, longest first, so the
-    sequences that are not finished come first. The stacks are stored level by level, with one slot
+    Each time step extends all unfinished sequences at once. Sequences are sorted by length, longest
+    first, so the unfinished ones come first. The stacks are stored level by level, with one slot
     for each sequence in a level, so the memory in use is small and stays in the cache.
     """
     flat, bound = corpus.generator != "nesting", int(corpus.push * 2**32)
@@ -215,7 +215,9 @@ BRACKETS = ("nesting", "flat", "shuffle")
 
 
 def stream(corpus: Corpus, split: str, number: int) -> np.random.Generator:
-    """The random generator of one block of a split, numbered from 1, or of all its lengths (0)."""
+    """The random generator of one part of a split: 0 is for all lengths, and b + 1 for the tokens
+    of block b (from 0).
+    """
     key = (int(split == "valid"), number)
     return np.random.default_rng(np.random.SeedSequence(corpus.seed, spawn_key=key))
 
@@ -373,7 +375,7 @@ def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
 ABOUTS = {
     "uniform": "Independent tokens, all with the same probability.",
     "zipf": "Independent tokens with the frequencies of a store, or 1 / rank.",
-    "nesting": "A stack grammar: nested pairs of equal tokens.",
+    "nesting": "Nested pairs of equal tokens, from a stack grammar.",
     "flat": "Pairs of equal tokens that need not nest.",
     "shuffle": "k-Shuffle Dyck: k kinds of brackets that need not nest. Some may still be open "
     "when a sequence ends.",
@@ -389,7 +391,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         type=whole_number(1),
         required=True,
         metavar="N",
-        help="Tokens in the split train. The split valid gets another 5 %% as many.",
+        help="Tokens in the split train. The split valid gets 5 %% of that number in addition.",
     )
     add(
         "--lengths",
@@ -402,8 +404,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Ids in the vocabulary, including five special ones (default: as many as the store "
-        "--frequencies has, or 30000).",
+        help="Size of the vocabulary, including five special ids (default: as many as the store "
+        "--frequencies has, else 30000).",
     )
     _add_distribution(parser, name)
     add(
@@ -417,7 +419,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--workers",
         type=whole_number(1, 4096),
         metavar="N",
-        help="Processes that generate a large corpus. The corpus does not depend on their number "
+        help="How many processes generate a large corpus. The corpus does not depend on it "
         "(default: all cores).",
     )
     add_output(parser, "STORE")
@@ -447,15 +449,15 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
             "--distinct",
             type=whole_number(1),
             metavar="N",
-            help="How many distinct tokens occur: the most frequent ones of --frequencies, or else "
-            "the first ones (default: all).",
+            help="How many distinct tokens occur: the most frequent ones of --frequencies, or the "
+            "first ones without it (default: all).",
         )
     if name not in ("uniform", "shuffle"):
         add(
             "--frequencies",
             type=Path,
             metavar="STORE",
-            help="Draw tokens as often as they occur in this store, without its special tokens "
+            help="Draw tokens with their frequencies in this store, special tokens excluded "
             f"(default: {'1 / rank' if name == 'zipf' else 'all with the same probability'}).",
         )
     if name in BRACKETS:

@@ -169,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--documents",
         action="store_true",
         help="Also store the number of each row's document, which `pairs` needs for next sentences "
-        "and sentence order (default: do not).",
+        "and sentence order (default: do not store it).",
     )
     add(
         "--workers",

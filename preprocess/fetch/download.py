@@ -26,7 +26,7 @@ from xformer.data.files import file_checksum, read_json, sync, write_json
 BLOCK = 2**20  # bytes read at once
 TIMEOUT = 30.0  # seconds without data after which a connection counts as broken
 WAITS = (1.0, 2.0, 4.0)  # seconds before each new attempt; then the download fails
-MAX_BYTES = 2**36  # of a file whose size is not known
+MAX_BYTES = 2**36  # the most that is accepted of a file whose size is not known
 AGENT = "xformer-preprocess (data for research)"  # some publishers refuse urllib's own name
 
 
@@ -45,15 +45,15 @@ class _BrokenError(Exception):
 
 
 class _UnreachableError(_BrokenError):
-    """No connection could be made. If none was made before either, there is no network."""
+    """No connection could be made. If there was none before either, there is no network."""
 
 
 def download(file: File, folder: Path, expected: str | None, who: str) -> str:
     """Download `folder/file.name` unless it is there, check it, and return its SHA-256.
 
-    `expected` is the SHA-256 that it must have (None: any), and `who` says for messages who expects
-    it. A failed attempt leaves a partial file, which the next attempt resumes. Raises Failure if
-    the network stays broken, if the disk is too small, or if size or SHA-256 are wrong. A wrong
+    `expected` is the SHA-256 that it must have (None: any). `who` names the source of `expected` in
+    messages. A failed attempt leaves a partial file, which the next attempt resumes. Raises Failure
+    if the network stays broken, if the disk is too small, or if size or SHA-256 are wrong. A wrong
     file is renamed to `NAME.refused`.
     """
     whole = folder / file.name
@@ -100,7 +100,7 @@ def _receive(file: File, part: Path) -> None:
                 stays = f"; {size:,} bytes are kept, run again to resume" if size else ""
                 raise Failure(f"{file.url}: {error}{stays}") from None
             wait = WAITS[failures - 1]
-            say(f"{file.name}: {error}; again in {wait:.0f} s", error=True)
+            say(f"{file.name}: {error}; trying again in {wait:.0f} s", error=True)
             time.sleep(wait)
         else:
             sync(part)

@@ -49,7 +49,7 @@ class Unpacker:
 
     def __init__(self, directory: Path, limit: int):
         self.directory, self.limit, self.left = directory, limit, limit
-        # The paths as a file system that ignores case sees them -> the paths as written.
+        # Maps each path, as a file system that ignores case sees it, to the path as written.
         # A directory's path ends in "/".
         self.paths = {"source.json": "SOURCE.json"}
 
@@ -148,7 +148,7 @@ class Unpacker:
             raise _refused(archive, name, "points outside of the archive's own directory")
         if not parts and not is_directory:
             raise _refused(archive, name, "is not a file name")
-        if re.search("[\ud800-\udfff]", name):  # tarfile's mark for undecodable bytes
+        if re.search("[\ud800-\udfff]", name):  # tarfile puts these in place of undecodable bytes
             raise _refused(archive, name, "has a name that is not UTF-8")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])

@@ -57,15 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(0, 1),
         default=0,
         metavar="N",
-        help="The number by which the label column calls the first ending, 0 or 1 (default: "
+        help="The number that the label column uses for the first ending, 0 or 1 (default: "
         "%(default)s).",
     )
     add_form(parser)
 
 
 class QuestionColumns:
-    """Which columns hold the context and the endings, and how their values are read. `choices` is
-    the number of endings, 0 until the first list has been read."""
+    """Which columns hold the context and the endings, and how their values are read.
+
+    `choices` is the number of endings of a question; it is 0 until the first list has been read.
+    """
 
     def __init__(self, context: Sequence[str], endings: Sequence[str]):
         self.context, self.endings = context, endings
@@ -98,7 +100,7 @@ class QuestionColumns:
         return context, *endings
 
     def _list(self, text: str) -> list[str]:
-        """The endings in a JSON list, which must have as many as the first question."""
+        """The endings in a JSON list, which must be as long as the list of the first question."""
         name = self.endings[0]
         try:
             items = json.loads(text)
@@ -154,7 +156,7 @@ def ending_of(label: str, first: int, choices: int) -> int:
 def read(arguments: argparse.Namespace) -> TaskSource:
     """The questions in a file, or in a directory with one file per split.
 
-    Raises BadInput if a column is missing; it names those that there are.
+    Raises BadInput if a column is missing, and lists the columns that exist.
     """
     files = input_files(arguments, ENDINGS)
     columns = QuestionColumns(arguments.context, arguments.endings)
@@ -166,7 +168,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
-        columns = QuestionColumns(arguments.context, arguments.endings)  # knows no `choices` yet
+        # every pass over the files begins with `choices` not known
+        columns = QuestionColumns(arguments.context, arguments.endings)
         for table, labelled, marks in tables:
             wanted = [*names, arguments.label] if labelled else names
             for split, line, values in marks.rows(table, wanted, bad):

@@ -28,7 +28,7 @@ ENTAILMENT = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Glue:
-    """One task. Its columns go by one of several names."""
+    """One GLUE task, with the names that each of its columns may have."""
 
     about: str
     text: tuple[str, ...]
@@ -77,7 +77,7 @@ GLUE_TASKS = {
         metric="spearman",
     ),
     "glue/mnli": Glue(
-        "MNLI: entailment, neutral or contradiction? Matched and mismatched.",
+        "MNLI: entailment, neutral or contradiction? It has matched and mismatched sets.",
         ("sentence1", "premise"),
         ("sentence2", "hypothesis"),
         ("gold_label", "label"),

@@ -50,8 +50,10 @@ SCORE_METRICS = ("spearman", "pearson")
 TAG_METRICS = ("accuracy", "f1", "entity_f1")
 ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")  # of splits in a store
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
-SHARES = {"test": 0.05, "valid": 0.05}  # of a source without splits; the rest is train
-VALID_SHARE = 0.1  # of a source that marks only its test rows; Min et al. 2019 divide DeepLoc so
+# The shares of the rows if the source has no splits; the rest is train.
+SHARES = {"test": 0.05, "valid": 0.05}
+# The share if the source marks only its test rows. Min et al. 2019 divide DeepLoc in this way.
+VALID_SHARE = 0.1
 MAX_CLASSES = 20_000
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
@@ -59,9 +61,9 @@ LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whol
 class Row(NamedTuple):
     """One example, as the raw file writes it.
 
-    `texts` holds one text or two. The texts of a choice task are a context and all its endings, and
-    the label is the number of the right ending, counted from 0. The label of a tagging task holds
-    the labels of all words, separated by spaces.
+    `texts` holds one text or two. In a choice task it holds a context and all its endings, and the
+    label is the number of the right ending, counted from 0. In a tagging task the label holds the
+    labels of all words, separated by spaces.
     """
 
     split: str  # "" if the source does not say; the split is then drawn
@@ -70,7 +72,7 @@ class Row(NamedTuple):
     file: Path
     line: int
     id: str | None = None  # the source's own name for the row
-    group: str | None = None  # rows of one group are scored together: segments of one piece
+    group: str | None = None  # rows of one group, such as segments of a piece, are scored together
     key: str | None = None  # rows with the same key are drawn into the same split (None: the texts)
 
 
@@ -104,8 +106,9 @@ class TaskSource:
 
 @dataclass
 class RowSurvey:
-    """What one pass over the rows counts. It takes 8 bytes of memory per row, 16 if splits are
-    drawn."""
+    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits are
+    drawn.
+    """
 
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
@@ -118,8 +121,10 @@ class RowSurvey:
 
 
 def check_metric(kind: str, metric: str | None) -> str:
-    """The metric to report, by default accuracy or spearman. Raises BadInput if `metric` does not
-    fit the kind of task."""
+    """The metric to report, by default accuracy or spearman.
+
+    Raises BadInput if `metric` does not fit the kind of task.
+    """
     allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS, "tag": TAG_METRICS}[kind]
     if metric is None:
         return allowed[0]
@@ -193,7 +198,9 @@ def write_task(
 def _task_origin(
     task: TaskSource, unseen: dict[str, dict[str, int]], in_two_splits: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
-    """What the store's origin records of the task: its files and columns, and what is odd in it."""
+    """What the store's origin records about the task: its files and columns, and anything
+    unusual.
+    """
     oddities = {
         "unseen": unseen,
         "left_out_rows": task.left_out.count,
@@ -205,8 +212,10 @@ def _task_origin(
 
 
 def _store_columns(task: TaskSource, survey: RowSurvey) -> tuple[dict[str, str], list[str]]:
-    """The type of every column of the store ("": that of token ids), and the names of the ragged
-    columns."""
+    """The type of every column of the store, and the names of the ragged columns.
+
+    The type "" stands for that of token ids.
+    """
     texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
     label = {"score": {"label": "float32"}, "tag": {"labels": "int16"}}
     columns = {**dict.fromkeys(texts, ""), **label.get(task.kind, {"label": "int64"})}
@@ -297,8 +306,11 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
 
 
 def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
-    """split -> earlier split -> how many rows of the first have a text that the second has too.
-    Says so on standard error."""
+    """Count the texts that are in two splits, and print them on standard error.
+
+    Returns split -> earlier split -> the number of the split's rows whose text is in the earlier
+    one.
+    """
     shared: dict[str, dict[str, int]] = {}
     names = [name for name in ORDER if name in survey.keys]
     for i, name in enumerate(names):
@@ -349,10 +361,10 @@ def _say_unlabelled(task: TaskSource, survey: RowSurvey) -> None:
 
 
 def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[str]:
-    """The split of every row that has none yet. Rows with equal texts have equal keys and come into
-    the same split.
+    """Draw the split of every row that has none. Rows with equal texts go to the same split.
 
-    A key is a hash of (seed, text), so sorting the keys is a random permutation fixed by the seed.
+    The key of a row is a hash of (seed, text), so equal texts have equal keys, and sorting the keys
+    is a random permutation fixed by the seed.
     """
     keys, first, key_of_row, sizes = np.unique(
         survey.keys[""], return_index=True, return_inverse=True, return_counts=True
@@ -375,9 +387,10 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
 
 
 def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """The part that each key goes to, (keys,). Part i gets shares[i] of the rows of every class,
-    and one more part gets the rest. `classes` (keys,) is the class of each key, `sizes` (keys,) its
-    number of rows.
+    """The part to which each key goes, (keys,).
+
+    Part i gets shares[i] of the rows of every class, and one more part gets the rest. `classes`
+    (keys,) is the class of each key, and `sizes` (keys,) its number of rows.
 
     Fractions of a row are carried over to the next class, so that small classes together fill a
     part. Every class keeps at least one key in the last part, which is for training.
@@ -407,8 +420,10 @@ def _class_names(task: TaskSource, survey: RowSurvey) -> list[str]:
 
 
 def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[str, int]]:
-    """split -> class -> how many rows, or words (`noun`), for classes that are not in training.
-    Says so on standard error."""
+    """Count the rows, or words (`noun`), whose class is not in training, and print them.
+
+    Returns split -> class -> the number of its rows or words. Prints on standard error.
+    """
     unseen: dict[str, dict[str, int]] = {}
     for split, counts in survey.labels.items():
         if others := {label: n for label, n in sorted(counts.items()) if label not in labels}:
@@ -424,7 +439,9 @@ def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[s
 
 
 def each_ending(questions: Iterable[Row]) -> Iterator[Row]:
-    """A row for each ending of each question: the context, the ending, the question's label."""
+    """Yield a row for each ending of each question: the context, the ending, the question's
+    label.
+    """
     for row in questions:
         context, *endings = row.texts
         yield from (row._replace(texts=(context, ending)) for ending in endings)
@@ -441,7 +458,7 @@ def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += sum(map(len, row.texts)) + 64  # so that batches of empty texts are bounded too
+        size += sum(map(len, row.texts)) + 64  # limits the number of empty texts in a batch too
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -450,8 +467,10 @@ def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class RowWriter:
-    """Encodes rows and appends them to their splits. The columns `input` and `input_b`, if a split
-    has them, get the texts themselves."""
+    """Encodes rows and appends them to their splits.
+
+    If a split has the columns `input` and `input_b`, they receive the texts themselves.
+    """
 
     def __init__(self, splits: dict[str, SplitWriter], encoder: CachedEncoder, labels: list[str]):
         self.splits, self.encoder = splits, encoder
@@ -506,9 +525,10 @@ class RowWriter:
 
 
 def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[str, list[Path]]:
-    """split -> files. --train, --valid and --test replace what the directory --input holds. If
-    --input is a file, its split is "", and it can be combined only with --test: it is then divided
-    into train and valid.
+    """split -> files, from the options --input, --train, --valid and --test.
+
+    --train, --valid and --test replace what the directory --input holds. If --input is a file, its
+    split is "". It can then be combined only with --test, and is divided into train and valid.
 
     Raises BadInput if a file is missing or empty, or there is none for training.
     """
@@ -569,10 +589,10 @@ def find_splits(
 def _match_splits(
     directory: Path, files: Sequence[Path], pattern: str, names: dict[str, str]
 ) -> dict[str, list[Path]]:
-    """split -> the files whose names match `pattern`, a regular expression with the split as its
-    first group and, if it has a second, the number of parts. Empty if none of them is for training.
+    """split -> the files whose names match `pattern`. Empty if none of them is for training.
 
-    Raises BadInput if two files could be the same split, or a part is missing.
+    The first group of the regular expression is the split. A second group, if there is one, is the
+    number of parts. Raises BadInput if two files could be the same split, or a part is missing.
     """
     splits: dict[str, list[Path]] = {}
     parts: dict[str, int] = {}  # split -> files that it should have; 0 if its name does not say
@@ -617,7 +637,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         metavar="NAME",
         help="The column that names each row's split: train, valid or test. The value `none` "
         "ignores such columns and draws the splits at random (default: the column split or set, "
-        "and the column validation, where true marks a validation row).",
+        "and the column validation, in which true marks a row of the split valid).",
     )
     for split in ("train", "valid", "test"):
         add(
@@ -646,8 +666,8 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add(
         "--stratify",
         action="store_true",
-        help="Divide the rows of each class in the same proportions, if splits are drawn (default: "
-        "draw them regardless of class).",
+        help="If splits are drawn, divide the rows of every class in the same proportions "
+        "(default: draw them regardless of class).",
     )
     add(
         "--skip-bad",

@@ -1,9 +1,9 @@
 """Music -> pitches (Kao & Lee 2021, section 2.2 and appendix G.4): who composed a piece?
 
-A piece is the pitches of its notes (0 to 127) in order of onset, without drums. Of notes that begin
-together the lowest comes first. A piece is cut into segments of 128 notes, of which the last may be
-shorter. Each segment is a row, and the rows of a piece are one `group`, over which evaluation
-votes.
+A piece is the pitches of its notes (0 to 127) in order of onset, without drums. Notes that begin
+together are ordered from low to high. A piece is cut into segments of 128 notes; the last may be
+shorter. Each segment is a row. The rows of a piece are one `group`: evaluation takes a vote of
+them.
 """
 
 from __future__ import annotations

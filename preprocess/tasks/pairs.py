@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=1,
         metavar="N",
-        help="The pairs drawn for each row (default: %(default)s).",
+        help="How many pairs are drawn for each row (default: %(default)s).",
     )
     add(
         "--seed",
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class DrawnPairs(NamedTuple):
-    """The numbers of the first and the second rows, and the classes, (pairs,) each."""
+    """The numbers of the first and of the second rows, and the classes, (pairs,) each."""
 
     first: np.ndarray
     second: np.ndarray
@@ -127,8 +127,10 @@ def _write(pairs: DrawnPairs, tokens: Ragged, out: SplitWriter, progress: Progre
 
 
 def draw_next(generator: np.random.Generator, documents: np.ndarray) -> DrawnPairs:
-    """Each row with the next of its document, or with a row of another document. `documents`
-    (rows,) is the document of each row, ascending."""
+    """Pair each row with the next row of its document, or with a row of another document.
+
+    `documents` (rows,) is the document of each row, ascending.
+    """
     first = np.flatnonzero(documents[1:] == documents[:-1])
     label = generator.integers(2, size=len(first))
     begin = np.searchsorted(documents, documents[first], side="left")
@@ -143,15 +145,18 @@ def draw_next(generator: np.random.Generator, documents: np.ndarray) -> DrawnPai
 
 
 def draw_order(generator: np.random.Generator, documents: np.ndarray) -> DrawnPairs:
-    """Each row with the next of its document, half of them swapped."""
+    """Pair each row with the next row of its document. Half of the pairs are swapped."""
     first = np.flatnonzero(documents[1:] == documents[:-1])
     label = generator.integers(2, size=len(first))
     return DrawnPairs(first + label, first + 1 - label, label)
 
 
 def draw_family(generator: np.random.Generator, families: np.ndarray) -> DrawnPairs:
-    """Each row with another of its family, or with a row of another family. Every other family is
-    equally likely. A row that is alone in its family is paired with a row of another."""
+    """Pair each row with another row of its family, or with a row of another family.
+
+    Every other family is equally likely. A row that is alone in its family is paired with a row of
+    another.
+    """
     order = np.argsort(families, kind="stable")  # rows, family by family
     _, family, sizes = np.unique(families, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
@@ -161,7 +166,7 @@ def draw_family(generator: np.random.Generator, families: np.ndarray) -> DrawnPa
     place[order] = np.arange(len(order)) - np.repeat(starts, sizes)
     label = generator.integers(2, size=len(families))
     label[sizes[family] == 1] = 0
-    # 1 to size - 1 steps around the family never lead back to the row itself
+    # 1 to size - 1 steps around the family's circle never lead back to the row itself
     step = 1 + (generator.random(len(families)) * (sizes[family] - 1)).astype(np.int64)
     same = (place + step) % sizes[family]
     other_family = (family + generator.integers(1, len(sizes), size=len(families))) % len(sizes)
@@ -178,7 +183,7 @@ DRAW: dict[str, Callable[[np.random.Generator, np.ndarray], DrawnPairs]] = {
 
 
 def gather(column: Ragged, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values of some rows of a ragged column, concatenated; the length of each row)."""
+    """The values of some rows of a ragged column, concatenated, and the length of each row."""
     lengths = column.lengths(rows)
     before = np.cumsum(lengths) - lengths  # values of earlier rows in the result
     places = np.arange(int(lengths.sum())) + np.repeat(column.offsets[rows] - before, lengths)

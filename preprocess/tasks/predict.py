@@ -1,7 +1,7 @@
 """Raw rows to predict -> a store of one split, by the readers that made the training data.
 
-A checkpoint's head records the task of preprocess.py, its options and its columns; they decide how
-the rows are read. Checkpoints from before tasks were recorded have only the columns.
+A checkpoint's head records the task of preprocess.py, its options and its columns. They decide how
+the rows are read. Older checkpoints record only the columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .labelled import Row
 from .sequences import FASTA, SEQUENCE, Sequences
 from .tables import Form, RowTable, extension
 
-INPUT = "input"  # the split, and the column of the texts as they were read
+INPUT = "input"  # the name of the split, and of the column with the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
 SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
@@ -148,8 +148,10 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
 
 
 def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
-    """Rows with a context and its endings, in the columns of training. If the checkpoint does not
-    say them, they are `context`, and `endings` with a list."""
+    """Rows with a context and its endings, in the columns of training.
+
+    If the checkpoint does not record them, they are `context`, and `endings` with a list.
+    """
     options = head.options
     columns = choice.QuestionColumns(
         options.get("context") or ["context"], options.get("endings") or ["endings"]
@@ -170,11 +172,12 @@ def _table(
     report_no_header: bool = False,
     lists: Sequence[str] = (),
 ) -> Iterator[tuple[int, list[str], str | None]]:
-    """(line, texts, id) of the rows of a table. It has a column for each of `names`, or it is a
-    delimited file without a header that has just these columns.
+    """(line, texts, id) of the rows of a table.
 
-    `form` is that of the training file, `lists` that of `RowTable`. If `report_no_header`, a note
-    says that the first line is read as a row. Raises BadInput if the columns are not there.
+    The table has a column for each of `names`, or it is a delimited file without a header that has
+    exactly these columns. `form` is the form of the training file. `lists` is passed on to
+    `RowTable`. With `report_no_header`, a note says that the first line is read as a row. Raises
+    BadInput if the columns are missing.
     """
     table, columns = _open(path, names, form)
     table.lists = lists
@@ -194,8 +197,11 @@ def _table(
 
 
 def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[str] | None]:
-    """A table, and its column for each of `names`. The columns are None if the file has no header
-    and holds just these columns, which a csv file may not do."""
+    """A table, and its column for each of `names`.
+
+    The columns are None if the file has no header and holds exactly these columns. A csv file must
+    have a header.
+    """
     if extension(path) in (*JSON, PARQUET):
         table = RowTable(path)
         columns = [table.find(options) for options in names]
@@ -219,7 +225,7 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[s
 
 
 def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
-    """The error to raise if a header lacks some of the columns. It says which there are."""
+    """The error to raise if a header lacks some of the columns. It lists the columns that exist."""
     lacking = [repr(options[0]) for options in names if options and not set(options) & set(header)]
     lacks = ""
     if lacking:
@@ -231,8 +237,9 @@ def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
 
 
 def _numbered(names: Names, width: int) -> list[str]:
-    """The columns, if all have a number up to `width` among their names, as CoLA's have; else
-    none."""
+    """The columns, if each has a number up to `width` among its names, as CoLA's have; else
+    none.
+    """
     numbers = [
         name for options in names for name in options if name.isdecimal() and int(name) <= width
     ]
@@ -369,8 +376,9 @@ def _column_number(column: Any) -> int:
 def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
     """Whether a file has CoNLL's columns rather than one sentence per line.
 
-    It has if its first line has tabs, or each line of its first block has a known label in the
-    label column of training, or the block has one word per line and an empty line after it.
+    It has them in three cases: its first line has tabs; or each line of its first block has a known
+    label in the label column of training; or the block has one word per line and an empty line
+    after it.
     """
     block: list[str] = []
     ended = False

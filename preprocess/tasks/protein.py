@@ -2,10 +2,10 @@
 
 `protein/localization` asks where in the cell a protein works. DeepLoc's files have ten places, in
 labels such as `Cell.membrane-M` (the place, then whether the protein is bound to a membrane), and
-mark the test set in the headers. Their 146 proteins of both cytoplasm and nucleus are left out, as
-in Kao & Lee 2021, table 10, which leaves 13,858. `protein/stability` (Rocklin et al. 2017) and
-`protein/fluorescence` (Sarkisyan et al. 2016) predict a score. `protein/family` holds the families
-of Pfam, from which `pairs --kind family` draws.
+mark the test set in the headers. The 146 proteins that are in both cytoplasm and nucleus are left
+out, as in Kao & Lee 2021, table 10. 13,858 proteins remain. `protein/stability` (Rocklin et al.
+2017) and `protein/fluorescence` (Sarkisyan et al. 2016) predict a score. `protein/family` holds the
+families of Pfam, from which `pairs --kind family` draws.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .sequences import LABEL, Sequences
 
 # the twenty amino acids, the letters that are rare or stand for several (B J O U X Z), and a stop
 LETTERS = "ACDEFGHIKLMNPQRSTVWYBJOUXZ*"
-LONGEST = 1000  # localization signals are at the ends, of each of which Min et al. keep 500 letters
+LONGEST = 1000  # localization signals are at the two ends; Min et al. keep 500 letters of each
 TWO_PLACES = "Cytoplasm-Nucleus"
 
 
@@ -43,7 +43,7 @@ PROTEIN_TASKS = {
 }
 ABOUTS = {
     "protein": "Labelled proteins: FASTA, JSON lines, csv or parquet.",
-    "protein/family": "Families, for pre-training on pairs: Pfam's FASTA (third field), or csv.",
+    "protein/family": "Families, for `pairs --kind family`: Pfam's FASTA (third field), or csv.",
     "protein/localization": "The place in the cell: DeepLoc's FASTA, or one FASTA file per place.",
     "protein/stability": "How stable a design is: TAPE's JSON lines, PLUS's FASTA, or csv.",
     "protein/fluorescence": "How brightly a GFP variant shines: JSON lines, FASTA or csv.",

@@ -1,7 +1,7 @@
 """Labelled sequences of letters, DNA and proteins alike, from the formats of their data sets:
 
 - FASTA. The second field of a header is the label (PLUS), and a third field `test` marks a test row
-  (DeepLoc). Or the fields are such as `TARGET=1.5 SET=train VALIDATION=False` (FLIP).
+  (DeepLoc). Or the fields have names, as in `TARGET=1.5 SET=train VALIDATION=False` (FLIP).
 - A directory with one FASTA file per class, named after it.
 - Text with three lines per record: identifier, sequence, label (Hilbert-CNN).
 - Delimited files, JSON lines (TAPE) and parquet with named columns.
@@ -44,7 +44,7 @@ class Sequences:
     longest: int | None = None  # longer sequences lose their middle
     clean: Callable[[str], str] = str  # from a label as the file writes it to a class
     without: str | None = None  # a class that the task leaves out
-    field: int = 1  # of a FASTA header that holds the label; the name is field 0
+    field: int = 1  # the field of a FASTA header that holds the label; field 0 is the name
 
 
 class Record(NamedTuple):
@@ -186,8 +186,10 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
 def _columns(
     path: Path, split: str, arguments: argparse.Namespace, form: Sequences
 ) -> list[str] | None:
-    """The columns of the sequence and of the label, which a test file may lack. None if the file is
-    not a table."""
+    """The columns of the sequence and of the label. None if the file is not a table.
+
+    A test file may lack the label.
+    """
     if extension(path) in (*FASTA, ".txt"):
         return None
     table = RowTable(path)
@@ -206,16 +208,19 @@ def _columns(
     return columns
 
 
-# what names the splits of a file's rows: the columns of a table; the fields of FASTA headers, as a
-# set that gathers those that are read; or nothing
+# What names the splits of a file's rows: columns of a table; fields of FASTA headers (a set that
+# collects the fields that were read); or nothing (None).
 Marks = splits.SplitColumns | set[str] | None
 
 
 def _marks(
     path: Path, split: str, split_column: str | None, columns: list[str] | None, used: set[str]
 ) -> Marks:
-    """What names the splits of a file's rows. `split` is the split that the whole file was given
-    as, "" if none. `used` gathers the columns or fields that are read."""
+    """What names the splits of a file's rows.
+
+    `split` is the split as which the whole file was given, "" if none. `used` collects the columns
+    or fields that are read.
+    """
     if columns is not None:
         return splits.find(RowTable(path), split_column, columns, split, used)
     splits.refuse_columns(split_column, path)
@@ -238,8 +243,10 @@ def sequence_records(
     bad: BadRows,
     marks: Marks,
 ) -> Iterator[Record]:
-    """The records of a file of any format. `label` is the label of all records, if the file's name
-    says it."""
+    """Yield the records of a file of any format.
+
+    `label` is the label of all records, if the file's name gives it.
+    """
     if isinstance(marks, splits.SplitColumns):
         for split, line, (sequence, *labels) in marks.rows(RowTable(path), columns or [], bad):
             yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
@@ -252,8 +259,10 @@ def sequence_records(
 def _fasta(
     path: Path, label: str | None, form: Sequences, bad: BadRows, used: set[str] | None
 ) -> Iterator[Record]:
-    """The records of a FASTA file. Either all headers name their split, or none does. Without
-    `used` the splits in the headers are not read."""
+    """Yield the records of a FASTA file. Either all headers name their split, or none does.
+
+    Without `used`, the splits in the headers are not read.
+    """
     headers_name_splits: bool | None = None  # not known before the first header
     for line, header, sequence in read_fasta(path, bad):
         name, *fields = header.split() or [""]
@@ -276,8 +285,10 @@ def _fasta(
 
 
 def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
-    """Whether a file is FASTA, rather than three lines per record: its third line is then a header
-    or part of a sequence, not a label."""
+    """Whether a file is FASTA, and not text with three lines per record.
+
+    In FASTA, the third line is a header or part of a sequence. In the other format it is a label.
+    """
     lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
     first, _, third = (*islice(lines, 3), "", "", "")[:3]
     if not first.startswith(">"):
@@ -303,7 +314,10 @@ def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:
 
 
 def _record(path: Path, lines: list[tuple[int, str]], bad: BadRows) -> Iterator[Record]:
-    """The record in some lines (number, text); none if they are not three, which goes to `bad`."""
+    """Yield the record that three lines (number, text) hold.
+
+    If there are not three lines, report them to `bad` and yield nothing.
+    """
     if len(lines) == 3:
         yield Record(lines[2][0], lines[1][1], lines[2][1])
     else:

@@ -1,5 +1,8 @@
-"""The split of a row, if the source names it in the columns `split` or `set`, and `validation`, or
-with the same words in FASTA headers (FLIP: `SET=train VALIDATION=True`)."""
+"""Reads which split a row belongs to, if its source says so.
+
+The source may have a column `split` or `set`, and a column `validation`. FASTA headers may have
+fields with the same names (FLIP: `SET=train VALIDATION=True`).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ FALSE = ("false", "0", "0.0", "no", "", "nan", "none")
 def split_of(name: str | None, mark: str | None, where: Sequence[str]) -> str:
     """The split of a row, from the name of its split and from the mark of rows for validation.
 
-    Either is None if the source does not have it. `where` holds what the two are called in the
-    source, for messages. Raises ValueError if the values are unknown or contradict each other.
+    Either is None if the source does not have it. `where` holds the names that the source has for
+    the two, for messages. Raises ValueError if the values are unknown or contradict each other.
     """
     split = "train"
     if name is not None:

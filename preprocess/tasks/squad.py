@@ -217,11 +217,11 @@ def _files(arguments: argparse.Namespace) -> dict[str, Path]:
 def read_articles(
     path: Path, bad: BadRows, training: bool
 ) -> Iterator[tuple[str, str, list[Question]]]:
-    """(title of the article, context, questions) of every paragraph.
+    """Yield (title of the article, context, questions) of every paragraph.
 
-    Questions that cannot be used go to `bad`, with their number, counted from 1, for a line. With
-    `training` these include questions whose answers are not known. Raises BadInput if the file is
-    not in SQuAD's form.
+    Questions that cannot be used go to `bad`, with their number, counted from 1, in place of a line
+    number. With `training`, questions whose answers are not known are among them. Raises BadInput
+    if the file is not in SQuAD's form.
     """
     data = read_json(path)
     try:
@@ -256,7 +256,9 @@ def is_squad(data: Any) -> bool:
 
 
 def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question, str]:
-    """A question, and what is wrong with it ("": nothing). Its id is added to the earlier `ids`."""
+    """A question, and what is wrong with it ("" if nothing is). Its id is added to `ids`, the
+    earlier ones.
+    """
     answers = [] if qa.get("is_impossible") else qa.get("answers")
     if answers is not None:
         answers = [(answer["text"], int(answer["answer_start"])) for answer in answers]
@@ -272,8 +274,11 @@ def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question
 
 
 def token_span(starts: np.ndarray, ends: np.ndarray, first: int, end: int) -> tuple[int, int]:
-    """The first and the last token that overlap the characters from `first` up to, not including,
-    `end`; -1, -1 if none does. `starts` and `ends` (n,) are those of each token's characters."""
+    """The first and the last token that overlap a stretch of characters; -1, -1 if none does.
+
+    The stretch goes from `first` up to, not including, `end`. `starts` and `ends` (n,) are the
+    first character of each token, and the one after its last.
+    """
     inside = np.flatnonzero((ends > first) & (starts < end))
     return (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
 
@@ -328,7 +333,7 @@ class WindowWriter:
         context."""
         special = 2 + self.tokenizer.pair_separators
         room = self.options.max_tokens - len(question) - special
-        last = max(len(context) - room, 0)  # a window that starts here reaches the end
+        last = max(len(context) - room, 0)  # a window that starts here reaches the context's end
         starts = np.arange(0, last + self.options.stride, self.options.stride)
         windows = [context[start : start + room] for start in starts]
         inside = (span[0] >= starts) & (span[1] < starts + room) & (span[0] >= 0)

@@ -20,15 +20,18 @@ from ..binarize import PACKED, read_lines
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
-CELL = 2**24  # most characters in a quoted cell: a quote left open must not swallow the whole file
+CELL = 2**24  # the most characters in a quoted cell: an open quote must not swallow a whole file
 BROKEN = object()  # stands for a text that is not valid JSON
 HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the lines of a delimited file are split into columns. Without a `header` the columns are
-    called "1", "2" and so on. `hint` ends the message about a line that does not fit."""
+    """How the lines of a delimited file are split into columns.
+
+    Without a `header` the columns are called "1", "2" and so on. `hint` is added to the message
+    about a line that does not fit.
+    """
 
     delimiter: str
     quote: str | None
@@ -55,8 +58,8 @@ def stem(path: Path) -> str:
 class RowTable:
     """A file of rows. `columns` are the names in its header, its first JSON object or its schema.
 
-    `lists` names columns of JSON or parquet that may hold lists; their values are given as JSON
-    text. Raises BadInput if the file has no row, or is not in the format that its ending says.
+    `lists` names columns of JSON or parquet that may hold lists. Their values are given as JSON
+    text. Raises BadInput if the file has no row, or is not in the format that its ending names.
     """
 
     def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
@@ -83,7 +86,7 @@ class RowTable:
         return next((name for name in names if name in self.columns), None)
 
     def missing(self, name: str) -> BadInput:
-        """The error to raise if there is no column `name`. It says which columns there are."""
+        """The error to raise if there is no column `name`. It lists the columns that exist."""
         if not self.form.header and self.kind not in (".jsonl", ".json", ".parquet"):
             if not name.isdecimal():
                 return BadInput(f"with --no-header a column is a number from 1, not {name!r}")
@@ -100,11 +103,10 @@ class RowTable:
     def rows(
         self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
     ) -> Iterator[tuple[int, list[str | None]]]:
-        """(line, values of the columns `names` as strings) of every row. A value is None for a JSON
-        null, and for an `optional` column that a JSON object lacks.
+        """Yield (line, values of the columns `names` as strings) for every row.
 
-        A row that lacks another column goes to `bad`, and so does one that has more or fewer
-        columns than the header.
+        A value is None for a JSON null, and for an `optional` column that a JSON object lacks. A
+        row goes to `bad` if it lacks another column, or has more or fewer columns than the header.
         """
         if self.kind == ".parquet":
             yield from self._parquet_rows(names, bad)
@@ -177,8 +179,11 @@ class RowTable:
                 yield line, values
 
     def _objects(self, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(line, object) of every object of JSON lines. A .json file may instead hold one JSON
-        value, which is read whole: then (number of the row, row)."""
+        """Yield (line, object) for every object of a file of JSON lines.
+
+        A .json file may instead hold one JSON value, which is read whole. Its rows are then counted
+        from 1 in place of lines.
+        """
         lines = read_lines(self.path, bad)
         if self.kind == ".json":
             first = next(((number, text) for number, text in lines if text.strip()), (1, ""))
@@ -209,8 +214,10 @@ class RowTable:
     def _values(
         self, line: int, cells: Sequence[tuple[str, Any]], bad: BadRows
     ) -> list[str | None] | None:
-        """The values of `cells` (column, JSON value) as strings; None if one of them is bad. A list
-        of one item, as in TAPE's files, stands for the item."""
+        """The values of `cells` (column, JSON value) as strings; None if one of them is bad.
+
+        A list of one item, as in TAPE's files, stands for the item.
+        """
         texts: list[str | None] = []
         for name, value in cells:
             if isinstance(value, list) and name in self.lists:

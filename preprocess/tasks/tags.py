@@ -6,7 +6,7 @@ in another column, and a blank line between sentences. Other columns are ignored
 `task protein/secondary` and `protein/conservation` read FLIP's directories (Dallago et al. 2021).
 sequences.fasta holds the proteins. sampled.fasta holds a letter or digit for each amino acid, and
 the split in each header (`SET=train VALIDATION=False`). mask.fasta, which may be missing, has a 0
-for every amino acid that was not resolved, whose label is then ignored.
+for every amino acid that was not resolved. The labels of these are ignored.
 
 A row is a sentence or a protein. The label of a word or letter stands at its first token.
 """
@@ -94,7 +94,8 @@ def read_conll(arguments: argparse.Namespace) -> TaskSource:
     split_files = [(split, path) for split, paths in files.items() for path in paths]
     columns: dict[Path, ConllColumns] = {}
     label: int | None = arguments.label
-    for split, path in split_files:  # training first: its last column is the label in all files
+    # training comes first: the number of its last column decides which column is the label
+    for split, path in split_files:
         columns[path] = columns_of(path, split, arguments.word, label)
         label = label or columns[path].width
     bad = BadRows(arguments.skip_bad)
@@ -121,8 +122,11 @@ def _joined(labels: list[str]) -> str | None:
 
 
 def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllColumns:
-    """The columns of a file, from its first line with a word. `word` and `label` are numbers from
-    1; without `label` it is the last column. Raises BadInput if one of them is not there."""
+    """The columns of a file, from its first line with a word.
+
+    `word` and `label` are numbers from 1. Without `label`, the last column holds the labels. Raises
+    BadInput if the file lacks one of them.
+    """
     lines = (line for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
     first = next((line for line in lines if "\t" in line or not line.startswith("#")), "")
     columns = ConllColumns("\t" in first, 0, word - 1, None)
@@ -142,8 +146,11 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
 def sentences(
     path: Path, columns: ConllColumns, bad: BadRows
 ) -> Iterator[tuple[int, list[str], list[str]]]:
-    """(line of its first word, words, labels) of every sentence. If the file has no labels, they
-    are NO_LABEL. A sentence with a line that cannot be read goes to `bad`."""
+    """Yield (line of its first word, words, labels) of every sentence.
+
+    If the file has no labels, they are NO_LABEL. A sentence with a line that cannot be read goes to
+    `bad`.
+    """
     for block in _blocks(path, columns, bad):
         faults = ((at, _fault(fields, columns)) for at, fields in block)
         fault = next(((at, reason) for at, reason in faults if reason), None)
@@ -158,7 +165,7 @@ def sentences(
 def _blocks(
     path: Path, columns: ConllColumns, bad: BadRows
 ) -> Iterator[list[tuple[int, list[str]]]]:
-    """The words between blank lines: of each, the number of its line and its columns."""
+    """Yield the words between two blank lines, each as (line number, columns)."""
     block: list[tuple[int, list[str]]] = []
     for at, line in read_lines(path, bad):
         if line.strip():

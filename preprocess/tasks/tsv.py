@@ -72,7 +72,8 @@ def add_form(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-header",
         action="store_true",
-        help="The first line is an example; columns are called by their numbers, from 1.",
+        help="The first line is an example, and columns are named by their numbers, from 1 "
+        "(default: the first line names the columns).",
     )
 
 
@@ -103,9 +104,9 @@ def open_tables(
 ) -> list[tuple[RowTable, bool, splits.SplitColumns]]:
     """(table, whether it has labels, the columns that name the splits of its rows) of every file.
 
-    All must have the columns `names`, and that of the label unless they are files of one of the
-    splits `unlabelled`. `used` gathers the columns that name splits; `lists` is that of `RowTable`.
-    Raises BadInput if a column is missing; it names those that there are.
+    Every file must have the columns `names`. It must also have the label column, unless it is a
+    file of a split in `unlabelled`. `used` collects the columns that name splits. `lists` is passed
+    on to `RowTable`. Raises BadInput if a column is missing, and lists the columns that exist.
     """
     tables, with_label = [], [*names, arguments.label]
     for split, paths in files.items():
@@ -123,7 +124,7 @@ def open_tables(
 def read(arguments: argparse.Namespace) -> TaskSource:
     """The rows of a file, or of a directory with one file per split.
 
-    Raises BadInput if a column is missing; it names those that there are.
+    Raises BadInput if a column is missing, and lists the columns that exist.
     """
     files = input_files(arguments, ENDINGS)
     names = [arguments.text] + ([arguments.text_b] if arguments.text_b else [])

@@ -1,8 +1,8 @@
 """English-like pieces of a vocabulary and of a store (Zhang et al. 2021, section 4.1).
 
 xformer/data/english.py defines English-like pieces. Two vocabularies share a piece if it has the
-same letters in both, and in both begins a word or in both continues one. For two vocabularies of
-one kind, this means the same piece.
+same letters in both and plays the same role: it begins a word in both, or continues one in both. If
+both vocabularies are of one kind, shared pieces are equal strings.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
         "store",
         type=Path,
         metavar="STORE",
-        help=f"The store's directory. A context is {WINDOW} consecutive pieces of a row; it is "
-        f"English-like if more than {THRESHOLD} of its pieces are.",
+        help=f"The store's directory. A context is {WINDOW} consecutive pieces of a row. It counts "
+        f"as English-like if more than {THRESHOLD} of its pieces have only letters A to Z.",
     )
     add_json(parser)
 

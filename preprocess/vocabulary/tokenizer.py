@@ -30,7 +30,7 @@ def learn(
     """
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
-    if kind == "wordpiece":  # without the characters, its trainer breaks ties at random
+    if kind == "wordpiece":  # if it is not told the characters, its trainer breaks ties at random
         with Progress("looking for characters", total, "B") as bar:
             for text, _ in read_documents(paths, options, bar.advance):
                 characters.update(text)
@@ -39,7 +39,9 @@ def learn(
 
 
 class _Training(threading.Thread):
-    """Trains in a thread, so that Ctrl-C works: the libraries do not react to it."""
+    """Trains in a separate thread. The libraries ignore Ctrl-C, but the main thread can react to
+    it.
+    """
 
     def __init__(
         self,
@@ -130,8 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Pieces in the vocabulary, including the five special tokens. A small text may "
-        "yield fewer.",
+        help="The number of pieces in the vocabulary, including the five special tokens. A small "
+        "text may yield fewer.",
     )
     add(
         "--from",
@@ -147,8 +149,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--cased",
         action="store_true",
-        help="Keep upper case and accents with --kind wordpiece (default: lower-case the text; the "
-        "other kinds never do). With --from, this applies to BERT's and ALBERT's vocabularies if "
+        help="Keep upper case and accents with --kind wordpiece (default: lower-case the text and "
+        "strip accents; other kinds keep both). With --from, this applies to BERT's and ALBERT's "
+        "vocabularies if "
         "neither a tokenizer_config.json nor a tokenizer.json beside the file gives "
         "do_lower_case; ALBERT always strips accents.",
     )

@@ -1,12 +1,12 @@
-"""Everything that may go wrong around a run, made to go wrong.
+"""Everything that may go wrong around a run is made to go wrong.
 
     make faults
     PYTHONPATH=tests python -m faults --only kills,damage --json part1.json
     PYTHONPATH=tests python -m faults --only ranks --add part1.json --output docs/reliability.md
 
-Each fault is made many times on a small real run and a small real preprocess run; then the same
-command is started again and must end as if nothing had happened, bit for bit. Prints a table and,
-with --output, writes it into a document between its two marks.
+Each fault is made many times in a small real training run and a small real preprocess run. Then the
+same command is started again, and its result must be the same, bit for bit, as without the fault.
+Prints a table. With --output, the table is also written into a document between its two marks.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Parse the command line, and make the faults."""
     parser = argparse.ArgumentParser(
         prog="python -m faults", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""Damage on the disk: a flipped bit and a cut in every file of a store and of a checkpoint."""
+"""Damage on the disk: a flipped bit, or a cut, in every file of a store and of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SUMMED = ("manifest.json", "sums.json")  # where the checksums themselves are ke
 
 
 def damaged(content: bytes, draw: random.Random, flips: int) -> Iterator[tuple[str, bytes]]:
-    """The content with one bit flipped, at several places, and cut at several lengths."""
+    """The content with one bit flipped, at several places, and the content cut at several
+    lengths.
+    """
     for place in [0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(flips))]:
         changed = bytearray(content)
         changed[place] ^= 1 << draw.randrange(8)
@@ -67,13 +69,13 @@ def every_file(bench: Bench, what: str, flips: int = 20) -> list[Row]:
 
 
 def noticed(verify: Callable[[Path], None], copy: Path, file: Path, how: str) -> str:
-    """What is wrong with the reaction to a damage; "" if the damaged file was named."""
+    """What is wrong with the reaction to damage; "" if it names the damaged file."""
     name = str(file.relative_to(copy))
     try:
         verify(copy)
     except (BadInput, Failure) as error:
         said = str(error)
-        # a bit of the values is named with its block; a header that lies, when it is opened
+        # a flipped bit in values is reported with its block; a wrong header is noticed on opening
         block = file.suffix != ".npy" or not how.startswith("bit")
         if name in said and (block or re.search(r"block 0|\.npy (is|contradicts|has)", said)):
             return ""

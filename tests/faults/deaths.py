@@ -1,5 +1,6 @@
 """Processes that die: at every operation on files, by a power cut, at a random moment, or by
-SIGTERM in a critical phase."""
+SIGTERM in a critical phase.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from faults.works import Bench, Row, clear_line, ending
 
 
 def sampled(number: int, most: int) -> list[int]:
-    """The numbers of all `number` places, or of `most` of them, spread evenly."""
+    """The numbers of all `number` places, or `most` of them, evenly spread."""
     if number <= most:
         return list(range(number))
     return sorted({round(i * (number - 1) / (most - 1)) for i in range(most)})
@@ -36,8 +37,10 @@ def together(row: Row, trials: Sequence[Callable[[], str]], jobs: int) -> Row:
 def killed_at_operations(
     bench: Bench, name: str, fault: str, most: int, jobs: int, only: str = ""
 ) -> Row:
-    """Die at every operation on files (or `most` of them, or those that begin with `only`), start
-    again."""
+    """Die at every operation on files, and start again.
+
+    With `most`, only that many operations are tried; with `only`, those whose names begin with it.
+    """
     operations, reference = bench.operations(name), bench.reference(name)
     work = bench.works[name]
     how = {KILL: "SIGKILL", POWER: "power cut, what was not synced is gone,"}[fault]
@@ -60,7 +63,7 @@ def killed_at_operations(
 
 
 def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int = 0) -> Row:
-    """SIGKILL at random moments until the work is done."""
+    """Send SIGKILL at random moments until the work is done."""
     reference, work = bench.reference(name), bench.works[name]
     row = Row(f"{name}: SIGKILL at a random moment")
     draw = random.Random(seed)
@@ -70,7 +73,7 @@ def killed_at_random(bench: Bench, name: str, kills: int, jobs: int, seed: int =
         whole = time.monotonic() - began
 
     def chain(share: int, chance: random.Random) -> list[str]:
-        """Kill the work `share` times. When it is done it starts again from the beginning."""
+        """Kill the work `share` times. When it is done, it starts again from the beginning."""
         outcomes: list[str] = []
         while len(outcomes) < share:
             with bench.place(work) as place, bench.forks() as forks:
@@ -109,7 +112,7 @@ def kill(fork: Fork) -> bool:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended but its status was not read yet."""
+    """Whether a process has ended. Its status may not have been read yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -117,7 +120,7 @@ def ended(pid: int) -> bool:
 
 
 def refused_by_the_disk(bench: Bench, name: str, kind: str, most: int, jobs: int) -> Row:
-    """The disk is full from an operation on, fails once, or is read-only."""
+    """From some operation on the disk is full or read-only, or one operation fails."""
     operations, reference = bench.operations(name), bench.reference(name)
     work = bench.works[name]
     how = {
@@ -172,7 +175,7 @@ setattr(m, name, hooked)
 
 
 def told_to_stop(bench: Bench, name: str, when: Iterable[str] = TOLD) -> list[Row]:
-    """SIGTERM in a critical phase; the same command continues."""
+    """Send SIGTERM in a critical phase. The same command then continues."""
     rows, work, reference = [], bench.works[name], bench.reference(name)
     for what in when:
         where = TOLD[what]

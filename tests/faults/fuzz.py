@@ -4,11 +4,11 @@
     PYTHONPATH=tests python -m faults.fuzz --seconds 60 --only parquet,midi --findings fuzz
     PYTHONPATH=tests python -m faults.fuzz --replay fuzz/parquet/0123abcd
 
-Inputs come from `atheris` where it is installed (guided by the lines of ours that run; those that
-reached new ones are kept for the next time), else from mutations of valid files. A finding is a
-traceback, an empty message, a read of more than HANG seconds, more than MEMORY above what the
-process began with, or the death of the process; the input and the traceback are kept, one of each
-kind.
+Inputs come from `atheris` if it is installed. It is guided by the lines of this project that run,
+and keeps inputs that reach new lines for the next time. Without it, inputs are mutations of valid
+files. A finding is a traceback, an empty message, a read that takes more than HANG seconds or more
+than MEMORY above what the process began with, or the death of the process. The input and the
+traceback are kept, one for each kind of finding.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from xformer.data.display import one_line
 from xformer.data.errors import OF_THE_DISK
 
 HANG = 20  # seconds
-DEATHS = 20  # of a reader's process, after which it is left alone
-PATIENCE = 300  # seconds of CPU more than a worker was given, after which it hangs
+DEATHS = 20  # a reader whose process died so often is not tried any more
+PATIENCE = 300  # a worker hangs if it takes so many seconds of CPU more than it was given
 MEMORY = 2**30  # bytes
 LARGEST = 2**15  # bytes of a hostile file, unless the valid one is larger
-# readers of formats with many states, which get thrice the time of the others
+# readers of formats with many states get three times as much time as the others
 WIDE = {
     "csv",
     "jsonl",
@@ -127,7 +127,7 @@ def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
             data[place:end] = other[start : start + draw.choice((4, 40, 400))]
         elif draw.randrange(4) == 0:
             del data[place:]
-        else:  # another number in place of one
+        else:  # replace a number by another
             numbers = list(re.finditer(rb"-?\d+", bytes(data)))
             if numbers:
                 number = draw.choice(numbers)
@@ -150,7 +150,7 @@ class Trial:
         (place / "ground").symlink_to(ground)
         valid = ground / self.reader.base / self.reader.file
         self.seeds = list(self.reader.seeds) or [valid.read_bytes()]
-        if self.reader.base == "raw":  # files that know nothing of each other
+        if self.reader.base == "raw":  # these files do not refer to each other
             self.source.mkdir()
         else:
             shutil.copytree(ground / self.reader.base, self.source)
@@ -165,7 +165,7 @@ class Trial:
         file = path / self.reader.file
         file.unlink(missing_ok=True)
         file.write_bytes(data)
-        # seconds of CPU: the machine may be busy, or the process held
+        # CPU time, because the machine may be busy or the process may be stopped
         signal.signal(signal.SIGPROF, _hang)
         signal.setitimer(signal.ITIMER_PROF, HANG)
         try:
@@ -222,11 +222,11 @@ class Findings:
         self.peak = memory()
 
     def test(self, data: bytes) -> None:
-        """Try one input and keep it if it shows a fault that is new."""
+        """Try one input, and keep it if it shows a new fault."""
         self.inputs += 1
         self.directory.mkdir(parents=True, exist_ok=True)
         last = self.directory / "last"
-        last.write_bytes(data)  # of whatever ends the process
+        last.write_bytes(data)  # it is the input if the process dies
         fault = self.trial(data)
         grown, self.peak = memory() - self.peak, max(self.peak, memory())
         if grown > MEMORY:
@@ -240,10 +240,12 @@ class Findings:
 
 
 def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -> None:
-    """Try inputs on one reader until so many seconds of CPU are used; note them and the inputs."""
+    """Try inputs on one reader until so many seconds of CPU are used. Notes the seconds and the
+    inputs.
+    """
     import gc
 
-    setattr(os, "fsync", lambda fd: None)  # noqa: B010 - no disk is meant to last
+    setattr(os, "fsync", lambda fd: None)  # noqa: B010 - no file must survive a crash
     guided = _atheris()
     from xformer.preprocess import cli
 
@@ -298,7 +300,7 @@ def worker(name: str, ground: Path, findings: Path, seconds: float, seed: int) -
 
 
 def counted(directory: Path) -> tuple[int, float]:
-    """Inputs that a reader was given so far, and seconds of CPU that it took."""
+    """The inputs that a reader was given so far, and the seconds of CPU that it took."""
     note = directory / "counted.json"
     inputs, seconds = json.loads(note.read_text()) if note.exists() else (0, 0.0)
     return inputs, seconds
@@ -317,7 +319,9 @@ def _shared_memory() -> str | None:
 
 
 def make_ground(path: Path) -> Path:
-    """The directories the readers start from, made once in a process of their own."""
+    """The directories that the readers start from. They are made once, in a process of their
+    own.
+    """
     code = "import pathlib, sys; from faults.readers import make_ground as make; "
     code += "make(pathlib.Path(sys.argv[1]))"
     if not path.exists():
@@ -363,7 +367,7 @@ def fuzz(names: list[str], ground: Path, findings: Path, seconds: float) -> Iter
 
 
 def told(directory: Path) -> str:
-    """What was tried on a reader so far, and what came of it."""
+    """What was tried on a reader so far, and the result."""
     inputs, seconds = counted(directory)
     faults = sorted(file.read_text().partition("\n")[0] for file in directory.glob("*.txt"))
     return f"{inputs:>9,} inputs {seconds:7.0f} s of CPU  {len(faults)} faults" + "".join(
@@ -372,7 +376,7 @@ def told(directory: Path) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Parse the command line, and fuzz or replay."""
     if (guided := _atheris()) is not None:
         guided.instrument_imports(include=["xformer", "preprocess"]).__enter__()
     from faults.readers import READERS

@@ -1,5 +1,6 @@
 """A long run of a tiny model: the memory, files and threads that it uses at its beginning and
-end."""
+end.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +42,15 @@ TINIEST = [
     "train.validate_every=5000",
     "train.checkpoint_every=2500",
 ]
-SLOWER = 1.05  # the last steps' time beside that of the first
-GROWTH = 32 * 2**20  # bytes that the process may hold more at the end than after a tenth
+SLOWER = 1.05  # the last steps may take so many times as long as the first
+GROWTH = 32 * 2**20  # bytes that the process may grow by after its first tenth
 
 
 def long_haul(bench: Bench, steps: int = 20_000) -> tuple[Row, dict[str, Any]]:
-    """Steps of a tiny model: memory, files, threads and shared memory stay, and so does the speed,
-    by time of the CPU."""
+    """In many steps of a tiny model, memory, files, threads and shared memory do not grow.
+
+    Neither does the CPU time of a step.
+    """
     row = Row(f"{steps:,} steps of a tiny model")
     with bench.place() as place, bench.forks() as forks:
         line = training(SMOKE, bench.toys.text, place / "run", *TINIEST, f"train.steps={steps}")
@@ -59,7 +62,7 @@ def long_haul(bench: Bench, steps: int = 20_000) -> tuple[Row, dict[str, Any]]:
     early, last = points[max(1, len(points) // 10)], points[-1]
     usage: dict[str, Any] = {
         name: [(b[name] - a[name]) for a, b in pairwise(points)] for name in ("cpu", "wall")
-    }  # seconds a thousand steps are milliseconds a step
+    }  # seconds per thousand steps are milliseconds per step
     usage["memory_mib"] = [round(p["rss"] / 2**20, 1) for p in points]
     usage |= {name: [p[name] for p in points] for name in ("files", "threads", "shared")}
     few = max(1, len(usage["cpu"]) // 6)

@@ -1,8 +1,8 @@
-"""Faults inside a process: every operation that it does on files is counted, and at a given one it
-dies, the machine loses its power, the disk is full, fails, or is read-only.
+"""Faults inside a process. Every operation that it does on files is counted. At a given one the
+process dies, the machine loses its power, or the disk is full, fails or is read-only.
 
-A process that tests.helpers.Forks starts is armed by `before=armed(place, fault, number)`. Writes
-of Python go through a file of ours, so that a half of one can be written.
+A process that tests.helpers.Forks starts is armed by `before=armed(place, fault, number)`. Python's
+writes go through a file object of our own, so that half of one can be written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ _open = io.open
 
 
 def armed(place: Path, fault: str, number: int = 0, once: bool = False) -> str:
-    """Python that arms a process: `fault` at the operation `number` on what lies below `place`.
-    An error comes at all later operations too, unless `once`."""
+    """Python that arms a process: `fault` happens at operation `number` on files below `place`.
+
+    An error also happens at all later operations, unless `once` is set.
+    """
     return (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         f"from faults.inject import Armed\nArmed({str(place)!r}, {fault!r}, {number}, {once})\n"
@@ -48,13 +50,13 @@ def armed(place: Path, fault: str, number: int = 0, once: bool = False) -> str:
 
 
 class Armed:
-    """Intercepts all operations on files below `place` in this process from now on."""
+    """Intercepts all operations of this process on files below `place`."""
 
     def __init__(self, place: str, fault: str, number: int, once: bool):
         self.place, self.fault, self.number, self.once = place, fault, number, once
         self.seen = 0
         self.lock = threading.RLock()  # several threads of a run work on files
-        self.safe: dict[int, int] = {}  # inode -> bytes that the disk has for sure
+        self.safe: dict[int, int] = {}  # inode -> bytes that are safely on the disk
         for directory, _, names in os.walk(place):
             for name in names:
                 status = os.stat(os.path.join(directory, name))
@@ -86,7 +88,7 @@ class Armed:
     def _die(self, half: Callable[[], Any] | None) -> None:
         if half is not None:
             half()
-        if self.fault == POWER:  # what was not synced is gone
+        if self.fault == POWER:  # what was not synced is lost
             for directory, _, names in os.walk(self.place):
                 for name in names:
                     path = os.path.join(directory, name)
@@ -153,7 +155,7 @@ class Armed:
 
 
 class _Raw(io.FileIO):
-    """A file that reports its writes before they are done."""
+    """A file that announces each write before it happens."""
 
     owner: Armed
 

@@ -1,4 +1,4 @@
-"""Many processes at once: one run directory, one output, one store."""
+"""Many processes at once, with one run directory, one output or one store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same_run(bench: Bench, others: int = 3) -> Row:
 
 
 def same_output(bench: Bench, times: int = 5) -> Row:
-    """Two preprocess runs write one output: it is complete, and the later one is refused."""
+    """Two preprocess runs write the same output. It is complete, and the later run is refused."""
     row, work = Row("two preprocess runs to one output"), bench.works["preprocessing"]
     reference = bench.reference("preprocessing")
     for overwrite in (False, True):
@@ -81,8 +81,10 @@ def ten_readers(bench: Bench, number: int = 10) -> Row:
 
 
 def replaced_while_read(bench: Bench, seconds: float = 5) -> list[Row]:
-    """A store that is replaced again and again: every opening finds one of the two, whole; and a
-    run that has it open goes on with what it opened."""
+    """A store is replaced again and again. Every reader opens a complete store, old or new.
+
+    A run that has the store open continues with what it opened.
+    """
     row = Row("a store opened while it is replaced")
     run = Row("a run whose store is replaced under it")
     with bench.place() as place, bench.forks() as forks:
@@ -117,7 +119,7 @@ def _open(store: Path, known: set[str]) -> str:
 
 
 def _replace_for_ever(store: Path, kinds: list[Path]) -> None:
-    """Replace the store again and again; runs in its own process."""
+    """Replace the store again and again. This runs in a process of its own."""
     number = 0
     while True:
         number += 1

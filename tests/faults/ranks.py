@@ -1,5 +1,6 @@
-"""One rank of two is killed or hangs: how soon the others end, what they say, and whether the same
-command, or torchrun by itself, goes on."""
+"""One of two ranks is killed or hangs. How soon does the other end, what does it say, and does the
+same command, or torchrun by itself, go on?
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def advance(self, done):
         os.kill(os.getpid(), signal.{signal})
 Monitor.advance = advance
 """
-RESTARTS = 6  # by torchrun after each signal: rank 0, rank 1, or neither being late
+RESTARTS = 6  # restarts by torchrun for each signal; rank 0, rank 1 or neither comes late
 LIMIT = 60  # seconds within which the others must have ended
 
 
@@ -86,8 +87,11 @@ run(main)
 
 
 def restarted_by_torchrun(bench: Bench, number: signal.Signals, jobs: int = 2) -> Row:
-    """torchrun --max-restarts 1: the killed or stopped rank comes back, and the run ends as it
-    would have, each rank being the later one of some restarts."""
+    """torchrun --max-restarts 1 brings the killed or stopped rank back, and the run ends as it
+    should.
+
+    In some restarts rank 0 comes late, in others rank 1.
+    """
     row = Row(f"training on two ranks: torchrun restarts after {number.name} to one")
     reference = bench.reference("training on two ranks")
 
@@ -114,7 +118,7 @@ def restarted_by_torchrun(bench: Bench, number: signal.Signals, jobs: int = 2) -
             )
             if done.returncode:
                 said = re.findall(r"^(?:.*: )?(?:error|\w+Error): .*", done.stderr, re.M)
-                return f"lost: {said[-4:] or done.stderr[-300:]}"  # before torchrun's own report
+                return f"lost: {said[-4:] or done.stderr[-300:]}"  # not torchrun's own report
             if "from step" not in done.stderr:
                 return "lost: it began anew"
             return wrong(check_run, place, reference)

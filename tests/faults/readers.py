@@ -1,8 +1,7 @@
-"""All readers of files: for each kind some valid files, and the call with which a command reads
-them.
+"""All readers of files. Each has some valid files, and the call with which a command reads them.
 
-A reader is given a directory in which one file may be anything. It may accept it or refuse it in
-one clear line; everything else is a fault.
+A reader is given a directory in which one file may contain anything. It may accept the file or
+refuse it in one clear line. Everything else is a fault.
 """
 
 from __future__ import annotations
@@ -42,14 +41,17 @@ from xformer.recipe import Recipe
 from xformer.study.spec import read_study
 from xformer.surgery import parse_operation
 
-LIMIT = 2**22  # bytes that an archive may become
+LIMIT = 2**22  # bytes to which an archive may unpack
 CLEAN = (BadInput, Failure)  # what a command says in one line
 WORDS = [f"{a}{b}{c}" for a in "bdfgkp" for b in "ae" for c in "mn"]
 
 
 class Reader(NamedTuple):
-    """`file` of a copy of the ground's directory `base` is hostile; `mend` makes the checksums and
-    sizes beside it fit, so that what is behind them is reached too."""
+    """In a copy of the ground's directory `base`, the file `file` is hostile.
+
+    `mend` makes checksums and sizes in other files fit, so that the code after those checks is
+    reached too.
+    """
 
     name: str
     base: str
@@ -80,7 +82,7 @@ def silent() -> Any:
 
 
 def text(seed: int, rows: int, form: str = "{}") -> str:
-    """Lines of made words."""
+    """Lines of made-up words."""
     draw = np.random.default_rng(seed)
     lines = [" ".join(draw.choice(WORDS, draw.integers(3, 9))) for _ in range(rows)]
     return "\n".join(form.format(line, i=i) for i, line in enumerate(lines)) + "\n"
@@ -336,7 +338,7 @@ def mend_store(path: Path, file: str) -> None:
 
 
 def mend_sums(path: Path, file: str) -> None:
-    """Take away the checksums of a store's small files."""
+    """Remove the checksums of a store's small files."""
     (path / store.SUMS).unlink(missing_ok=True)
 
 
@@ -354,12 +356,12 @@ def mend_run(path: Path, file: str) -> None:
 
 
 def mend_finished(path: Path, file: str) -> None:
-    """Make it a run that was finished before there was a manifest of its own files."""
+    """Turn it into a run that finished before runs had a manifest of their own files."""
     (path / files.RUN_MANIFEST).unlink(missing_ok=True)
 
 
 def mend_meta(path: Path, file: str) -> None:
-    """Write the fingerprint that a tokenizer has into its description, if it has one."""
+    """Write the tokenizer's fingerprint into its description, if that has one."""
     with contextlib.suppress(Exception):
         meta = json.loads((path / tokenizers.META).read_text())
         model: Any = meta.get("pieces")
@@ -378,7 +380,7 @@ def mend_meta(path: Path, file: str) -> None:
 
 
 def preprocessed(*arguments: str) -> Callable[[Path], None]:
-    """A command on the file, whose words in braces are names in the ground."""
+    """A call that runs a command on the file. Words in braces are names in the ground."""
 
     def read(path: Path) -> None:
         given = [a.format(path=path, ground=path.parent / "ground") for a in arguments]
@@ -393,7 +395,7 @@ TEXT = ("text", "--tokenizer", "{ground}/tok", "--input")
 
 
 def read_store(path: Path) -> None:
-    """All that commands do with a store, short of training."""
+    """Everything that commands do with a store, except training."""
     opened = store.open_store(path)
     opened.tokenizer()
     list(opened.verify())
@@ -403,7 +405,7 @@ def read_store(path: Path) -> None:
 
 
 def evaluate_store(path: Path) -> None:
-    """The rows of a store through a model."""
+    """Run the rows of a store through a model."""
     sys.argv = [
         "evaluate.py",
         str(path.parent / "ground/checkpoint"),
@@ -435,7 +437,7 @@ def predict_rows(path: Path) -> None:
 
 
 def resume(path: Path) -> None:
-    """What a run that goes on reads of itself before it steps."""
+    """What a continued run reads of itself before its first step."""
     newest = run.Run(path).newest()
     if newest is not None:
         run.State(**files.read_json(newest / "state.json"))
@@ -476,7 +478,7 @@ def read_recipe(path: Path) -> None:
 
 
 def read_words(path: Path) -> None:
-    """Words of command lines that are small languages of their own."""
+    """Parse command-line arguments that are small languages of their own."""
     for line in (path / "words").read_text(encoding="utf-8", errors="replace").split("\n"):
         for call in (lambda w: parse_overrides(Recipe, [w]), mapping.parse, parse_operation):
             with contextlib.suppress(BadInput):
@@ -580,7 +582,7 @@ READERS = [
         "catalogue.toml",
         lambda path: data_sets.load_catalogue(path / "catalogue.toml"),
     ),
-    # tokenizers, from elsewhere and ours
+    # tokenizers, published ones and ours
     *(
         Reader(f"from {file}", base, file, bring(Path(), given))
         for base, file, given in (
@@ -607,7 +609,7 @@ READERS = [
             ("unigram", "spiece.model"),
         )
     ),
-    # stores and checkpoints, their checksums mended and not
+    # stores and checkpoints, with and without mended checksums
     Reader("store.json", "store", "store.json", read_store, mend_sums),
     *(
         Reader(f"{name} {file}", "store", file, read, mend_store)

@@ -1,5 +1,6 @@
 """The commands that are killed (a training run, a preprocess run and an operation on weights), and
-how to check whether anything was lost. The last two replace an older output."""
+how to check whether anything was lost. The last two replace an older output.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +27,19 @@ from xformer.data.errors import BadInput
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 
-# it tells of each restart that a curve was begun anew
+# at each restart it would warn that a curve begins again
 logging.getLogger("tensorboard").setLevel(logging.ERROR)
-# a checkpoint at every step, so that many are written and all but some deleted again
+# with a checkpoint at every step, many are written and most are deleted again
 STEPS = ["train.steps=4", "train.checkpoint_every=1", "train.validate_every=2", "train.log_every=1"]
 
 
 @dataclass
 class Row:
-    """A line of the table: how often a fault was made, and how often something was lost (what had
-    been written, or the work cannot go on) or wrong (it ends otherwise than it would have)."""
+    """A line of the table: how often a fault was made, and how often the work was lost or wrong.
+
+    Lost: something that had been written is gone, or the work cannot go on. Wrong: it ends in
+    another way than without the fault.
+    """
 
     fault: str
     times: int = 0
@@ -44,7 +48,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
     def count(self, bad: str) -> None:
-        """One more; `bad` begins with "lost" or "wrong", or is empty."""
+        """Count one more trial. `bad` begins with "lost" or "wrong", or is empty."""
         self.times += 1
         self.lost += bad.startswith("lost")
         self.wrong += bad.startswith("wrong")
@@ -54,17 +58,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """A command line that writes below `place`, and what must hold when it is done."""
+    """A command line that writes below `place`, and what must be true when it is done."""
 
     name: str
     line: Callable[[Path], list[str]]
-    check: Callable[[Path, Path], None]  # raises AssertionError where `place` is not `reference`
+    check: Callable[[Path, Path], None]  # raises AssertionError if `place` differs from `reference`
     ranks: int = 1
-    prepare: Callable[[Path], object] = lambda place: None  # make what lies in `place` before
-    opened: Callable[[Path], object] = lambda place: None  # raises BadInput where that is lost
+    prepare: Callable[[Path], object] = lambda place: None  # make what is in `place` at the start
+    opened: Callable[[Path], object] = lambda place: None  # raises BadInput if that is lost
 
     def finish(self, forks: Forks, place: Path, reference: Path) -> str:
-        """Run the work to its end where it was stopped. Returns what is lost or wrong then."""
+        """Continue the work to its end. Returns what is lost or wrong then."""
         try:
             self.opened(place)
         except BadInput as error:
@@ -79,7 +83,7 @@ class Work:
 
 
 def wrong(check: Callable[..., object], *given: object) -> str:
-    """The complaint of a check of a result, or ""."""
+    """What a check of a result complains about, or ""."""
     try:
         check(*given)
     except (AssertionError, OSError, DirectoryDeletedError) as error:
@@ -88,18 +92,18 @@ def wrong(check: Callable[..., object], *given: object) -> str:
 
 
 def ending(done: Done, check: Callable[..., object], *given: object) -> str:
-    """How a process that should have succeeded has failed, or ""."""
+    """How a process failed that should have succeeded, or ""."""
     return f"lost: {done.err[-300:]}" if done.status else wrong(check, *given)
 
 
 def newest(place: Path) -> int:
-    """The step of the newest checkpoint below a place; 0: there is none."""
+    """The step of the newest checkpoint below a place; 0 if there is none."""
     manifests = (place / "run/checkpoints").glob("step_*/manifest.json")
     return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
 def check_run(place: Path, reference: Path) -> None:
-    """Weights, moments, state, scores, log and TensorBoard are those of the reference."""
+    """Weights, moments, state, scores, log and TensorBoard are equal to those of the reference."""
     same(place / "run", reference / "run")
     drawn_once(place / "run")
     left = [p.name for p in (place / "run").rglob(".*")]
@@ -107,7 +111,7 @@ def check_run(place: Path, reference: Path) -> None:
 
 
 def check_store(place: Path, reference: Path, name: str = "store") -> None:
-    """Every byte is that of the reference, but for the output's name in the command line."""
+    """Every byte is equal to the reference, except for the output's name in the command line."""
     assert [p.name for p in place.iterdir()] == [name], [p.name for p in place.iterdir()]
     actual, wanted = (files(p / name, p) for p in (place, reference))
     assert actual.keys() == wanted.keys()
@@ -130,7 +134,7 @@ def files(directory: Path, place: Path) -> dict[str, bytes]:
 
 
 def works(toys: Toys, scratch: Path) -> dict[str, Work]:
-    """The works by name."""
+    """All works by name."""
     base = scratch / "base"
     shape = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128)
     checkpoints.save(checkpoints.fresh(shape, tokenizers.load_tokenizer(toys.tokenizer), 0), base)
@@ -182,7 +186,9 @@ def works(toys: Toys, scratch: Path) -> dict[str, Work]:
 
 
 class Bench:
-    """Servers that start commands quickly, a place for their output, and the works' references."""
+    """Servers that start commands quickly, a directory for their output, and a reference for each
+    work.
+    """
 
     def __init__(self, toys: Toys, scratch: Path, servers: list[Forks]):
         self.toys, self.scratch = toys, scratch
@@ -204,7 +210,7 @@ class Bench:
 
     @contextmanager
     def place(self, work: Work | None = None) -> Iterator[Path]:
-        """A directory for a work, which is deleted if all is well."""
+        """A directory for a work. It is deleted if all is well."""
         path = self.scratch / f"place-{next(self.numbers)}"
         path.mkdir(parents=True)
         if work is not None:
@@ -213,7 +219,7 @@ class Bench:
         shutil.rmtree(path)
 
     def reference(self, name: str) -> Path:
-        """The place of a work that was never stopped."""
+        """The directory of a work that was never stopped."""
         if name not in self.references:
             path = self.scratch / f"reference-{name.replace(' ', '-')}"
             path.mkdir(parents=True)

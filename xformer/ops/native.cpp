@@ -1,10 +1,11 @@
-// The C++ ways of the operations in this folder: attention, LayerNorm of a residual sum, dropout, and
-// the loss over a vocabulary. They do the work between the large matrix products of a step on the CPU.
+// The operations of this folder in C++, for the CPU: attention, LayerNorm of a residual sum, dropout,
+// and the loss over a vocabulary. They do the work between the large matrix products of a step.
 //
 // setup.py compiles this file when the package is installed, and native.py calls what is extern "C".
-// A matrix is (rows, columns), row by row without gaps. Its numbers are float or bf16; bf16 is read
-// into float and rounded when it is written. One thread does a whole row, or a whole head of a
-// sequence. Only sums over rows depend on the number of threads, so the same number gives the same bits.
+// A matrix (rows, columns) is stored row by row without gaps. Its numbers are float or bf16. bf16 is
+// converted to float when it is read, and rounded when it is written. One thread computes a whole row,
+// or a whole head of a sequence. So only sums over rows depend on the number of threads, and the same
+// number of threads gives the same bits.
 
 #include <omp.h>
 
@@ -22,7 +23,7 @@ using std::uint16_t;
 using std::uint32_t;
 using std::uint64_t;
 
-constexpr int64_t FEW = 1 << 14;  // numbers for which one thread is faster than two
+constexpr int64_t FEW = 1 << 14;  // with fewer numbers than this, one thread is faster than two
 constexpr int64_t IGNORED = -100;  // a target that does not count, as in torch.nn.functional
 
 template <class To, class From>
@@ -41,19 +42,19 @@ inline float read(float x) { return x; }
 inline float read(bf16 x) { return bits<float>(uint32_t(x.word) << 16); }
 
 inline void write(float& to, float x) { to = x; }
-inline void write(bf16& to, float x) {  // to the nearest, of two the even one
+inline void write(bf16& to, float x) {  // rounds to nearest, ties to even
     uint32_t word = bits<uint32_t>(x);
     uint32_t rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16;
     to.word = uint16_t(x != x ? 0x7FC0 : rounded);
 }
 
-// exp(x) for x <= 0 to two units in the last place; 0 below -87, and a NaN stays one.
+// exp(x) for x <= 0, within two units in the last place. It is 0 below -87, and NaN for NaN.
 inline float exp_of(float x) {
-    constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: what is added to it becomes an integer
+    constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds a number to an integer
     float low = x < -87.0f ? -87.0f : x;
     float shifted = low * 1.44269504f + MAGIC;
     float n = shifted - MAGIC;
-    float r = low - n * 0.693359375f + n * 2.12194440e-4f;  // x - n log 2, log 2 in two parts
+    float r = low - n * 0.693359375f + n * 2.12194440e-4f;  // x - n log 2, with log 2 split into two parts
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -76,8 +77,8 @@ inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// Whether an element is kept depends on a hash of the seed, its row and its column, as in dropout.py.
-// `seed` may be null if the rate is 0.
+// Decides which elements dropout keeps: a hash of the seed, the row and the column, as in dropout.py.
+// `of` gives the mask of one head of attention. `seed` may be null if the rate is 0.
 struct Mask {
     uint32_t a, b, below;
     float scale;
@@ -99,7 +100,7 @@ struct Mask {
     }
 };
 
-struct Row {  // of a mask
+struct Row {  // one row of a mask
     uint32_t a, b, below;
     float scale;
 
@@ -109,7 +110,7 @@ struct Row {  // of a mask
           below(mask.below),
           scale(mask.scale) {}
 
-    float kept(float value, int64_t column) const {  // or 0
+    float kept(float value, int64_t column) const {  // `value` if it is kept, else 0
         uint32_t x = a ^ uint32_t(column);
         x ^= x >> 16;
         x *= 0x85EBCA6B;
@@ -122,7 +123,8 @@ struct Row {  // of a mask
     float dropout(float value, int64_t column) const { return kept(value * scale, column); }
 };
 
-// out = dropout(x); the gradient of x is dropout(that of out) with the same seed.
+// out = dropout(x). The backward pass is the same function: it takes the gradient of out, and the same
+// seed, and gives the gradient of x.
 template <class T>
 int dropout(const T* x, T* out, int64_t rows, int64_t columns, double rate, const int64_t* seed) {
     Mask mask(seed, rate);
@@ -139,23 +141,24 @@ int dropout(const T* x, T* out, int64_t rows, int64_t columns, double rate, cons
 
 // ------------------------------------------------------------------------------------- attention
 
-// Each task is one head of one sequence of L tokens, in float. Its data stays in the cache. The rows
-// and columns of the buffers are filled up to whole tiles with zeros.
+// One thread computes one head of one sequence of L tokens, in float, and its data stays in the cache.
+// The rows and columns of the buffers are padded with zeros to whole tiles. D is the size of a head.
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, TALL = 8;  // of 32 registers 16 hold sums, two vectors of 8 rows
+constexpr int LANES = 16, TALL = 8;  // the sums (8 rows of two vectors) take 16 of the 32 registers
 #else
 constexpr int LANES = 8, TALL = 4;
 #endif
-constexpr int64_t BLOCK = 64;  // queries at a time
+constexpr int64_t BLOCK = 64;  // queries computed at once
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 
 inline int64_t whole(int64_t n, int64_t tile) { return (n + tile - 1) / tile * tile; }
 
 inline Vector* row_of(float* c, int64_t m, int64_t cm) { return reinterpret_cast<Vector*>(c + m * cm); }
 
-// TALL rows and V vectors of c = a b, or c += a b: a(m, k) is a[m * am + k * ak], vector v of row k of
-// b is at b + k * bk + v * bv.
+// Computes a tile of TALL rows and V vectors of the matrix product c = a b, or of c += a b if `add`.
+// Element (m, k) of a is a[m * am + k * ak]. Vector v of row k of b starts at b + k * bk + v * bv. Row m
+// of c starts at c + m * cm. `depth` is the number of rows of b.
 template <int V>
 inline void tile(const float* a, int64_t am, int64_t ak, const float* b, int64_t bk, int64_t bv,
                  float* c, int64_t cm, int64_t depth, bool add) {
@@ -177,6 +180,7 @@ inline void tile(const float* a, int64_t am, int64_t ak, const float* b, int64_t
         for (int v = 0; v < V; v++) row_of(c, m, cm)[v] = sums[m][v];
 }
 
+// The whole product, tile by tile. `rows` and `columns` are those of c, padded to whole tiles.
 inline void product(const float* a, int64_t am, int64_t ak, const float* b, int64_t bk, int64_t bv,
                     float* c, int64_t cm, int64_t rows, int64_t columns, int64_t depth, bool add) {
     for (int64_t n = 0; n < columns;) {
@@ -189,16 +193,16 @@ inline void product(const float* a, int64_t am, int64_t ak, const float* b, int6
     }
 }
 
-// Each thread's room for one head of the longest sequence.
+// The buffers of one thread, with room for one head of the longest sequence.
 struct Room {
-    int64_t wide, rows, line;  // D and the longest length in whole tiles; of the scores a row's length
+    int64_t wide, rows, line;  // D and the longest length, padded to tiles; length of a row of scores
     std::vector<float> all;
     float *q, *k, *v, *d, *dq, *dk, *dv, *kt, *vt, *s, *ds;
 
     Room(int64_t longest, int64_t D) {
         wide = whole(D, LANES);
         rows = whole(longest, LANES);
-        line = rows + LANES;  // not a power of two, whose rows would share lines of the cache
+        line = rows + LANES;  // not a power of two: such rows would compete for the same cache lines
         int64_t scores = whole(std::min(longest, BLOCK), TALL) * line;
         all.resize(9 * rows * wide + 2 * scores + 16);
         auto place = reinterpret_cast<std::uintptr_t>(all.data());
@@ -212,7 +216,7 @@ struct Room {
     }
 };
 
-// `scale` times one head of L rows, `stride` apart, to (rows, wide).
+// Copies one head of L rows that are `stride` apart to (rows, wide), multiplied by `scale`.
 template <class T>
 void gather(const T* from, int64_t stride, int64_t L, int64_t D, float scale, int64_t rows, int64_t wide,
             float* to) {
@@ -224,7 +228,7 @@ void gather(const T* from, int64_t stride, int64_t L, int64_t D, float scale, in
     std::fill(to + L * wide, to + rows * wide, 0.0f);
 }
 
-// q times `scale`, k and v of one head of L rows of (3, H, D).
+// Copies q, k and v of one head from L rows of (3, H, D). q is multiplied by `scale`.
 template <class T>
 void gather_qkv(const T* from, int64_t L, int64_t H, int64_t D, float scale, Room& room) {
     int64_t stride = 3 * H * D, rows = whole(L, LANES);
@@ -233,7 +237,7 @@ void gather_qkv(const T* from, int64_t L, int64_t H, int64_t D, float scale, Roo
     gather(from + 2 * H * D, stride, L, D, 1, rows, room.wide, room.v);
 }
 
-// A head's rows, times `scale`, back to where they are `stride` apart.
+// Copies a head's L rows back to where rows are `stride` apart, multiplied by `scale`.
 template <class T>
 void scatter(const float* from, int64_t wide, int64_t L, int64_t D, float scale, T* to, int64_t stride) {
     for (int64_t i = 0; i < L; i++)
@@ -241,7 +245,7 @@ void scatter(const float* from, int64_t wide, int64_t L, int64_t D, float scale,
         for (int64_t j = 0; j < D; j++) write(to[i * stride + j], scale * from[i * wide + j]);
 }
 
-// (rows, wide) to a panel (D, LANES) for every LANES rows.
+// Transposes (rows, wide) into panels of (D, LANES), one for every LANES rows.
 void transpose(const float* from, int64_t rows, int64_t D, int64_t wide, float* to) {
     for (int64_t i = 0; i < rows; i++) {
         float* panel = to + i / LANES * D * LANES + i % LANES;
@@ -249,8 +253,8 @@ void transpose(const float* from, int64_t rows, int64_t D, int64_t wide, float* 
     }
 }
 
-// The length of the longest sequence, or -1 if `ends` do not rise from 0 to at most `tokens` in steps of
-// at most `limit`.
+// The length of the longest sequence. It is -1 if `ends` does not start at 0, ends above `tokens`, or
+// has a sequence of negative length or longer than `limit`.
 int64_t longest_of(const int32_t* ends, int64_t N, int64_t tokens, int64_t limit) {
     int64_t longest = 0;
     if (ends[0] != 0 || ends[N] > tokens) return -1;
@@ -262,10 +266,10 @@ int64_t longest_of(const int32_t* ends, int64_t N, int64_t tokens, int64_t limit
     return longest;
 }
 
-// out = dropout(softmax(q k^T / sqrt(D))) v of N packed sequences. Sequence i is rows ends[i] to
-// ends[i + 1]. qkv is (T, 3, H, D) and out (T, H, D); rows after the last sequence become 0.
-// `sums` (T, H, 2) holds each row's largest score, and 1 / the sum of its exponentials.
-// Returns 1, and does nothing, if the layout does not fit (see `longest_of`).
+// out = dropout(softmax(q k^T / sqrt(D))) v for N packed sequences with T tokens and H heads. Sequence i
+// is the rows from ends[i] up to, not including, ends[i + 1]. qkv is (T, 3, H, D) and out (T, H, D).
+// Rows after the last sequence become 0. `sums` (T, H, 2) receives the largest score of each row, and
+// 1 / the sum of its exponentials. Returns 1, and writes nothing, if `ends` is wrong (see `longest_of`).
 template <class T>
 int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t tokens, int64_t N,
               int64_t H, int64_t D, int64_t limit, double rate, const int64_t* seed) {
@@ -317,7 +321,7 @@ int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t to
     return 0;
 }
 
-// The gradient of qkv from that of out; the probabilities are computed anew (Dao 2023, section 3).
+// The gradient of qkv, given that of out. Probabilities are recomputed from `sums` (Dao 2023, section 3).
 template <class T>
 int attention_backward(const T* qkv, const int32_t* ends, const float* sums, const T* d_out, T* d_qkv,
                        int64_t tokens, int64_t N, int64_t H, int64_t D, int64_t limit, double rate,
@@ -357,7 +361,7 @@ int attention_backward(const T* qkv, const int32_t* ends, const float* sums, con
                                 float p = exp_of(s[c] - top) * factor, left = row.dropout(1.0f, c);
                                 float g = ds[c] * left;
                                 sum += p * g;
-                                // the sign tells whether it is left: both are wanted below
+                                // the sign stores whether dropout kept it, for the loop below
                                 s[c] = left > 0.0f ? p : -p;
                                 ds[c] = g;
                             }
@@ -423,7 +427,7 @@ int add_norm(const float* x, const T* y, const float* weight, const float* bias,
     return 0;
 }
 
-// d_x and d_y from d_out and d_z, which may be null; d_y may be d_x. Writes d_weight and d_bias too.
+// The gradients of x, y, weight and bias, given those of out and z. d_z may be null, and d_y may be d_x.
 template <class T>
 int add_norm_backward(const float* d_out, const float* d_z, const float* z, const float* moments,
                        const float* weight, float* d_x, T* d_y, float* d_weight, float* d_bias,
@@ -482,11 +486,12 @@ int add_norm_backward(const float* d_out, const float* d_z, const float* z, cons
 
 // -------------------------------------------------------------------------------- the vocabulary
 
-// The cross-entropy of each row of logits with its target. The logits, whose rows are `stride` apart,
-// come without their bias; they are replaced by the gradient: softmax less target, and 0 after the last
-// column. `hits` says whether the target is the first of the largest logits. Rows from `valid` on and
-// rows with the target IGNORED do not count: their gradient is 0. The gradient's sums over rows are
-// added to d_bias. Returns 1, and does nothing, if another target is not one of the columns.
+// The cross-entropy of each row of logits with its target. The rows of `logits` are `stride` apart and
+// do not include the bias yet. Each is replaced by its gradient, softmax minus target, and by 0 after the
+// last column. `hits` receives 1 if the target is the first of the largest logits, else 0. Rows from
+// `valid` on are padding, and so are rows with the target IGNORED: their gradient is 0. The sums of the
+// gradient over rows are added to d_bias. Returns 1, and writes nothing, if another target is not one of
+// the columns.
 template <class T>
 int cross_entropy(T* logits, const float* bias, const int64_t* targets, float* losses, float* hits,
                   float* d_bias, int64_t rows, int64_t valid, int64_t columns, int64_t stride) {
@@ -545,7 +550,7 @@ int cross_entropy(T* logits, const float* bias, const int64_t* targets, float* l
     void* NAME##_bfloat16 = reinterpret_cast<void*>(NAME<bf16>);
 
 extern "C" {
-// From setup.py: the checksum of this file, the processor's features, and the name of the build.
+// Defined by setup.py: the checksum of this file, the processor's features, and the build's checksum.
 const char* xformer_source = XFORMER_SOURCE;
 const char* xformer_processor = XFORMER_PROCESSOR;
 const char* xformer_build = XFORMER_BUILD;

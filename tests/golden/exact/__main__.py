@@ -4,18 +4,18 @@
     PYTHONPATH=.:tests python -m golden.exact stores arrays   # some of it
     PYTHONPATH=.:tests python -m golden.exact --artefacts     # sources.zip and kept.zip first
 
-Recording anew is right when a format, a key or a default was changed on purpose: the change stands
-in docs/log.md and CHANGELOG.md, old files are still read or refused in one clear line, and every
-printed line follows from that change. It is also right when a test's input is added: then only
-lines about it are printed.
+Record anew after a format, a key or a default was changed on purpose. Then docs/log.md and
+CHANGELOG.md tell of the change, old files are still read or refused in one clear line, and every
+printed line follows from the change. Also record anew after adding an input to a test. Then only
+lines about that input are printed.
 
-It is wrong after a change that should change nothing: moving code, another library, another
-optimizer, a faster way. Then a difference is a fault of the change. It is wrong to record anew
-because a test fails and nobody knows why.
+Do not record anew after a change that should change nothing, such as moving code, using another
+library or optimizer, or making something faster. A difference is then a mistake in the change.
+Never record anew because a test fails for an unknown reason.
 
-The artefacts are old on purpose: they stand for what users have on disk. Make them anew only when
-the project decides to read such old files no longer, and says so in docs/formats.md. To cover a new
-format, add an artefact of the new one and keep the old.
+The artefacts are old on purpose, because they stand for what users have on disk. Make them anew
+only if the project decides to stop reading such old files, and docs/formats.md says so. To cover a
+new format, add an artefact of it and keep the old ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from golden.exact.measure import KEPT, MADE, differences, measure, recorded, wri
 
 
 def main() -> None:
-    """Record the named ones, or all."""
+    """Record the named parts of the net, or all."""
     names, known = [word for word in sys.argv[1:] if word != "--artefacts"], [*MADE, *KEPT]
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"error: {unknown[0]} is none of {', '.join(known)}")

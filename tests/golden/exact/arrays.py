@@ -17,7 +17,7 @@ from xformer.data.sampler import Samples, Stream
 from xformer.data.store import open_store
 from xformer.data.tokenizers import Tokenizer
 
-# what `found` reads
+# the stores that `found` reads
 STORES = (
     "text",
     "text-lines",
@@ -66,7 +66,7 @@ MAPPINGS = {
 
 
 def summary(array: np.ndarray | None) -> Any:
-    """Type, shape, digest and beginning of an array."""
+    """The type, shape, digest and first values of an array."""
     if array is None:
         return None
     array = np.ascontiguousarray(array)
@@ -75,7 +75,7 @@ def summary(array: np.ndarray | None) -> Any:
 
 
 def found(out: Path) -> dict[str, Any]:
-    """All of them, by name; `out` holds what the commands of `stores` made."""
+    """All recorded arrays by name. `out` holds what the commands of `stores` made."""
     return {
         "hashes": _hashes(),
         "orders": _orders(),
@@ -112,7 +112,7 @@ def _orders() -> dict[str, Any]:
 
 
 def _steps(out: Path) -> dict[str, Any]:
-    """The samples of each step, by rows and by tokens, begun anew at half of them."""
+    """The samples of each step, by rows and by tokens. A second stream starts in the middle."""
     split = open_store(out / "text").split("train")
     lengths = split.columns["tokens"].lengths(np.arange(split.rows))
     made = {}
@@ -134,7 +134,7 @@ def _steps(out: Path) -> dict[str, Any]:
 
 
 def _masks() -> dict[str, Any]:
-    """What masking does to 40 rows of 50 tokens."""
+    """What masking makes of 40 rows of 50 tokens."""
     made = {}
     rows, length, pieces = 40, 50, 200
     special = np.zeros(pieces, bool)
@@ -171,14 +171,14 @@ def _mappings(out: Path) -> dict[str, Any]:
 
 
 def _model(out: Path, name: str, spec: str) -> Tokenizer:
-    """The tokenizer of a model that learns from a store: the store's own, or that of a text."""
+    """The tokenizer of a model that learns from a store: the store's own, or one of text."""
     if not spec.startswith(("symbols", "unused")):
         return tokenizers.load_tokenizer(out / name)
     return tokenizers.load_tokenizer(out / ("from-roberta" if name == "music" else "from-bert"))
 
 
 def _batches(out: Path) -> dict[str, Any]:
-    """Three batches of each store, made in one go, and how evaluation cuts its rows."""
+    """Three batches of each store, made in one call, and how evaluation cuts its rows."""
     made = {}
     for name, most, spec, probability in BATCHES:
         store = open_store(out / name)
@@ -196,7 +196,7 @@ def _batches(out: Path) -> dict[str, Any]:
     return made
 
 
-# fields that were added after the recording, and that follow from the others
+# fields that were added after the recording; they can be computed from the others
 DERIVED = ("longest", "together")
 
 

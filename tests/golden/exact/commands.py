@@ -1,4 +1,6 @@
-"""The commands as a user types them, in this process: an import costs more than the work here."""
+"""Run commands as a user types them, but in this process: importing takes longer than their
+work.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,21 @@ MAINS = {
 
 
 def run(command: str, *words: str | Path) -> str:
-    """Run a command; what it prints. Raises BadInput and Failure as it does."""
+    """Run a command and return what it prints. Raises BadInput and Failure as the command does."""
     out, handler = io.StringIO(), signal.getsignal(signal.SIGTERM)
     arguments = [command, *map(str, words)]
     with (
         mock.patch.object(sys, "argv", arguments),
         mock.patch.dict(os.environ),
-        mock.patch("os.fsync"),  # half the time of small files; nothing here outlives a crash
+        # with small files it takes half the time, and no file here must survive a crash
+        mock.patch("os.fsync"),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(io.StringIO()),
     ):
         try:
             import_module(MAINS[command]).main()
         except SystemExit as end:
-            if end.code:  # --help has none
+            if end.code:  # --help sets no code
                 raise
         finally:
             signal.signal(signal.SIGTERM, handler)

@@ -42,13 +42,13 @@ def put(path: Path, content: str | bytes) -> None:
 
 
 def table(path: Path, head: list[str], rows: list[list[Any]], delimiter: str = "\t") -> None:
-    """Write a file of columns; without a `head` the first line is a row."""
+    """Write a file of columns. Without a `head`, the first line is a row."""
     lines = [*([head] if head else []), *rows]
     put(path, "\n".join(delimiter.join(map(str, line)) for line in lines) + "\n")
 
 
 def write(raw: Path) -> None:
-    """Write all of them below a directory."""
+    """Write all raw files below a directory."""
     for part in (
         _text,
         _code,
@@ -72,7 +72,7 @@ def _text(raw: Path) -> None:
     put(raw / "long.txt", long + "\r\n \r\n".join(sentences(5, 12)))
     put(raw / "bad.txt", "\n\n".join(sentences(6, 9)).encode() + b"\n\nbroken \xff line\n\nlast\n")
     put(raw / "test.txt.gz", gzip.compress("\n\n".join(sentences(7, 8)).encode(), mtime=0))
-    # one block of zstd that is stored as it is: the magic number, a frame of known size, the block
+    # one uncompressed block of zstd: the magic number, a frame of known size, the block
     plain = "\n\n".join(sentences(8, 4)).encode()[:200]
     block = (len(plain) << 3 | 1).to_bytes(3, "little")
     put(raw / "test.txt.zst", b"\x28\xb5\x2f\xfd\x20" + bytes([len(plain)]) + block + plain)
@@ -179,7 +179,7 @@ def _glue(raw: Path) -> None:
 
 
 def flip_split(i: int) -> str:
-    """The fields of a FASTA header that say the split of record `i`, as FLIP writes them."""
+    """The fields of a FASTA header that name the split of record `i`, as FLIP writes them."""
     return f"SET={('train', 'test')[i % 4 == 3]} VALIDATION={i % 4 == 2}"
 
 

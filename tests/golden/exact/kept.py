@@ -166,7 +166,7 @@ STUDYING = ("-m", "xformer.study", "study.toml", "scale=mini", "needs.data=data"
 
 
 def there(place: Path) -> str:
-    """Python that makes a command run in a directory, without a revision of the code."""
+    """Python that makes a command run in a directory, without recording a revision of the code."""
     return f"import os; os.chdir({str(place)!r}); os.environ['GIT_DIR'] = '/dev/null'\n"
 
 
@@ -206,7 +206,7 @@ def _letters(directory: Path) -> None:
 
 
 def _tidy(place: Path) -> None:
-    """Delete what no later code needs, and make paths relative."""
+    """Delete what later code does not need, and make paths relative."""
     for name in (".made", "bert"):
         shutil.rmtree(place / name)
     for path in [*place.rglob("tensorboard")]:
@@ -220,7 +220,7 @@ def _tidy(place: Path) -> None:
 
 
 def _make_relative(path: Path, sums: Path, place: Path) -> None:
-    """Write the paths in a file relative to the directory of all, and its new checksum."""
+    """Write the paths in a file relative to the artefacts' directory, and update its checksum."""
     old = path.read_text()
     new = old.replace(f"{place}/.made/", "").replace(f"{place}/", "").replace(f"{ROOT}/", "")
     if new == old:
@@ -250,14 +250,14 @@ def train(
 
 
 def continued(forks: Forks, place: Path, name: str) -> dict[str, Any]:
-    """Continue a run that was stopped half way, to its end."""
+    """Continue a run that was stopped half way, until its end."""
     done = good(train(forks, place, f"half-{name}", f"optim.name={name}"))
     assert f"continuing half-{name} from step 6\n" in done.err, done.err
     return ended(place / f"half-{name}")
 
 
 def ended(path: Path) -> dict[str, Any]:
-    """The log of a run without what the clock decides, and its scores."""
+    """The log of a run without values that depend on the clock, and its scores."""
     events = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
     lines = [
         {key: event[key] for key in ("event", "step", "loss", "accuracy", "lr") if key in event}
@@ -269,7 +269,9 @@ def ended(path: Path) -> dict[str, Any]:
 
 
 def evaluated(forks: Forks, place: Path) -> dict[str, Any]:
-    """What a finished run scores, by its predictions and by evaluation, and what it predicts."""
+    """The scores of a finished run, from its predictions and from evaluation, and what it
+    predicts.
+    """
     kept = {
         path.stem: read(path).metrics()
         for path in sorted((place / "finished/predictions").glob("*.npz"))
@@ -291,7 +293,7 @@ def evaluated(forks: Forks, place: Path) -> dict[str, Any]:
 
 
 def opened(path: Path) -> dict[str, Any]:
-    """What is in a checkpoint, as it is loaded."""
+    """The content of a checkpoint after loading it."""
     found = checkpoints.load(path)
     assert found.source is not None
     assert found.mapping is not None
@@ -311,15 +313,17 @@ def opened(path: Path) -> dict[str, Any]:
 
 
 def started(forks: Forks, place: Path) -> dict[str, Any]:
-    """A run that starts from the checkpoint of the finished one."""
+    """A run that starts from the checkpoint of the finished run."""
     words = ("init=finished", "mapping=symbols:3", "train.epochs=1", "seed=5")
     good(train(forks, place, "further", *words, recipe="CLASSES.toml", data="dna"))
     return ended(place / "further")
 
 
 def reported(forks: Forks, place: Path) -> dict[str, Any]:
-    """How much of the finished study is left to do, with its runs and with its kept results alone.
-    Also its report, made anew."""
+    """How much of the finished study is left to do: with its runs, and with only its kept results.
+
+    Also its report, made again.
+    """
     before = there(place / "study")
     lists = {}
     for output, kept in (("studies", ""), ("elsewhere", "kept")):

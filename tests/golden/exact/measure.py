@@ -1,4 +1,4 @@
-"""What the net holds, by name, and how it is compared with what was recorded."""
+"""What the exact net holds, by name, and how it is compared with what was recorded."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _weights(place: Path) -> Any:
     return weights.found(weights.make(place, published, made / "text-bert"))
 
 
-# each is recorded in a file NAME.json beside this one: what the code makes,
+# Each part is recorded in a file NAME.json beside this one. These are what the code makes,
 MADE: dict[str, Callable[[Path], Any]] = {
     "stores": _stores,
     "arrays": _arrays,
     "weights": _weights,
 }
-# and what it does with the artefacts
+# and these are what it does with the artefacts.
 KEPT: dict[str, Callable[[Forks, Path], Any]] = {
     "continued-adamw": partial(kept.continued, name="adamw"),
     "continued-novograd": partial(kept.continued, name="novograd"),
@@ -49,13 +49,15 @@ KEPT: dict[str, Callable[[Forks, Path], Any]] = {
     "started": kept.started,
     "study": kept.reported,
 }
-# relative, and absolute below 1: of losses and scores, which kernels compute with roundings of
-# their own. Integers, digests and texts are equal
+# For losses and scores, which differ by rounding between kernels: relative, and absolute below 1.
+# Integers, digests and texts must be equal.
 TOLERANCE = 1e-5
 
 
 def measure(name: str, place: Path, forks: Forks | None = None) -> Any:
-    """One of them of the code as it is; `place` is an empty directory. KEPT needs `forks`."""
+    """One part of the net, made by the present code. `place` is an empty directory. KEPT needs
+    `forks`.
+    """
     if name in MADE:
         found = MADE[name](place)
     else:
@@ -65,20 +67,20 @@ def measure(name: str, place: Path, forks: Forks | None = None) -> Any:
 
 
 def recorded(name: str) -> Any:
-    """One of them as it was recorded; an empty dictionary if it never was."""
+    """One part of the net as it was recorded; an empty dictionary if it never was."""
     file = HERE / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write(name: str, value: Any) -> None:
-    """Record one of them: readable, lists of numbers in a line."""
+    """Record one part of the net in a readable form. A list of numbers is on one line."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
     text = re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     (HERE / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """A line for each place in which two JSON values differ."""
+    """A line for each place at which two JSON values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
         return [

@@ -1,4 +1,6 @@
-"""Published checkpoints of every family, tiny: made once, with transformers, and committed."""
+"""Tiny published checkpoints of every family. They were made once with transformers and
+committed.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ MODELS = {
     "xlm-roberta": "XLMRobertaForTokenClassification",
     "bert-classes": "BertForSequenceClassification",
 }
-BEGINNING = (1980, 1, 1, 0, 0, 0)  # the time of every member: the same content is the same file
+BEGINNING = (1980, 1, 1, 0, 0, 0)  # the time of every member: equal content gives equal files
 
 
 def pack(directory: Path, archive: Path) -> None:
-    """Write a directory as a zip whose bytes depend on its content alone."""
+    """Write a directory as a zip whose bytes depend only on its content."""
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as file:
         for path in sorted(directory.rglob("*")):
@@ -38,14 +40,14 @@ def pack(directory: Path, archive: Path) -> None:
 
 
 def unpack(archive: Path, directory: Path) -> Path:
-    """The content of a committed zip in a directory."""
+    """Unpack a committed zip into a directory."""
     with zipfile.ZipFile(archive) as file:
         file.extractall(directory)
     return directory
 
 
 def make(directory: Path) -> None:
-    """Write the published checkpoints. Their weights are numpy's, drawn in the order of names."""
+    """Write the published checkpoints. numpy draws their weights, in the order of their names."""
     import torch
     from tiny import tiny
 

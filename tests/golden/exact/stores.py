@@ -1,4 +1,4 @@
-"""What every preprocess command makes of the raw files of `inputs`."""
+"""What every preprocess command makes from the raw files of `inputs`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from xformer.data import tokenizers
 from xformer.data.store import open_store
 
 TEXTS = ["The naïve model reads 1984 words, don't it? 東京 😀", "a  café\tof [MASK] tokens."]
-# their compression belongs to a library, so their bytes are not the same everywhere
+# a library compresses these files, so their bytes are not the same everywhere
 PACKED = (".gz", ".zst", ".parquet")
 TOK = "--tokenizer {out}/wordpiece"
 GLUE = {
     f"glue/{name}": f"task glue/{name} --input {{raw}}/{name} {TOK}"
     for name in ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
 }
-# NAME: the words behind `preprocess.py`, without --output {out}/NAME. {raw} holds the raw files,
-# {out} what is made, {sources} the published checkpoints
+# NAME: the arguments of `preprocess.py`, without --output {out}/NAME. {raw} holds the raw files,
+# {out} what the commands make, {sources} the published checkpoints
 STORES = {
     "text": f"text --input {{raw}}/text/a.txt {{raw}}/text/b.txt --valid {{raw}}/text/valid.txt "
     f"--test {{raw}}/test.txt.gz {TOK}",
@@ -60,7 +60,7 @@ STORES = {
     "tsv": f"task tsv --input {{raw}}/tsv --text left --label label {TOK}",
     "tsv-pairs": f"task tsv --input {{raw}}/tsv --text left --text-b right --label label "
     f"--labels good,none,bad --metric f1 {TOK}",
-    # beside the one above: both can be read as one
+    # it can be read as one store with the one above
     "tsv-again": f"task tsv --train {{raw}}/tsv/test.tsv --valid {{raw}}/tsv/valid.tsv "
     f"--text right --text-b left --label label --labels good,none,bad --metric f1 {TOK}",
     "tsv-score": f"task tsv --input {{raw}}/tsv --text right --label score --kind score {TOK}",
@@ -109,9 +109,9 @@ TOKENIZERS = {
     "from-spiece": "tokenizer --from {sources}/spiece.model",
     "from-json": "tokenizer --from {sources}/albert/tokenizer.json",
 }
-# SentencePiece learns by floating point, whose last bits are the processor's: only the size is kept
+# SentencePiece learns with floats, whose last bits depend on the processor: only the size is kept
 LOOSE = {"unigram": f"tokenizer --kind unigram {LEARN} 90"}
-# commands that say numbers, which they write to --json {out}/NAME
+# commands that print numbers; they also write them to --json {out}/NAME
 FIGURES = {
     "stats-text.json": "stats {out}/text",
     "stats-music.json": "stats {out}/music",
@@ -123,12 +123,14 @@ COMMANDS = {**TOKENIZERS, **LOOSE, **STORES, **FIGURES, **OTHERS}
 
 
 def digest(content: bytes) -> str:
-    """16 hexadecimal digits of the SHA-256."""
+    """The first 16 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def make(directory: Path, sources: Path, names: Collection[str] = ()) -> Path:
-    """Run the commands of these names (default: all) and those they need; where the results are."""
+    """Run the commands with these names (default: all), and those they need. Returns the directory
+    of the results.
+    """
     raw, out = directory / "raw", directory / "out"
     inputs.write(raw)
     out.mkdir()
@@ -139,7 +141,7 @@ def make(directory: Path, sources: Path, names: Collection[str] = ()) -> Path:
 
 
 def _make(name: str, places: dict[str, str]) -> None:
-    """Run a command whose result is not there yet, after those it needs."""
+    """Run a command, after those it needs, unless its result exists."""
     result = Path(places["out"]) / name
     if result.exists():
         return
@@ -157,7 +159,7 @@ def _make(name: str, places: dict[str, str]) -> None:
 
 @contextmanager
 def _library(path: Path) -> Iterator[None]:
-    """Let `pydocs` read a library and a reference that are the same for every Python."""
+    """Make `pydocs` read a library and a reference that are the same for every Python."""
     reference = ModuleType("pydoc_data.topics")
     reference.topics = inputs.TOPICS  # type: ignore[attr-defined]
     with (
@@ -168,7 +170,7 @@ def _library(path: Path) -> Iterator[None]:
 
 
 def found(out: Path) -> dict[str, Any]:
-    """What the commands made, by name."""
+    """What all the commands made, by name."""
     return {path.name: result(path) for path in sorted(out.iterdir())}
 
 
@@ -189,7 +191,7 @@ def result(path: Path) -> Any:
 
 
 def tokenizer(path: Path) -> dict[str, Any]:
-    """What tells a tokenizer from others, and the ids of two texts."""
+    """What distinguishes a tokenizer from others, and the ids of two texts."""
     made = tokenizers.load_tokenizer(path)
     return {
         "kind": made.kind,

@@ -1,4 +1,6 @@
-"""Checkpoints of Hugging Face that were converted, exported and operated on, to the last bit."""
+"""Hugging Face checkpoints that were converted, exported and operated on, compared to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from golden.exact.sources import MODELS
 from golden.exact.stores import digest
 from xformer import checkpoint as checkpoints
 
-# operations that only move values
+# these operations only move values
 MOVES = (
     "reverse_layers",
     "keep_layers(first=2)",
@@ -27,7 +29,7 @@ MOVES = (
     "transplant(source={out}/bert-classes)",
     "substitute_unused(store={store}, seed=4)",
 )
-# operations that draw: torch's normal numbers may differ in their last bits between processors
+# these draw: torch's normal numbers may differ in their last bits between processors
 DRAWS = (
     "clean(seed=0)",
     "clean(seed=1, distribution=truncated)",
@@ -39,7 +41,7 @@ DRAWS = (
 
 
 def make(directory: Path, sources: Path, store: Path) -> Path:
-    """Convert, export and operate; `store` holds ids of the BERT's tokenizer."""
+    """Convert, export and operate. `store` holds ids of BERT's tokenizer."""
     out = directory / "weights"
     out.mkdir()
     for name in MODELS:
@@ -54,7 +56,7 @@ def make(directory: Path, sources: Path, store: Path) -> Path:
 
 
 def found(out: Path) -> dict[str, Any]:
-    """What there is in the end, by name."""
+    """Everything that was made, by name."""
     made: dict[str, Any] = {}
     for name in (*MODELS, "bert-halved", "several"):
         made[name] = {**checkpoint(out / name), **_described(out / name)}
@@ -73,7 +75,7 @@ def found(out: Path) -> dict[str, Any]:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """The shape of a checkpoint's model as far as it is not the default, its head, its history."""
+    """The settings of a checkpoint's model that are not the default, its head and its history."""
     loaded = checkpoints.load(path)
     head = loaded.head
     return {
@@ -91,7 +93,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
-    """The tokenizer and the weights of a checkpoint, as it is loaded."""
+    """The tokenizer and the weights of a checkpoint, after loading it."""
     loaded = checkpoints.load(path)
     read = {name: tuple(weight.shape) for name, weight in loaded.weights.items()}
     made = weights(path / "model.safetensors")
@@ -112,7 +114,7 @@ def weights(file: Path) -> dict[str, str]:
 
 
 def numbers(file: Path) -> dict[str, list[float]]:
-    """Sum, first and last value of every tensor of a file, by name, to seven digits."""
+    """The sum, the first and the last value of every tensor of a file, by name, to seven digits."""
     with safe_open(file, "numpy") as tensors:
         found = {name: tensors.get_tensor(name) for name in sorted(tensors.keys())}
     return {
