@@ -186,7 +186,7 @@ class Lengths:
     """An assembler of rows whose lengths are drawn, without any tokens."""
 
     def __init__(self, lengths: np.ndarray, longest: int):
-        self.lengths, self.max_tokens = lengths, longest
+        self.lengths, self.max_tokens, self.extra = lengths, longest, 2
         self.split: Any = type("Split", (), {"together": 1, "columns": {}})
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from xformer.data.tags import IGNORED
 ALIGNED = 16  # the capacity in tokens is a multiple of this, as 16-bit matrix products like it
 SPARE = 1.25  # rows of a capacity, relative to the most rows of a batch that was looked at
 GROWTH = 1.05  # of a capacity that is too small for a batch
-DEVIATIONS = 4  # by which the masked tokens of a batch may exceed their mean
+DEVIATIONS = 3  # by which the masked tokens of a batch may exceed their mean
 
 
 @dataclass(frozen=True, order=True)

@@ -192,7 +192,10 @@ class Feed:
         most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
         if self.stream.tokens and pieces == 1:
             tokens.append(self.stream.tokens)  # no step has more
-        masked = 1.0 if "labels" in split.columns and not self.masking else self.masking
+        special = self.assembler.extra * sum(rows) / sum(tokens)  # these tokens are never masked
+        masked = self.masking * (1 - special)
+        if "labels" in split.columns and not self.masking:
+            masked = 1.0
         return Capacities(
             np.array(tokens),
             np.array(rows),
