@@ -70,13 +70,11 @@ def section(
     versions: str,
     measured: list[Measured],
     footnotes: list[Measured],
-    gpu: list[Measured],
-    gpu_targets: Iterable[str],
     missing: Iterable[str] = (),
 ) -> str:
     """The section of the page that each run replaces."""
     rows = [row for part in measured for row in part.rows]
-    parts = [*measured, *footnotes, *gpu]
+    parts = [*measured, *footnotes]
     days = " to ".join(sorted({min(p.date for p in parts), max(p.date for p in parts)}))
     lines = [
         BEGIN,
@@ -106,16 +104,6 @@ def section(
         lines += [f"Furthest from its target: {worst.what}{whom}, at {worst.share:.0%} of it.", ""]
     for part in footnotes:
         lines += [f"{TITLES[part.part]}:", "", *table(part.rows), ""]
-    lines += ["### On CUDA", ""]
-    if gpu:
-        lines += [*HEAD, *(line(row) for part in gpu for row in part.rows), ""]
-    else:
-        lines += [
-            "Not run on CUDA yet. On a machine with a CUDA device `make bench` also measures:",
-            "",
-            *(f"- {what}" for what in gpu_targets),
-            "",
-        ]
     return "\n".join([*lines, END])
 
 
