@@ -54,8 +54,8 @@ class Operation(Settings):
 
 
 class Registered(NamedTuple):
-    """What the table of operations holds of one: the function without the recording of calls, the
-    schema of its arguments, and the check that they do not contradict each other."""
+    """An operation in the table: its plain function, whose calls are not recorded, the schema of
+    its arguments, and a check that the arguments do not contradict each other."""
 
     function: Callable[..., Checkpoint]
     schema: type[Operation]
