@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from xformer.parallel.processes import SystemConfig
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.scoring import score
-from xformer.train import train as training
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
 
@@ -63,7 +61,7 @@ def train(
     """Run train.py for `steps` steps with a line of the log every `every` steps.
 
     Measures `rate` (real tokens a second after the log's first line), `first` (seconds from the
-    start of the command to that line), `memory_gib` (the peak in the log) and `resident_gib` (the
+    start of the command to that line), `seconds` (of the whole command) and `resident_gib` (the
     peak of the process).
     """
     run = fresh(bench.folder / "run")
@@ -73,7 +71,7 @@ def train(
     events = [event for event in map(json.loads, lines) if event["event"] == "train"]
     took = {"rate": rate(events)} if len(events) > 1 else {}
     took |= {"first": events[0]["time"] - ended.started, "seconds": ended.seconds}
-    took |= {"memory_gib": events[-1]["memory_gib"], "resident_gib": ended.memory}
+    took |= {"resident_gib": ended.memory}
     fresh(run)
     return took, ended
 
@@ -130,49 +128,11 @@ def batches(store: str, init: str, batch: list[str], count: int) -> Took:
     return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / count}
 
 
-def idle(arguments: list[str]) -> Took:
-    """The share of time in which no kernel runs, for a training run in steady state."""
-    from torch.profiler import ProfilerActivity, profile
-
-    recipe = load(Recipe, arguments)
-    ranks = processes.start(recipe.system)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        training(recipe, ranks)
-    events: list[Any] = list(trace.events() or ())
-    cuda = [
-        e
-        for e in events
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
-    ]
-    return {"idle": idle_share([(e.name, e.time_range.start, e.time_range.end) for e in cuda])}
-
-
-def idle_share(kernels: list[tuple[str, float, float]], marker: str = "FusedAdam") -> float:
-    """The share of time without a kernel, from (name, begin, end) of each.
-
-    The optimizer's kernel marks the steps. The first third of them does not count, because their
-    shapes are new. Raises Failure if fewer than six steps are marked.
-    """
-    marks = sorted(end for name, _, end in kernels if marker in name)
-    if len(marks) < 6:
-        raise Failure(
-            f"the profile has too few kernels of the optimizer: {len(marks)} of at least 6; "
-            "train longer"
-        )
-    now, last = marks[len(marks) // 3], marks[-1]
-    length, without = last - now, 0.0
-    for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
-        without += max(0.0, min(begin, last) - now)
-        now = max(now, min(end, last))
-    return without / length
-
-
 def main() -> None:
     job = json.loads(sys.argv[1])
     functions: dict[str, Callable[..., Took]] = {
         "evaluate": evaluate,
         "batches": batches,
-        "idle": idle,
     }
     print(json.dumps(functions[job.pop("do")](**job)))
 

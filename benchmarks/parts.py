@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,62 +31,76 @@ def theirs(bench: Bench, **job: Any) -> Took:
     return {**took, "seconds": ended.seconds}
 
 
-def ours_on(bench: Bench, task: str, store: Path, model: Path, rows: int) -> Took:
-    """Train with `rows` rows per batch and return the measurements, without the warm-up."""
-    size = bench.size
-    return ours.train(
-        bench,
-        task,
-        store,
-        model,
-        steps=size.warmup + size.steps,
-        every=size.warmup,
-        settings=[f"batch.rows={rows}"],
-    )[0]
+@dataclass(frozen=True)
+class TrainingStep:
+    """A training step on the same rows for all contestants: ours, the Trainer and the ceiling.
+
+    Each method trains in a process of its own, and returns measurements without the warm-up.
+    """
+
+    bench: Bench
+    task: str
+    rows: int  # of a batch
+    store: Path
+    table: Path  # the rows of the store, for the Trainer
+    our_model: Path
+    their_model: Path
+
+    def xformer(self) -> Took:
+        """train.py."""
+        size = self.bench.size
+        return ours.train(
+            self.bench,
+            self.task,
+            self.store,
+            self.our_model,
+            steps=size.warmup + size.steps,
+            every=size.warmup,
+            settings=[f"batch.rows={self.rows}"],
+        )[0]
+
+    def grouped(self) -> Took:
+        """The Trainer on batches of rows of similar length."""
+        return self._trainer("sequential")
+
+    def padded(self) -> Took:
+        """The Trainer on rows in random order, padded to the longest row of each batch."""
+        return self._trainer("random")
+
+    def _trainer(self, sampling: str) -> Took:
+        size = self.bench.size
+        return theirs(
+            self.bench,
+            model=self.their_model,
+            table=self.table,
+            task=self.task,
+            rows=self.rows,
+            steps=size.warmup + size.steps,
+            warmup=size.warmup,
+            attention=TRAINER_ATTENTION,
+            sampling=sampling,
+        )
+
+    def ceiling(self) -> Took:
+        """The matrix products and the attention of an MLM step, and nothing else."""
+        size = self.bench.size
+        job = {
+            "store": str(self.store),
+            "init": str(self.our_model),
+            "rows": self.rows,
+            "length": size.length,
+            "warmup": size.warmup,
+            "steps": size.steps,
+            "threads": self.bench.threads,
+            "precision": self.bench.precision,
+        }
+        return module(self.bench, "ceiling", job)[0]
 
 
-def training(
-    bench: Bench,
-    task: str,
-    store: Store,
-    name: str,
-    rows: int,
-) -> dict[str, Callable[[], Took]]:
-    """The contestants of a training step on the rows of a trial: ours, theirs with dynamic padding,
-    theirs length-grouped, and for MLM the ceiling."""
-    size = bench.size
-    our_model, their_model = prepare.model(bench)
+def training_step(bench: Bench, task: str, store: Store, name: str, rows: int) -> TrainingStep:
+    """The training step on batches of `rows` typical rows of a store, whose trial is `name`."""
     trial, table = prepare.trial(bench, store, name, rows)
-    steps = size.warmup + size.steps
-    peer = partial(
-        theirs,
-        bench,
-        model=their_model,
-        table=table,
-        task=task,
-        rows=rows,
-        steps=steps,
-        warmup=size.warmup,
-        attention=TRAINER_ATTENTION,
-    )
-    ceiling = {
-        "store": str(trial),
-        "init": str(our_model),
-        "rows": rows,
-        "length": size.length,
-        "warmup": size.warmup,
-        "steps": size.steps,
-        "threads": bench.threads,
-        "precision": bench.precision,
-    }
-    contestants: dict[str, Callable[[], Took]] = {
-        OURS: partial(ours_on, bench, task, trial, our_model, rows),
-        GROUPED: partial(peer, sampling="sequential"),
-        PADDED: partial(peer, sampling="random"),
-    }
-    if task == "mlm":
-        contestants[CEILING] = lambda: module(bench, "ceiling", ceiling)[0]
-    return contestants
+    return TrainingStep(bench, task, rows, trial, table, *prepare.model(bench))
 
 
 def compare(took: dict[str, list[Took]], what: str, targets: dict[str, float]) -> list[Row]:
@@ -118,20 +131,24 @@ def compare(took: dict[str, list[Took]], what: str, targets: dict[str, float]) -
 
 def mixed(bench: Bench) -> list[Row]:
     """The MLM step on English lines, compared with transformers and the ceiling."""
-    took = in_turn(
-        bench.rounds, training(bench, "mlm", prepare.lines(bench), "lines", bench.size.rows)
-    )
+    step = training_step(bench, "mlm", prepare.lines(bench), "lines", bench.size.rows)
+    contestants = {
+        OURS: step.xformer,
+        GROUPED: step.grouped,
+        PADDED: step.padded,
+        CEILING: step.ceiling,
+    }
+    took = in_turn(bench.rounds, contestants)
     what = f"MLM step, {bench.size.rows} English lines of mixed length, {bench.precision}"
     return compare(took, what, {PADDED: 5.5, GROUPED: 5.5, CEILING: 0.9})
 
 
 def full(bench: Bench) -> list[Row]:
     """The MLM step on full rows, compared with transformers and the ceiling."""
-    contestants = training(bench, "mlm", prepare.full_rows(bench), "full", bench.size.full_rows)
-    contestants[FULL_ROWS] = contestants.pop(GROUPED)
-    del contestants[PADDED]
-    took = in_turn(bench.rounds, contestants)
     rows, length = bench.size.full_rows, bench.size.length
+    step = training_step(bench, "mlm", prepare.full_rows(bench), "full", rows)
+    contestants = {OURS: step.xformer, CEILING: step.ceiling, FULL_ROWS: step.grouped}
+    took = in_turn(bench.rounds, contestants)
     what = f"MLM step, {rows} full rows of {length}, {bench.precision}"
     return compare(took, what, {FULL_ROWS: 2.5, CEILING: 0.9})
 
@@ -142,7 +159,9 @@ def tasks(bench: Bench) -> list[Row]:
     # CoLA's sentences are a fifth as long, so an equally precise mean needs more steps
     for name, title, factor in (("mrpc", "MRPC", 1), ("cola", "CoLA", 4)):
         longer = replace(bench, size=replace(bench.size, steps=factor * bench.size.steps))
-        contestants = training(longer, "classify", prepare.task(bench, name), name, bench.size.rows)
+        store = prepare.task(bench, name)
+        step = training_step(longer, "classify", store, name, bench.size.rows)
+        contestants = {OURS: step.xformer, GROUPED: step.grouped, PADDED: step.padded}
         took = in_turn(bench.rounds, contestants)
         what = f"fine-tuning, {title}, {bench.size.rows} rows, {bench.precision}"
         rows += compare(took, what, {PADDED: 1.8, GROUPED: 1.8})
@@ -167,21 +186,25 @@ def evaluation(bench: Bench) -> list[Row]:
         "threads": bench.threads,
         "precision": bench.precision,
     }
-    peer = partial(
-        theirs,
-        bench,
-        model=their_model,
-        table=table,
-        task="classify",
-        rows=bench.size.rows,
-        evaluations=passes,
-    )
-    contestants: dict[str, Callable[[], Took]] = {
-        OURS: lambda: module(bench, "ours", job)[0],
-        GROUPED: partial(peer, sampling="group_by_length"),
-        PADDED: peer,
-    }
-    took = in_turn(bench.rounds, contestants)
+
+    def xformer() -> Took:
+        return module(bench, "ours", job)[0]
+
+    def grouped(sampling: str = "group_by_length") -> Took:
+        return theirs(
+            bench,
+            model=their_model,
+            table=table,
+            task="classify",
+            rows=bench.size.rows,
+            evaluations=passes,
+            sampling=sampling,
+        )
+
+    def padded() -> Took:
+        return grouped("random")
+
+    took = in_turn(bench.rounds, {OURS: xformer, GROUPED: grouped, PADDED: padded})
     what = f"evaluation, forward only, MRPC, {bench.precision}"
     return compare(took, what, {PADDED: 1.5, GROUPED: 1.5})
 
@@ -194,7 +217,7 @@ def whole(bench: Bench) -> list[Row]:
     if not table.exists():
         prepare.table(prepare.assembler(bench, store), table)
 
-    def mine() -> Took:
+    def xformer() -> Took:
         batch = [f"batch.rows={size.whole_rows}"]
         return ours.train(
             bench,
@@ -206,21 +229,22 @@ def whole(bench: Bench) -> list[Row]:
             settings=batch,
         )[0]
 
-    peer = partial(
-        theirs,
-        bench,
-        model=their_model,
-        table=table,
-        task="mlm",
-        rows=size.whole_rows,
-        steps=size.whole_steps,
-        warmup=max(1, size.whole_steps // 10),
-        save=True,
-        sampling="group_by_length",
-        attention=TRAINER_ATTENTION,
-    )
+    def grouped() -> Took:
+        return theirs(
+            bench,
+            model=their_model,
+            table=table,
+            task="mlm",
+            rows=size.whole_rows,
+            steps=size.whole_steps,
+            warmup=max(1, size.whole_steps // 10),
+            save=True,
+            sampling="group_by_length",
+            attention=TRAINER_ATTENTION,
+        )
+
     # Each run takes minutes. The shorter rounds of the other parts show the variation.
-    took = in_turn(max(1, bench.rounds // 3), {OURS: mine, GROUPED: peer})
+    took = in_turn(max(1, bench.rounds // 3), {OURS: xformer, GROUPED: grouped})
     seconds = (rates(took[OURS], "seconds"), rates(took[GROUPED], "seconds"))
     what = (
         f"whole run from store to checkpoint, {size.whole_steps} steps of {size.whole_rows} "

@@ -9,11 +9,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.bench import Row
+from xformer.data import style
 from xformer.data.errors import BadInput
 
 BEGIN, END = "<!-- written by make bench -->", "<!-- until here -->"
-# a missed target is also hatched, so that it shows without colours
-REACHED, MISSED, MARK = "#0072B2", "#E69F00", "#000000"
+# colours of the palette; a missed target is also hatched, so that it shows without colours
+REACHED, MISSED = "C0", "C4"
 FIGURE = "figures/beside-transformers"
 
 
@@ -69,13 +70,11 @@ def section(
     versions: str,
     measured: list[Measured],
     footnotes: list[Measured],
-    gpu: list[Measured],
-    gpu_targets: Iterable[str],
     missing: Iterable[str] = (),
 ) -> str:
     """The section of the page that each run replaces."""
     rows = [row for part in measured for row in part.rows]
-    parts = [*measured, *footnotes, *gpu]
+    parts = [*measured, *footnotes]
     days = " to ".join(sorted({min(p.date for p in parts), max(p.date for p in parts)}))
     lines = [
         BEGIN,
@@ -105,16 +104,6 @@ def section(
         lines += [f"Furthest from its target: {worst.what}{whom}, at {worst.share:.0%} of it.", ""]
     for part in footnotes:
         lines += [f"{TITLES[part.part]}:", "", *table(part.rows), ""]
-    lines += ["### On CUDA", ""]
-    if gpu:
-        lines += [*HEAD, *(line(row) for part in gpu for row in part.rows), ""]
-    else:
-        lines += [
-            "Not run on CUDA yet. On a machine with a CUDA device `make bench` also measures:",
-            "",
-            *(f"- {what}" for what in gpu_targets),
-            "",
-        ]
     return "\n".join([*lines, END])
 
 
@@ -152,42 +141,30 @@ def drawable(rows: list[Row]) -> list[Row]:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Draw the ratios as bars with their targets, and write path.svg and path.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "xformer"
-    from matplotlib import pyplot
-
     rows = drawable(rows)
-    figure, axes = pyplot.subplots(figsize=(9.5, 1.4 + 0.5 * len(rows)), layout="constrained")
-    limit = 1.12 * max(max(*row.values, row.target or 0) for row in rows)
-    for place, row in enumerate(rows):
-        _bar(axes, place, row, 0.06 * limit)
-    axes.set_yticks(
-        range(len(rows)),
-        [f"{row.what}\nvs. {_plain(row.other)}" for row in rows],
-        fontsize=8,
-    )
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
-    axes.set_xlabel(
-        "ours over theirs (bar: median; thin line: smallest to largest round; black mark: target)",
-        fontsize=8,
-    )
-    axes.set_xlim(0, limit)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        handles=_legend(),
-        loc="lower center",
-        bbox_to_anchor=(0.35, 1),
-        ncols=3,
-        frameon=False,
-        fontsize=8,
-    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(f"{path}.svg", metadata={"Date": None})
-    figure.savefig(f"{path}.png", dpi=130, metadata={"Software": None})
-    pyplot.close(figure)
+    with style.colours(style.LIGHT):
+        figure = style.new_figure(9.5, 1.4 + 0.5 * len(rows))
+        axes = figure.subplots()
+        limit = 1.12 * max(max(*row.values, row.target or 0) for row in rows)
+        for place, row in enumerate(rows):
+            _bar(axes, place, row, 0.06 * limit)
+        names = [f"{row.what}\nvs. {_plain(row.other)}" for row in rows]
+        axes.set_yticks(range(len(rows)), names, fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.axvline(1, color=style.FAINT, linewidth=0.8, zorder=0)
+        axes.set_xlabel(
+            "ours over theirs (bar: median; thin line: smallest to largest round; "
+            "black mark: target)",
+            fontsize=8,
+        )
+        axes.set_xlim(0, limit)
+        axes.legend(
+            handles=_legend(), loc="lower center", bbox_to_anchor=(0.35, 1), ncols=3, fontsize=8
+        )
+        for ending in ("svg", "png"):
+            style.write(figure, path.with_suffix(f".{ending}"))
 
 
 def _bar(axes: Any, place: int, row: Row, width: float) -> None:
@@ -206,7 +183,7 @@ def _bar(axes: Any, place: int, row: Row, width: float) -> None:
         edgecolor="white",
         linewidth=0,
     )
-    axes.plot([min(row.values), max(row.values)], [place, place], color=MARK, linewidth=1)
+    axes.plot([min(row.values), max(row.values)], [place, place], color=_ink(), linewidth=1)
     axes.annotate(
         f"{middle:.2f}",
         (right, place),
@@ -216,7 +193,7 @@ def _bar(axes: Any, place: int, row: Row, width: float) -> None:
         va="center",
     )
     if row.target is not None:
-        axes.plot([row.target] * 2, [place - 0.38, place + 0.38], color=MARK, linewidth=2.5)
+        axes.plot([row.target] * 2, [place - 0.38, place + 0.38], color=_ink(), linewidth=2.5)
 
 
 def _legend() -> list[Any]:
@@ -226,8 +203,15 @@ def _legend() -> list[Any]:
     return [
         Patch(facecolor=REACHED, label="target reached"),
         Patch(facecolor=MISSED, hatch="///", edgecolor="white", label="not reached"),
-        Line2D([], [], color=MARK, linewidth=2.5, label="target"),
+        Line2D([], [], color=_ink(), linewidth=2.5, label="target"),
     ]
+
+
+def _ink() -> Any:
+    """The colour of texts and marks."""
+    from matplotlib import rcParams
+
+    return rcParams["text.color"]
 
 
 def _plain(text: str) -> str:

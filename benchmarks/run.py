@@ -22,14 +22,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
-import torch
-
-from benchmarks import gpu, machine, parts, prepare, report
+from benchmarks import machine, parts, prepare, report
 from benchmarks.bench import FULL, QUICK, SHORT, Bench, Row, cores, say
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
+from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.start import run
@@ -50,13 +48,6 @@ FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
 # also measured in bf16 if the processor has bf16 instructions
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
 NEEDS = ("transformers", "accelerate", "datasets")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; see python -m benchmarks.run --help")
 
 
 def main() -> None:
@@ -88,12 +79,12 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m benchmarks.run",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = [*TABLE, *FOOTNOTES, *gpu.PARTS]
+    known = [*TABLE, *FOOTNOTES]
     parser.add_argument(
         "parts",
         nargs="*",
@@ -103,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="DIR", help="The directory of the raw data.")
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=whole_number(1),
         default=3,
         metavar="N",
         help="How many times each contestant runs (default: %(default)s).",
@@ -138,8 +129,6 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in known]:
         raise BadInput(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
-    if arguments.rounds < 1:
-        raise BadInput(f"--rounds {arguments.rounds}: give 1 or more rounds")
     if missing := [package for package in NEEDS if find_spec(package) is None]:
         raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
     if arguments.data is None and not arguments.quick:
@@ -147,8 +136,6 @@ def _arguments() -> argparse.Namespace:
         raise BadInput(f"--data DIR must be given: {wanted}")
     if not arguments.quick:
         prepare.check(arguments.data)
-    if not torch.cuda.is_available() and set(arguments.parts) & set(gpu.PARTS):
-        raise BadInput("this machine has no CUDA device, which the parts gpu-... need")
     for folder in (arguments.output, arguments.scratch):
         if folder is not None and not folder.is_dir():
             raise BadInput(f"{folder} is not a directory; create it first")
@@ -157,22 +144,19 @@ def _arguments() -> argparse.Namespace:
 
 def _all_parts() -> list[str]:
     extra = ["settings"] if machine.has_bf16() else ["settings", "bf16"]
-    return [*TABLE, *extra, *(gpu.PARTS if torch.cuda.is_available() else ())]
+    return [*TABLE, *extra]
 
 
 def measure(name: str, bench: Bench) -> Measured:
     """The rows of a part, in every precision that the processor supports natively."""
     load, started = machine.load(), time.perf_counter()
     say(f"{name} (load {load:.1f})")
-    if name in gpu.PARTS:
-        rows = gpu.PARTS[name](gpu.on_cuda(bench))
-    else:
-        part = {**TABLE, **FOOTNOTES}[name]
-        rows = part(bench)
-        if name in IN_BF16 and machine.has_bf16():
-            folder = bench.folder / "bf16"
-            folder.mkdir(exist_ok=True)
-            rows += part(replace(bench, precision="bf16", folder=folder))
+    part = {**TABLE, **FOOTNOTES}[name]
+    rows = part(bench)
+    if name in IN_BF16 and machine.has_bf16():
+        folder = bench.folder / "bf16"
+        folder.mkdir(exist_ok=True)
+        rows += part(replace(bench, precision="bf16", folder=folder))
     say(f"{name}: {time.perf_counter() - started:.0f} s")
     return Measured(name, time.strftime("%Y-%m-%d"), load, rows)
 
@@ -195,23 +179,16 @@ def _kept(page: Path, versions: str) -> list[Measured]:
 
 def _write(page: Path, setup: dict[str, str], measured: list[Measured]) -> None:
     write_json(page, {**setup, "measured": [asdict(part) for part in measured]})
-    order = [*TABLE, *FOOTNOTES, *gpu.PARTS]
+    order = [*TABLE, *FOOTNOTES]
     measured = sorted(measured, key=lambda part: order.index(part.part))
-    table, footnotes, on_cuda = (
-        [part for part in measured if part.part in names] for names in (TABLE, FOOTNOTES, gpu.PARTS)
+    table, footnotes = (
+        [part for part in measured if part.part in names] for names in (TABLE, FOOTNOTES)
     )
     done = {part.part for part in measured}
     missing = [name for name in (*TABLE, *FOOTNOTES) if name not in done]
     if machine.has_bf16() and "bf16" in missing:  # the table itself has it
         missing.remove("bf16")
-    text = report.section(
-        **setup,
-        measured=table,
-        footnotes=footnotes,
-        gpu=on_cuda,
-        gpu_targets=gpu.WANTED,
-        missing=missing,
-    )
+    text = report.section(**setup, measured=table, footnotes=footnotes, missing=missing)
     rows = [row for part in table for row in part.rows]
     if report.drawable(rows):
         report.draw(rows, page.parent / report.FIGURE)

@@ -7,60 +7,12 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import refuse_existing
-
-
-class PreprocessParser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one line and suggests the nearest valid choice.
-
-    A wrong command line raises BadInput.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **{"allow_abbrev": False, **options})
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for word in sys.argv if args is None else args:
-            if "\0" in word:
-                raise BadInput(f"{word!r} holds a NUL character; remove it")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            valid = re.sub(r"'", "", wrong[2])
-            near = get_close_matches(wrong[1], valid.split(", "), 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            where = message[: wrong.start()].removeprefix("argument ")
-            message = f"{where}{wrong[1]!r} is not one of {valid}{hint}"
-        elif wrong := re.match(r"unrecognized arguments: (\S+)", message):
-            options = [option for action in self._actions for option in action.option_strings]
-            near = get_close_matches(wrong[1].split("=")[0], options, 1, 0.5)
-            message += f"; did you mean {near[0]}?" if near else f" (see {self.prog} --help)"
-        raise BadInput(message)
-
-
-def whole_number(least: int, most: int = 2**62) -> Callable[[str], int]:
-    """An argument type: a whole number from `least` to `most`. Digits may be grouped by `_` or
-    `,`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text.replace(",", ""))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= value <= most:
-            bound = f"at least {least}" if value < least else f"at most {most}"
-            raise argparse.ArgumentTypeError(f"{value} is not allowed; it must be {bound}")
-        return value
-
-    return parse
 
 
 def expression(text: str) -> re.Pattern[str]:

@@ -13,10 +13,10 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
+from xformer.data.arguments import CommandParser
 from xformer.data.errors import Interrupted, typed
 
 from . import stats
-from .arguments import PreprocessParser
 from .corpora import pydocs, synthetic, text
 from .fetch import data_sets
 from .tasks import (
@@ -145,9 +145,9 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
     raise Interrupted(signal_number, "stopped; nothing was written")
 
 
-def make_parser() -> PreprocessParser:
+def make_parser() -> CommandParser:
     """The parser of all sub-commands. The parsed attribute `do` is the function to call."""
-    parser = PreprocessParser(
+    parser = CommandParser(
         prog=typed("python preprocess.py"), description="Turn raw files into stores for training."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xformer.data import style
 from xformer.data.errors import BadInput
-from xformer.data.files import sync
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BINS = 40  # the most bins in the histogram of lengths
 CLASSES = 24  # the most classes shown; all rarer classes share one bar
 POINTS = 1000  # the most points of the curve of ids by rank, evenly spaced on its logarithmic axis
@@ -41,25 +38,11 @@ def draw_store(
     split. Ids are drawn for the training split if there is one. The file appears only once it is
     complete.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9.5,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-    }
     classes = _classes(about)
     panels, height = (3 if classes else 2), max(4.0, 1.4 + 0.24 * len(classes))
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(
-            1, panels, figsize=(4.6 * panels, height), dpi=150, layout="constrained"
-        )
+    with style.colours(style.LIGHT):
+        figure = style.new_figure(4.6 * panels, height)
+        axes = figure.subplots(1, panels)
         split = "train" if "train" in counts else next(iter(counts))
         _draw_ranks(axes[0], split, counts[split])
         _draw_lengths(axes[1], lengths)
@@ -70,21 +53,13 @@ def draw_store(
         )
         figure.suptitle(
             f"{about['store']}: {rows:,} rows, {tokens:,} tokens, "
-            f"vocabulary {about['vocab_size']:,}",
-            parse_math=False,
+            f"vocabulary {about['vocab_size']:,}"
         )
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            figure.savefig(temporary, format=path.suffix[1:].lower())
-            sync(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-            plt.close(figure)
+        style.write(figure, path)
 
 
 def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+    from matplotlib.ticker import FixedLocator
 
     ordered = np.sort(counts[counts > 0])[::-1]
     number = len(ordered)
@@ -98,24 +73,23 @@ def _draw_ranks(axes: Any, split: str, counts: np.ndarray) -> None:
         ranks,
         ordered[ranks - 1],
         marks,
-        color=COLOURS[0],
+        color="C0",
         ms=4,
         lw=2,
         label=f"{number:,} ids that occur",
     )
-    axes.loglog(ranks, guide, "--", color="0.45", lw=1.2, label="1 / rank (Zipf)")
+    axes.loglog(ranks, guide, "--", color=style.FAINT, lw=1.2, label="1 / rank (Zipf)")
     least, most = min(ordered[-1], guide[-1]), max(ordered[0], guide[0])
     # Whole decades, so that at least two of them are labelled and nothing between them.
     bottom, top = math.floor(math.log10(least)), math.ceil(math.log10(most * 1.05))
     axes.set_ylim(0.7 * 10.0**bottom, 10.0 ** max(top, bottom + 1))
     axes.set_xlim(0.85, max(number, 2) * 1.2)
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    style.plain_ticks(axes.yaxis)
+    style.plain_ticks(axes.xaxis)
     if number <= 200:
         few = range(1, number + 1) if number < 9 else (1, 2, 3, 5, 10, 20, 50, 100, 200)
         axes.xaxis.set_major_locator(FixedLocator([rank for rank in few if rank <= number]))
         axes.xaxis.set_minor_locator(FixedLocator([]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.legend(fontsize=8.5, loc="lower left")
 
 
@@ -131,7 +105,7 @@ def edges(least: int, most: int, median: float) -> np.ndarray:
 
 
 def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     together = sum(lengths.values(), Counter())
     values = np.array(sorted(together))
@@ -142,7 +116,7 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
     for i, (name, rows) in enumerate(lengths.items()):
         height, _ = np.histogram(list(rows), bounds, weights=list(rows.values()))
         heights.append(height)
-        colour = COLOURS[i % len(COLOURS)]
+        colour = f"C{i}"  # the palette starts again after its last colour
         axes.stairs(height, bounds, color=colour, lw=1.6, label=f"{name}, {rows.total():,} rows")
         axes.stairs(height, bounds, color=colour, alpha=0.15, fill=True)
     axes.set(title="Rows by length", xlabel="tokens in a row", ylabel="rows")
@@ -150,17 +124,16 @@ def _draw_lengths(axes: Any, lengths: dict[str, Counter[int]]) -> None:
     if all_heights.max() > 50 * all_heights[all_heights > 0].min():
         axes.set_yscale("log")
         axes.set_ylim(0.7, 10.0 ** math.ceil(math.log10(all_heights.max() * 1.5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, all_heights.max() * 1.25)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    style.plain_ticks(axes.yaxis)
     if np.ptp(np.diff(bounds)) > 0:
         axes.set_xscale("log")
     else:
         middle, reach = (bounds[0] + bounds[-1]) / 2, max(bounds[-1] - bounds[0], 8.0)
         axes.set_xlim(middle - 0.55 * reach, middle + 0.55 * reach)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    style.plain_ticks(axes.xaxis)
     axes.legend(fontsize=8.5)
 
 
@@ -175,7 +148,7 @@ def _classes(about: dict[str, Any]) -> list[str]:
 
 
 def _draw_classes(axes: Any, about: dict[str, Any], classes: list[str]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     splits = {name: split["labels"] for name, split in about["splits"].items() if "labels" in split}
     rest = {
@@ -190,15 +163,14 @@ def _draw_classes(axes: Any, about: dict[str, Any], classes: list[str]) -> None:
     for i, (split, labels) in enumerate(splits.items()):
         counts = [labels.get(label, 0) for label in classes] + ([rest[split]] if others else [])
         values += counts
-        colour = COLOURS[i % len(COLOURS)]
-        axes.barh(places + (i + 0.5) * width - 0.4, counts, width * 0.9, color=colour)
+        axes.barh(places + (i + 0.5) * width - 0.4, counts, width * 0.9, color=f"C{i}")
     if max(values) > 50 * min(value for value in values if value):
         axes.set_xscale("log")
         axes.set_xlim(left=0.7)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.set_yticks(places, names, fontsize=8.5, parse_math=False)
+    style.plain_ticks(axes.xaxis)
+    axes.set_yticks(places, names, fontsize=8.5)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     what = {"tag": "words", "choice": "questions"}.get(about["kind"], "rows")

@@ -727,13 +727,16 @@ def test_the_command_refuses_a_malicious_pickle(source: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["from-hg", "a", "b"], "unknown command 'from-hg'; did you mean from-hf?"),
+        (
+            ["from-hg", "a", "b"],
+            "command: 'from-hg' is not one of from-hf, from-plus, to-hf, halve, inspect; did you",
+        ),
         (["from-hf"], "the following arguments are required: HF_DIR, OUT"),
         ([], "the following arguments are required: command"),
         (["from-hf", "./nowhere", "out"], "nowhere is not a directory"),
         (["to-hf", "nowhere", "out"], "the checkpoint nowhere does not exist"),
         (["inspect", "nowhere"], "the checkpoint nowhere does not exist"),
-        (["inspekt", "x"], "unknown command 'inspekt'; did you mean inspect?"),
+        (["inspekt", "x"], "halve, inspect; did you mean inspect?"),
         (["from-hf", "a", "b", "--overwite"], "unrecognized arguments: --overwite"),
     ],
 )

@@ -266,7 +266,11 @@ def test_pairs_of_texts_give_equal_outputs(
         ("bert", {"embedding": 7}, "model.shared_layers=False is not albert's"),
         ("albert", {"first_position": 2}, "model.first_position=2 is not albert's"),
         ("albert", {"token_types": 0}, "model.token_types=0 is not albert's"),
-        ("roberta", {"first_position": 5}, "its position ids start after the padding id, 1"),
+        (
+            "roberta",
+            {"first_position": 5},
+            "first_position=5 is not roberta's, which needs 2",
+        ),
         ("roberta", {"token_types": 0}, "model.token_types=0 is not roberta's"),
         ("distilbert", {"pooler": "tanh"}, "model.pooler=tanh is not distilbert's"),
         ("distilbert", {"layer_norm_eps": 1e-5}, "model.layer_norm_eps=1e-05 is not distilbert's"),

@@ -67,9 +67,9 @@ def write(path: Path, kind: str) -> tuple[Store, dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("block", [7, 2**22])
 def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
-    found, rows = write(tmp_path / "s", "class")
+    made, rows = write(tmp_path / "s", "class")
     monkeypatch.setattr(stats, "BLOCK", block)
-    described = stats.describe_store(found)
+    described = stats.describe_store(made)
     assert described["store"] == "s"
     for name, split in rows.items():
         texts = [split["tokens"], split["tokens_b"]]
@@ -77,7 +77,7 @@ def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
         here = described["splits"][name]
         assert (here["rows"], here["tokens"]) == (SPLITS[name], ids.total())
         assert here["distinct_ids"] == len(ids)
-        assert stats.id_counts(found, name).tolist() == [ids[i] for i in range(100)]
+        assert stats.id_counts(made, name).tolist() == [ids[i] for i in range(100)]
         assert set(here["lengths"]) == {"tokens", "tokens_b"}
         for text in ("tokens", "tokens_b"):
             lengths = [len(row) for row in split[text]]
@@ -93,22 +93,22 @@ def test_numbers_are_those_of_plain_counting(tmp_path, monkeypatch, block):
         wanted = {label: labels[i] for i, label in enumerate(LABELS)}
         assert here["labels"] == wanted | {"(none)": labels[-1], "(not in training)": labels[-2]}
         both = Counter(len(a) + len(b) for a, b in zip(*texts, strict=True))
-        assert stats.survey(found)[name].together == both
+        assert stats.survey(made)[name].together == both
 
 
 def test_scores_and_spans(tmp_path, monkeypatch):
-    found, rows = write(tmp_path / "s", "score")
+    made, rows = write(tmp_path / "s", "score")
     monkeypatch.setattr(stats, "BLOCK", 7)
-    described = stats.describe_store(found)["splits"]
+    described = stats.describe_store(made)["splits"]
     for name, split in rows.items():
         scores = np.array(split["label"], np.float32).astype(float)
         known = scores[~np.isnan(scores)]
         wanted = {"(none)": len(scores) - len(known), "mean": known.mean(), "std": known.std()}
         wanted |= {"min": known.min(), "max": known.max()}
         assert described[name]["labels"] == pytest.approx(wanted)
-    found.kind = "span"
+    made.kind = "span"
     spans = np.array([[3, 4], [-1, -1], [0, 0]] * 5)
-    assert stats._labels(found, spans) == {"answered": 10, "(none)": 5}
+    assert stats._labels(made, spans) == {"answered": 10, "(none)": 5}
 
 
 # ------------------------------------------------------------------------------ the figure
@@ -173,17 +173,17 @@ def test_many_classes_are_summed_up():
     from matplotlib.figure import Figure
 
     train = {f"class {i}": 1000 - i for i in range(100)}
-    found = {
+    about = {
         "kind": "class",
         "splits": {
             "train": {"labels": train},
             "test": {"labels": {f"class {i}": 1 for i in range(100)}},
         },
     }
-    shown = stats_figure._classes(found)
+    shown = stats_figure._classes(about)
     assert shown == [f"class {i}" for i in range(stats_figure.CLASSES)]
     axes: Any = Figure().add_subplot()
-    stats_figure._draw_classes(axes, found, shown)
+    stats_figure._draw_classes(axes, about, shown)
     assert axes.get_yticklabels()[-1].get_text() == "76 others"
     widths = [patch.get_width() for patch in axes.patches]
     assert len(widths) == 2 * (stats_figure.CLASSES + 1)
@@ -214,10 +214,10 @@ def test_refused(tmp_path, monkeypatch, capsys, option, file, phrase):
 
 
 def test_progress_is_shown(tmp_path, monkeypatch, capsys):
-    found, _ = write(tmp_path / "s", "class")
+    made, _ = write(tmp_path / "s", "class")
     monkeypatch.setattr(display, "EVERY", 0)
     command(monkeypatch, "stats", tmp_path / "s")
-    tokens = sum(int(stats.id_counts(found, name).sum()) for name in SPLITS)
+    tokens = sum(int(stats.id_counts(made, name).sum()) for name in SPLITS)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("counting: ")
     assert said[-1].startswith(f"counting: 100%, {tokens:,} of {tokens:,} tokens")
@@ -230,7 +230,7 @@ def test_progress_is_shown(tmp_path, monkeypatch, capsys):
 def test_verify_reports_a_block_before_it_reads_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 256)
     monkeypatch.setattr(store, "BLOCK", 256)
-    found, _ = write(tmp_path / "s", "class")
+    made, _ = write(tmp_path / "s", "class")
     hashed = []
 
     class Digest:
@@ -246,7 +246,7 @@ def test_verify_reports_a_block_before_it_reads_the_next(tmp_path, monkeypatch):
             return self.inner.hexdigest()
 
     monkeypatch.setattr(files.hashlib, "sha256", Digest)
-    checked = found.verify()
+    checked = made.verify()
     sizes = []
     for number in range(1, 6):
         _, _, good = next(checked)

@@ -31,9 +31,9 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
 from xformer.freeze import chosen
 from xformer.model.config import ModelConfig
-from xformer.surgery import draws
+from xformer.surgery import random_values
 from xformer.surgery.operations import AnyOperation
-from xformer.surgery.registry import FUNCTIONS, SCHEMAS, parse_operation, split_docstring
+from xformer.surgery.registry import OPERATIONS, parse_operation, split_docstring
 
 WORD, BIAS = "encoder.embeddings.word.weight", "mlm_head.bias"
 PIECES = [*tokenizers.BERT_SPECIAL.values(), "[unused1]", "a", "##b", "Cd", "1", "##2", "é", "x"]
@@ -351,14 +351,14 @@ def test_an_oracle_shuffle_keeps_the_elements_of_each_matrix() -> None:
     assert same(before, counted())
 
 
-@pytest.mark.parametrize("size", [draws.BUCKET, 2 * draws.BUCKET + 1, 300_001])
+@pytest.mark.parametrize("size", [random_values.BUCKET, 2 * random_values.BUCKET + 1, 300_001])
 def test_a_large_shuffle_keeps_its_elements_and_no_order(size: int) -> None:
     """This also holds with buckets: places are uniform, and neighbours do not stay neighbours."""
     values = torch.arange(float(size))
-    after = draws.shuffled(values.view(1, -1), 3).squeeze(0)
+    after = random_values.shuffled(values.view(1, -1), 3).squeeze(0)
     assert torch.equal(after.sort().values, values)
-    assert torch.equal(draws.shuffled(values, 3), after)
-    assert not torch.equal(draws.shuffled(values, 4), after)
+    assert torch.equal(random_values.shuffled(values, 3), after)
+    assert not torch.equal(random_values.shuffled(values, 4), after)
     tenth = size // 10  # the first tenth is spread evenly over all tenths
     places = after.argsort()[:tenth]
     counts = np.bincount((places * 10 // size).numpy(), minlength=10)
@@ -369,10 +369,10 @@ def test_a_large_shuffle_keeps_its_elements_and_no_order(size: int) -> None:
 def test_all_orders_of_a_shuffle_through_buckets_are_equally_likely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draws, "BUCKET", 2)  # four elements in two buckets
+    monkeypatch.setattr(random_values, "BUCKET", 2)  # four elements in two buckets
     counts: dict[tuple[float, ...], int] = {}
     for seed in range(6000):
-        order = tuple(draws.shuffled(torch.arange(4.0), seed).tolist())
+        order = tuple(random_values.shuffled(torch.arange(4.0), seed).tolist())
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 24
     assert stats.chisquare(list(counts.values())).pvalue > 1e-4
@@ -508,9 +508,8 @@ def test_the_order_matters_and_is_kept() -> None:
 
 
 def test_the_signature_is_the_schema_and_the_docstring_is_the_help() -> None:
-    assert SCHEMAS.keys() == FUNCTIONS.keys()
-    for name, function in FUNCTIONS.items():
-        schema, (about, sentences) = SCHEMAS[name], split_docstring(function)
+    for name, (function, schema, _) in OPERATIONS.items():
+        about, sentences = split_docstring(function)
         parameters = inspect.signature(function).parameters
         first, *arguments = parameters
         assert (function.__name__, first) == (name, "checkpoint")
@@ -704,7 +703,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["substitute_unused(store={tmp}/unknown)"], ["contains only special tokens"]),
     (["substitute_unused(store={tmp}/full, split=test)"], ["no split 'test'; it has train"]),
     ([], ["OPERATION", "--help"]),
-    (["clean", "--seed", "-1"], ["--seed -1 is not allowed"]),
+    (["clean", "--seed", "-1"], ["argument --seed: -1 is not allowed; it must be at least 0"]),
 ]
 
 
@@ -763,10 +762,10 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(
 def test_help_names_every_operation_and_argument(operate: Operate) -> None:
     lines = good(operate("--help")).out.splitlines()
     assert max(map(len, lines)) <= 100
-    for name, kind in SCHEMAS.items():
+    for name, known in OPERATIONS.items():
         start = next(i for i, line in enumerate(lines) if line.strip().split("(")[0] == name)
         own = lines[start : start + 20]
-        for key in set(kind.model_fields) - {"op"}:
+        for key in set(known.schema.model_fields) - {"op"}:
             assert any(line.strip().startswith(f"{key}: ") for line in own), (name, key)
 
 

@@ -28,7 +28,7 @@ from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.run import Run
 from xformer.study.plan import content_key, identity
-from xformer.trajectory import Course, Log, Mark, Trajectory, parse, steps_of
+from xformer.trajectory import LogSpaced, Milestone, Timeline, Trajectory, parse, steps_of
 
 SHORT = [
     "train.steps=15",
@@ -56,19 +56,22 @@ def kept(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        ("log", Log(None)),
-        ("log:500", Log(500)),
+        ("log", LogSpaced(None)),
+        ("log:500", LogSpaced(500)),
         ([], ()),
-        ([0, 100], (Mark(0, "step", "0"), Mark(100, "step", "100"))),
-        (["2000 steps"], (Mark(2000, "step", "2000 steps"),)),
-        (["1 step"], (Mark(1, "step", "1 step"),)),
-        (["2.5k steps"], (Mark(2500, "step", "2.5k steps"),)),
+        ([0, 100], (Milestone(0, "step", "0"), Milestone(100, "step", "100"))),
+        (["2000 steps"], (Milestone(2000, "step", "2000 steps"),)),
+        (["1 step"], (Milestone(1, "step", "1 step"),)),
+        (["2.5k steps"], (Milestone(2500, "step", "2.5k steps"),)),
         (
             ("5M tokens", "1.25B tokens"),
-            (Mark(5 * 10**6, "token", "5M tokens"), Mark(1_250_000_000, "token", "1.25B tokens")),
+            (
+                Milestone(5 * 10**6, "token", "5M tokens"),
+                Milestone(1_250_000_000, "token", "1.25B tokens"),
+            ),
         ),
-        (["1M words"], (Mark(10**6, "word", "1M words"),)),
-        (["0.3M words"], (Mark(300_000, "word", "0.3M words"),)),
+        (["1M words"], (Milestone(10**6, "word", "1M words"),)),
+        (["0.3M words"], (Milestone(300_000, "word", "0.3M words"),)),
     ],
 )
 def test_forms(value: Any, wanted: Any) -> None:
@@ -108,19 +111,19 @@ def test_other_forms_are_refused(data: Toys, text: str, shown: str) -> None:
 # ---------------------------------------------------------------------------------- counting
 
 
-def course(
+def timeline(
     steps: int,
     sizes: list[int],
     rows: int = 2,
     tokens: int = 0,
     epochs: float = 1.0,
     words: int | None = None,
-) -> Course:
-    """The course of a run over rows with these numbers of tokens, two of them special tokens."""
+) -> Timeline:
+    """The timeline of a run over rows with these numbers of tokens, two of them special tokens."""
     each = np.array(sizes)
     end = 2**62 if steps else round(epochs * len(sizes))
     stream = Stream(Samples(len(sizes), 0), end, lambda r: each[r], rows, tokens)
-    return Course(stream, steps, 2, int(each.sum()) - 2 * len(sizes), words, "STORE")
+    return Timeline(stream, steps, 2, int(each.sum()) - 2 * len(sizes), words, "STORE")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_marks_in_steps(steps: int, keep_at: Any, wanted: list[int]) -> None:
     if (steps, keep_at) == (30, "log"):
         wanted = [0, 1, *sorted({-(-3 * i // 2) for i in range(1, 21)})]
         assert wanted[:6] == [0, 1, 2, 3, 5, 6]
-    assert sorted(steps_of(keep_at, course(steps, [5] * 6))) == wanted
+    assert sorted(steps_of(keep_at, timeline(steps, [5] * 6))) == wanted
 
 
 def test_marks_in_tokens_and_words() -> None:
@@ -150,7 +153,7 @@ def test_marks_in_tokens_and_words() -> None:
 
     So after step n the run has seen 10 n tokens and 2 n words.
     """
-    run = course(9, [5] * 6, words=6)
+    run = timeline(9, [5] * 6, words=6)
     for mark, step in (
         ("0 tokens", 0),
         ("1 token", 1),
@@ -171,10 +174,10 @@ def test_the_length_of_a_run_in_epochs() -> None:
     """2.5 epochs of 6 rows are 15 rows. These are 8 steps of two rows, or as many as batches of
     tokens need.
     """
-    assert course(0, [5] * 6, epochs=2.5).length() == 8
-    assert course(0, [5] * 6, tokens=14, epochs=2.5).length() == 8
-    assert course(0, [5] * 6, tokens=15, epochs=2.5).length() == 5
-    assert max(steps_of("log", course(0, [5] * 6, tokens=15, epochs=2.5))) == 5
+    assert timeline(0, [5] * 6, epochs=2.5).length() == 8
+    assert timeline(0, [5] * 6, tokens=14, epochs=2.5).length() == 8
+    assert timeline(0, [5] * 6, tokens=15, epochs=2.5).length() == 5
+    assert max(steps_of("log", timeline(0, [5] * 6, tokens=15, epochs=2.5))) == 5
 
 
 @given(
@@ -186,7 +189,7 @@ def test_marks_are_those_of_going_step_by_step(
     sizes: list[int], marks: list[int], tokens: int
 ) -> None:
     """The computed marks equal a plain sum over the rows in their order."""
-    run = course(0, sizes, 3, tokens, epochs=2)
+    run = timeline(0, sizes, 3, tokens, epochs=2)
     seen, position, wanted, totals = 0, 0, set(), [0]
     while position < 2 * len(sizes):
         rows = list(run.stream.take(position)[2])
@@ -218,7 +221,7 @@ def test_marks_are_those_of_going_step_by_step(
 )
 def test_what_lies_beyond_the_end_is_refused(keep_at: Any, said: str) -> None:
     with pytest.raises(BadInput) as caught:
-        steps_of(keep_at, course(9, [5] * 6, words=6))
+        steps_of(keep_at, timeline(9, [5] * 6, words=6))
     assert said in str(caught.value)
 
 

@@ -28,6 +28,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from xformer.data.display import say
@@ -196,10 +197,7 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
         key, equals, text = argument.partition("=")
         if not equals or not all(key.split(".")):
             raise BadInput(f"{argument!r} is not of the form key=value, such as optim.lr=1e-4")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError):
-            value = text
+        value = toml_value(text)
         if types.get(key) in TEXT and not isinstance(value, str | dict):
             value = text
         if types.get(key) in PATHS and not isinstance(value, str | dict | list):
@@ -209,6 +207,14 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
         refuse_moved(value, schema.model_fields)
         values = merge(values, value)
     return values
+
+
+def toml_value(text: str) -> Any:
+    """A value that is written as TOML, or the text itself if it is not valid TOML."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
 
 
 def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
@@ -382,17 +388,22 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
             groups += ["", *wrapped(title, 0)]
             groups += _help_lines(field.annotation, f"{prefix}{name}.")
             continue
-        default = " (required)"
-        if isinstance(field.json_schema_extra, dict):
-            default = f" = {field.json_schema_extra['shown']}"
-        elif not field.is_required():
-            value = field.get_default(call_default_factory=True)
-            default = " (optional)" if value is None else f" = {show(value)}"
-        lines.append(f"  {prefix}{name}: {type_name(field.annotation)}{default}")
+        lines.append(f"  {prefix}{name}: {type_and_default(field)}")
         lines += wrapped(field.description, 6)
         for operation in _operations(field.annotation):
             lines += _operation_help(operation)
     return lines + groups
+
+
+def type_and_default(field: FieldInfo) -> str:
+    """What --help says of a field's value: "int = 3", "int (required)" or "int (optional)"."""
+    kind = type_name(field.annotation)
+    if isinstance(field.json_schema_extra, dict):
+        return f"{kind} = {field.json_schema_extra['shown']}"
+    if field.is_required():
+        return f"{kind} (required)"
+    value = field.get_default(call_default_factory=True)
+    return f"{kind} (optional)" if value is None else f"{kind} = {show(value)}"
 
 
 def _operation_help(operation: type[BaseModel]) -> list[str]:

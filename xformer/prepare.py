@@ -31,7 +31,7 @@ from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.pairs import pair_scale
 from xformer.tasks.task import Head, Task
-from xformer.trajectory import Course, Trajectory
+from xformer.trajectory import Timeline, Trajectory
 
 # settings of model.* that may differ from those of the checkpoint given as init=
 DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
@@ -174,7 +174,7 @@ def _trajectory(setup: Setup) -> Trajectory:
     settings, split = setup.recipe.train, setup.train.split
     if not settings.keep_at:
         return Trajectory()
-    course = Course(
+    timeline = Timeline(
         setup.feed().stream,
         settings.steps,
         setup.train.extra,
@@ -182,7 +182,7 @@ def _trajectory(setup: Setup) -> Trajectory:
         split.words,
         str(setup.store.path),
     )
-    return trajectory.plan(settings.keep_at, course, setup.start)
+    return trajectory.plan(settings.keep_at, timeline, setup.start)
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:

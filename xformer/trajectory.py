@@ -31,12 +31,12 @@ FORMS = '"log", "log:500", or a list such as [0, 100, "2000 steps", "5M tokens",
 PARTS = 20  # into which "log" divides a run
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 LOG = re.compile(r"log(?::([1-9]\d{0,17}))?")
-MARK = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([kKMB]?) ?(step|token|word)s?")
+MILESTONE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([kKMB]?) ?(step|token|word)s?")
 SAMPLE = 100  # steps from which an error message estimates the tokens of a run
 
 
 @dataclass(frozen=True)
-class Mark:
+class Milestone:
     """The first step at which a run has made `amount` steps, or has seen that many tokens or words.
     `text` is what the user wrote."""
 
@@ -46,34 +46,34 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogSpaced:
     """Powers of two below `every`, then every `every` steps; None: a twentieth of the run."""
 
     every: int | None
 
 
-def parse(value: Any) -> Log | tuple[Mark, ...]:
+def parse(value: Any) -> LogSpaced | tuple[Milestone, ...]:
     """Parse a value of `train.keep_at`. Raises ValueError with one line if it is invalid."""
     if isinstance(value, str) and (match := LOG.fullmatch(value)):
-        return Log(int(match[1]) if match[1] else None)
+        return LogSpaced(int(match[1]) if match[1] else None)
     if not isinstance(value, list | tuple):
         raise ValueError(_refusal(value))
-    return tuple(_mark(each) for each in value)
+    return tuple(_milestone(each) for each in value)
 
 
-def _mark(value: Any) -> Mark:
+def _milestone(value: Any) -> Milestone:
     if type(value) is int and 0 <= value < 2**62:
-        return Mark(value, "step", str(value))
+        return Milestone(value, "step", str(value))
     if isinstance(value, str) and LOG.fullmatch(value):
         raise ValueError(f"train.keep_at: {value!r} stands alone, not in a list")
-    match = MARK.fullmatch(value) if isinstance(value, str) else None
+    match = MILESTONE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(_refusal(value))
     number, suffix, unit = match.groups()
     amount = Decimal(number) * SUFFIXES[suffix]
     if amount != int(amount):
         raise ValueError(f"train.keep_at={value!r}: give a whole number of {unit}s")
-    return Mark(int(amount), unit, value)
+    return Milestone(int(amount), unit, value)
 
 
 def _refusal(value: Any) -> str:
@@ -85,7 +85,7 @@ def _refusal(value: Any) -> str:
 # ------------------------------------------------------------------------- counting in advance
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """What a run has seen after a step: tokens, special ones included, and words of the raw
     text."""
 
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Course:
+class Timeline:
     """The rows of each step of a run, known before it starts. The run has `steps` steps; 0 means as
     many as the stream has.
 
@@ -119,21 +119,21 @@ class Course:
             return -(-self.stream.end // self.stream.per_step)
         return sum(1 for _ in self.walk()) - 1
 
-    def walk(self) -> Iterator[Place]:
+    def walk(self) -> Iterator[Position]:
         """What the run has seen at step 0, 1, 2, ... to its end. Takes 0.2 s per million rows.
 
         A truncated row counts with the tokens that are left. Words are counted in proportion to the
         tokens.
         """
-        step = position = tokens = 0
+        step = rows = tokens = 0
         while True:
-            words = (tokens - self.extra * position) * (self.words or 0) // max(self.tokens, 1)
-            yield Place(step, tokens, words)
-            ended = step == self.steps if self.steps else position >= self.stream.end
+            words = (tokens - self.extra * rows) * (self.words or 0) // max(self.tokens, 1)
+            yield Position(step, tokens, words)
+            ended = step == self.steps if self.steps else rows >= self.stream.end
             if ended:
                 return
-            *_, sizes = self.stream.take(position)
-            step, position, tokens = step + 1, position + len(sizes), tokens + int(sizes.sum())
+            *_, sizes = self.stream.take(rows)
+            step, rows, tokens = step + 1, rows + len(sizes), tokens + int(sizes.sum())
 
     def end(self, steps: int) -> str:
         """A clause for messages: where a run of this many steps ends. Its tokens are estimated from
@@ -143,60 +143,60 @@ class Course:
         return f"the run ends at step {steps:,}, about {_short(tokens)} tokens"
 
 
-def steps_of(keep_at: str | Sequence[int | str], course: Course) -> frozenset[int]:
+def steps_of(keep_at: str | Sequence[int | str], timeline: Timeline) -> frozenset[int]:
     """The steps at which a run keeps its weights.
 
-    Raises BadInput if a mark is beyond the run's end, or asks for words although the store has no
-    word count.
+    Raises BadInput if a milestone lies beyond the run's end, or asks for words although the store
+    has no word count.
     """
     wanted = parse(keep_at)
-    if isinstance(wanted, Log):
-        return _log(wanted.every, course)
-    for mark in wanted:
-        if mark.unit == "word" and course.words is None:
+    if isinstance(wanted, LogSpaced):
+        return _log(wanted.every, timeline)
+    for milestone in wanted:
+        if milestone.unit == "word" and timeline.words is None:
             raise BadInput(
-                f"train.keep_at={mark.text}: {course.store} has no word count; "
+                f"train.keep_at={milestone.text}: {timeline.store} has no word count; "
                 f"make it again with {typed('preprocess.py text')}, or give tokens"
             )
-    if all(mark.unit == "step" for mark in wanted):
-        return _counted(wanted, course)
-    return _walked(wanted, course)
+    if all(milestone.unit == "step" for milestone in wanted):
+        return _counted(wanted, timeline)
+    return _walked(wanted, timeline)
 
 
-def _log(every: int | None, course: Course) -> frozenset[int]:
-    length = course.length()
+def _log(every: int | None, timeline: Timeline) -> frozenset[int]:
+    length = timeline.length()
     if every is not None and every > length:
-        raise BadInput(f"train.keep_at=log:{every}: {course.end(length)}")
+        raise BadInput(f"train.keep_at=log:{every}: {timeline.end(length)}")
     gap = Fraction(length, PARTS) if every is None else Fraction(every)
     powers = [2**i for i in range(length.bit_length()) if 2**i < gap]
     return frozenset([0, *powers, *(ceil(i * gap) for i in range(1, int(length / gap) + 1))])
 
 
-def _counted(marks: Sequence[Mark], course: Course) -> frozenset[int]:
-    """The steps of marks that all count steps."""
-    length = course.length() if marks else 0
-    for mark in marks:
-        if mark.amount > length:
-            raise BadInput(f"train.keep_at={mark.text}: {course.end(length)}")
-    return frozenset(mark.amount for mark in marks)
+def _counted(milestones: Sequence[Milestone], timeline: Timeline) -> frozenset[int]:
+    """The steps of milestones that all count steps."""
+    length = timeline.length() if milestones else 0
+    for milestone in milestones:
+        if milestone.amount > length:
+            raise BadInput(f"train.keep_at={milestone.text}: {timeline.end(length)}")
+    return frozenset(milestone.amount for milestone in milestones)
 
 
-def _walked(marks: Sequence[Mark], course: Course) -> frozenset[int]:
-    """The steps of any marks, found by walking through the run."""
-    left: dict[str, list[Mark]] = {"step": [], "token": [], "word": []}
-    for mark in sorted(marks, key=lambda mark: -mark.amount):
-        left[mark.unit].append(mark)
-    steps, place = set(), Place(0, 0, 0)
-    for place in course.walk():
-        for waiting, reached in zip(left.values(), place, strict=True):
+def _walked(milestones: Sequence[Milestone], timeline: Timeline) -> frozenset[int]:
+    """The steps of any milestones, determined by walking through the run."""
+    left: dict[str, list[Milestone]] = {"step": [], "token": [], "word": []}
+    for milestone in sorted(milestones, key=lambda milestone: -milestone.amount):
+        left[milestone.unit].append(milestone)
+    steps, position = set(), Position(0, 0, 0)
+    for position in timeline.walk():
+        for waiting, reached in zip(left.values(), position, strict=True):
             while waiting and waiting[-1].amount <= reached:
-                steps.add(place.step)
+                steps.add(position.step)
                 waiting.pop()
         if not any(left.values()):
             return frozenset(steps)
     first = next(waiting[-1] for waiting in left.values() if waiting)
-    end = f"the run ends at step {place.step:,}, after {_short(place.tokens)} tokens"
-    words = f" and {_short(place.words)} words" if course.words is not None else ""
+    end = f"the run ends at step {position.step:,}, after {_short(position.tokens)} tokens"
+    words = f" and {_short(position.words)} words" if timeline.words is not None else ""
     raise BadInput(f"train.keep_at={first.text}: {end}{words}")
 
 
@@ -266,9 +266,9 @@ class Trajectory:
         return f"{number:,} checkpoint{'s' if number > 1 else ''} of {_size(self.bytes)}"
 
 
-def plan(keep_at: str | Sequence[int | str], course: Course, start: Checkpoint) -> Trajectory:
+def plan(keep_at: str | Sequence[int | str], timeline: Timeline, start: Checkpoint) -> Trajectory:
     """The trajectory of a run that starts from a checkpoint. Raises BadInput as `steps_of`."""
-    return Trajectory(steps_of(keep_at, course), checkpoints.size(start))
+    return Trajectory(steps_of(keep_at, timeline), checkpoints.size(start))
 
 
 def _replaced(run: Path, step: int) -> Iterator[Path]:

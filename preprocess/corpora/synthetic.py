@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data import vocabularies
+from xformer.data.arguments import whole_number
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Store, open_store
@@ -52,7 +53,6 @@ from ..arguments import (
     fraction,
     length_range,
     say_written,
-    whole_number,
 )
 from ..stats import id_counts
 

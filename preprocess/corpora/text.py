@@ -10,19 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from xformer.data import tokenizers
+from xformer.data.arguments import whole_number
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import (
-    add_output,
-    check_output_directory,
-    command_origin,
-    expression,
-    say_written,
-    whole_number,
-)
+from ..arguments import add_output, check_output_directory, command_origin, expression, say_written
 from ..bad import BadRows
 from ..binarize import BATCH, RowCutter, sources
 from ..workers import EncodingPool, TextBatch

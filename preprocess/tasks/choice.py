@@ -13,9 +13,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from xformer.data.arguments import whole_number
 from xformer.data.errors import BadInput
 
-from ..arguments import whole_number
 from ..bad import BadRows
 from .labelled import Row, TaskSource, input_files
 from .tables import ENDINGS, HALF

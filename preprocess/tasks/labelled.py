@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import tokenizers
+from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN
@@ -33,13 +34,7 @@ from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import (
-    add_output,
-    check_output_directory,
-    command_origin,
-    say_written,
-    whole_number,
-)
+from ..arguments import add_output, check_output_directory, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import BATCH, check_files, sources
 from ..words import CachedEncoder

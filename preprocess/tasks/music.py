@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import vocabularies
+from xformer.data.arguments import whole_number
 from xformer.data.errors import BadInput, lacks
 
-from ..arguments import whole_number
 from ..bad import BadRows
 from ..binarize import check_files
 from . import splits

@@ -21,18 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xformer.data.arguments import whole_number
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, open_store
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import (
-    add_output,
-    check_output_directory,
-    command_origin,
-    say_written,
-    whole_number,
-)
+from ..arguments import add_output, check_output_directory, command_origin, say_written
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {

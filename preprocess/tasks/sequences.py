@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer.data import vocabularies
+from xformer.data.arguments import whole_number
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 
-from ..arguments import whole_number
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import read_fasta

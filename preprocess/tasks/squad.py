@@ -24,19 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.data import tokenizers
+from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import (
-    add_output,
-    check_output_directory,
-    command_origin,
-    say_written,
-    whole_number,
-)
+from ..arguments import add_output, check_output_directory, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import check_files, sources
 

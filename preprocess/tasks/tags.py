@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer.data import vocabularies
+from xformer.data.arguments import whole_number
 from xformer.data.errors import BadInput
 from xformer.data.tags import NO_LABEL
 
-from ..arguments import whole_number
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xformer.data import published, tokenizers, vocabularies
+from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
-from ..arguments import add_output, check_output_directory, expression, whole_number
+from ..arguments import add_output, check_output_directory, expression
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents

@@ -46,7 +46,7 @@ from xformer.data.files import make_directory, read_run_json
 from xformer.optim import OptimConfig
 from xformer.parallel import processes
 from xformer.parallel.processes import Ranks, SystemConfig, slow_precision
-from xformer.surgery.registry import SCHEMAS, apply, make_operation
+from xformer.surgery.registry import OPERATIONS, apply, make_operation
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
 
@@ -318,7 +318,7 @@ def base_of(checkpoint: Checkpoint, by_path: dict[str, Checkpoint]) -> str | Non
         for path, other in by_path.items()
         if len(other.history) < len(checkpoint.history)
         and checkpoint.history[: len(other.history)] == other.history
-        and all(r.get("op") in SCHEMAS for r in checkpoint.history[len(other.history) :])
+        and all(r.get("op") in OPERATIONS for r in checkpoint.history[len(other.history) :])
     ]
     return max(bases)[1] if bases else None
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from xformer.analysis import drawing
@@ -366,17 +366,25 @@ def _every_token(encoder: Encoder) -> Iterator[None]:
 
     `PerExample` must know the example of every row, and it knows that of all tokens.
     """
-    whole_forward = encoder.forward
+    wanted: list[Tensor | None] = []  # the places that the head reads
 
-    def forward(batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
-        x = whole_forward(batch)
+    def before(_: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        wanted.append(named.pop("places", None))
+        return given, named
+
+    def after(_: nn.Module, given: Any, x: Tensor) -> Tensor:
+        places = wanted.pop()
         return x if places is None else x.index_select(0, places)
 
-    encoder.forward = forward  # type: ignore[method-assign]
+    hooks = (
+        encoder.register_forward_pre_hook(before, with_kwargs=True),
+        encoder.register_forward_hook(after),
+    )
     try:
         yield
     finally:
-        del encoder.forward
+        for hook in hooks:
+            hook.remove()
 
 
 def cosines(products: Tensor) -> tuple[np.ndarray, np.ndarray]:

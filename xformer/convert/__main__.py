@@ -10,37 +10,27 @@ python -m xformer.convert inspect DIR
 from __future__ import annotations
 
 import argparse
-import difflib
-import sys
 from pathlib import Path
-from typing import NoReturn
 
+from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
 from xformer.data.display import say
 from xformer.data.errors import BadInput, lacks, typed
 from xformer.data.files import refuse_existing
 from xformer.start import run
 
-PROGRAM = "python -m xformer.convert"
 # the files by which --overwrite recognises a directory that this command wrote
 CHECKPOINT = ("manifest.json", "model.safetensors")
 EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
 
 
-class ConvertParser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; see {typed(PROGRAM)} --help")
-
-
 def main() -> None:
     """`python -m xformer.convert COMMAND ...`"""
-    parser = ConvertParser(
-        prog=typed(PROGRAM),
+    parser = CommandParser(
+        prog=typed("python -m xformer.convert"),
         description="Import checkpoints from Hugging Face and PLUS, export them, and show what a "
         "directory holds.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=ConvertParser)
+    commands = parser.add_subparsers(dest="command", required=True)
     functions = {  # command: (add its arguments, run it)
         "from-hf": (_add_from_hf, _import_hf),
         "from-plus": (_add_from_plus, _import_plus),
@@ -50,19 +40,12 @@ def main() -> None:
     }
     for add, _ in functions.values():
         add(commands)
-    first = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
-    if first is not None and first not in functions:
-        near = difflib.get_close_matches(first, functions, 1)
-        hint = (
-            f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(functions)}"
-        )
-        raise BadInput(f"unknown command {first!r}{hint}")
     arguments = parser.parse_args()
     _, convert = functions[arguments.command]
     convert(arguments)
 
 
-def _add_from_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
+def _add_from_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "from-hf",
         help="Import a Hugging Face checkpoint of the BERT family.",
@@ -77,10 +60,10 @@ def _add_from_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         help="The directory to import, or the name of a repository on the Hugging Face hub, such "
         "as bert-base-uncased. A name needs the package huggingface_hub.",
     )
-    _add_output(command, "The checkpoint to write.")
+    add_out(command, "The checkpoint to write.")
 
 
-def _add_from_plus(commands: argparse._SubParsersAction[ConvertParser]) -> None:
+def _add_from_plus(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "from-plus",
         help="Import a PLUS-TFM checkpoint from the public PLUS repository.",
@@ -93,7 +76,7 @@ def _add_from_plus(commands: argparse._SubParsersAction[ConvertParser]) -> None:
     )
     command.add_argument(
         "--heads",
-        type=int,
+        type=whole_number(1),
         metavar="N",
         help="Number of attention heads (default: hidden size / 64).",
     )
@@ -104,10 +87,10 @@ def _add_from_plus(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         help="Names of the classes of a fine-tuned classifier, in order (default: LABEL_0, "
         "LABEL_1, ...).",
     )
-    _add_output(command, "The checkpoint to write.")
+    add_out(command, "The checkpoint to write.")
 
 
-def _add_to_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
+def _add_to_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "to-hf",
         help="Export a checkpoint as a directory that transformers loads.",
@@ -115,11 +98,11 @@ def _add_to_hf(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         "the AutoModelFor... class of its head, and AutoTokenizer. A checkpoint that was imported "
         "and not trained since is exported with exactly the tensors of the original.",
     )
-    _add_checkpoint(command)
-    _add_output(command, "The directory to write.")
+    add_checkpoint(command)
+    add_out(command, "The directory to write.")
 
 
-def _add_halve(commands: argparse._SubParsersAction[ConvertParser]) -> None:
+def _add_halve(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "halve",
         help="Copy a checkpoint with weights in fp16, at half the size.",
@@ -127,11 +110,11 @@ def _add_halve(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         "command can read the copy; computation stays in fp32. A weight changes by at most one "
         "part in 2,048, a weight below 6e-5 by at most 3e-8.",
     )
-    _add_checkpoint(command)
-    _add_output(command, "The checkpoint to write.")
+    add_checkpoint(command)
+    add_out(command, "The checkpoint to write.")
 
 
-def _add_inspect(commands: argparse._SubParsersAction[ConvertParser]) -> None:
+def _add_inspect(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "inspect",
         help="Show what a checkpoint, a run or a Hugging Face directory holds.",
@@ -139,18 +122,6 @@ def _add_inspect(commands: argparse._SubParsersAction[ConvertParser]) -> None:
         "directory holds: its family, sizes, parameters by part, head, vocabulary and history.",
     )
     command.add_argument("path", metavar="DIR", type=Path, help="The directory to show.")
-
-
-def _add_checkpoint(command: argparse.ArgumentParser) -> None:
-    about = "The checkpoint to read, or a finished run, whose selected checkpoint is read."
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help=about)
-
-
-def _add_output(command: argparse.ArgumentParser, text: str) -> None:
-    command.add_argument("out", metavar="OUT", type=Path, help=text)
-    command.add_argument(
-        "--overwrite", action="store_true", help="Replace OUT if it exists (default: refuse)."
-    )
 
 
 def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:
@@ -181,8 +152,6 @@ def _import_plus(arguments: argparse.Namespace) -> None:
     from xformer.convert import hf, plus
 
     _check_output(arguments.out, arguments.overwrite, CHECKPOINT, arguments.source)
-    if arguments.heads is not None and arguments.heads < 1:
-        raise BadInput(f"--heads {arguments.heads} is not allowed; it must be at least 1")
     labels = tuple(filter(None, arguments.labels.split(",")))
     imported = plus.from_plus(arguments.source, arguments.heads, labels)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)

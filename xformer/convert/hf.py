@@ -503,46 +503,51 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family whose architecture this checkpoint has. Raises BadInput if there is none."""
-    config = checkpoint.config
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if config.norm != "post":
         raise BadInput("no family has LayerNorm before attention and MLP (model.norm='pre')")
     for field in ("architecture", "positions", "norm_form"):  # other values: Hilbert-CNN and PLUS
         if getattr(config, field) != ModelConfig.model_fields[field].default:
             raise BadInput(f"no family of Hugging Face has model.{field}={getattr(config, field)}")
     if config.shared_layers or config.embedding:
-        name = "albert"
+        family = FAMILIES["albert"]
     elif config.first_position:
-        name = "roberta"
+        is_xlm = tokenizer.meta.get("normalisation") == XLM_ROBERTA
+        family = FAMILIES["xlm-roberta" if is_xlm else "roberta"]
     elif config.token_types == 0:
-        name = "distilbert"
+        family = FAMILIES["distilbert"]
     else:
-        name = "bert"
-    family = FAMILIES[name]
-    expected = ModelConfig(**family.fixed)
-    for field in ("shared_layers", "first_position", "pooler", *family.fixed):
-        value = getattr(config, field)
-        if field == "first_position" and name == "roberta":
-            continue
-        if field == "pooler" and "pooler.weight" not in checkpoint.weights and value != "none":
-            continue
-        if value != getattr(expected, field):
-            raise BadInput(f"model.{field}={value} is not {name}'s: no family has this combination")
+        family = FAMILIES["bert"]
+    for field, expected in _settings_of(family, checkpoint).items():
+        if (value := getattr(config, field)) != expected:
+            raise BadInput(
+                f"model.{field}={value} is not {family.name}'s, which needs {expected}: no family "
+                "has this combination"
+            )
     if bool(config.embedding) != ("embedding" in family.config):
         raise BadInput(
-            f"model.embedding={config.embedding} is not {name}'s: its embeddings are projected"
+            f"model.embedding={config.embedding} is not {family.name}'s: its embeddings are "
+            "projected"
         )
-    if config.token_types == 0 and name != "distilbert":
-        raise BadInput(f"model.token_types=0 is not {name}'s: no family has this combination")
+    if config.token_types == 0 and "token_types" not in family.fixed:
+        raise BadInput(f"model.token_types=0 is not {family.name}'s: it has token types")
     if checkpoint.task is not None and checkpoint.task.predicts_masked:
         _check_activation(config, family)
-    pad = checkpoint.tokenizer.special["pad"]
-    if name == "roberta" and pad != config.first_position - 1:
-        raise BadInput(
-            f"model.first_position={config.first_position} is not roberta's: its position "
-            f"ids start after the padding id, {pad}"
-        )
-    is_xlm = checkpoint.tokenizer.meta.get("normalisation") == XLM_ROBERTA
-    return FAMILIES["xlm-roberta"] if name == "roberta" and is_xlm else family
+    return family
+
+
+def _settings_of(family: Family, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings of the model that have one value in this family."""
+    pad = checkpoint.tokenizer.special["pad"]  # position ids of the RoBERTas start after it
+    settings = {
+        "shared_layers": False,
+        "first_position": pad + 1 if "roberta" in family.name else 0,
+        "pooler": ModelConfig.model_fields["pooler"].default,
+        **family.fixed,
+    }
+    if "pooler.weight" not in checkpoint.weights and checkpoint.config.pooler != "none":
+        del settings["pooler"]  # its activation is not used
+    return settings
 
 
 def _their_names(checkpoint: Checkpoint, family: Family) -> Table:

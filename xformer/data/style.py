@@ -118,11 +118,11 @@ def svg(figure: Figure, salt: str) -> str:
 
 
 def plain_ticks(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis (`axes.xaxis`).
+    """Plain numbers, such as 0.01 and 10,000, on an axis (`axes.xaxis`), which may be logarithmic.
 
     Matplotlib would write powers in mathematical notation, which the style switches off.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())

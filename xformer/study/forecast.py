@@ -34,9 +34,9 @@ from xformer.recipe import Recipe
 from xformer.scoring import check_kind
 from xformer.study.plan import Job, Plan
 from xformer.study.spec import Deviation, Levels, within
+from xformer.surgery.embeddings import check_source, check_width
 from xformer.surgery.layers import shape_after
 from xformer.surgery.registry import Operation, parse_operation
-from xformer.surgery.words import check_source, check_width
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head
 

@@ -12,49 +12,39 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
-from xformer.config import show, type_name, wrapped
+from xformer.config import type_and_default, wrapped
+from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
 from xformer.data.display import say
-from xformer.data.errors import BadInput, typed
+from xformer.data.errors import typed
 from xformer.start import run
-from xformer.surgery.registry import FUNCTIONS, SCHEMAS, apply, parse_operation, split_docstring
+from xformer.surgery.registry import OPERATIONS, Registered, apply, parse_operation, split_docstring
 
-PROGRAM = "python -m xformer.surgery"
-CHECKPOINT = "The checkpoint to read, or a finished run, whose selected checkpoint is read."
 SEED = "Seed of the operations that take a seed and are given none (default: 0)."
-
-
-class SurgeryParser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; see {typed(PROGRAM)} --help")
 
 
 def main() -> None:
     """`python -m xformer.surgery CHECKPOINT OUT OPERATION ...`"""
     began = time.perf_counter()
-    parser = SurgeryParser(
-        prog=typed(PROGRAM),
+    parser = CommandParser(
+        prog=typed("python -m xformer.surgery"),
         description=typed(__doc__ or ""),
-        epilog="\n".join(["operations:", *(line for name in SCHEMAS for line in help_lines(name))]),
+        epilog="\n".join(["operations:", *chain(*map(help_lines, OPERATIONS.values()))]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    parser.add_argument("out", metavar="OUT", type=Path, help="The checkpoint to write.")
+    add_checkpoint(parser)
+    add_out(parser, "The checkpoint to write.")
     parser.add_argument(
         "operations", metavar="OPERATION", nargs="+", help="The operations to apply, in order."
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help=SEED)
-    about = "Replace OUT if it is a checkpoint (default: refuse)."
-    parser.add_argument("--overwrite", action="store_true", help=about)
+    parser.add_argument(
+        "--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=SEED
+    )
     arguments = parser.parse_args()
-    if not 0 <= arguments.seed < 2**63:
-        raise BadInput(f"--seed {arguments.seed} is not allowed; give a number from 0 to 2**63 - 1")
     steps = [parse_operation(text) for text in arguments.operations]
     read = [checkpoints.resolve(arguments.checkpoint)]
     read += [Path(step.arguments["source"]) for step in steps if step.op == "transplant"]
@@ -76,18 +66,16 @@ def summary(before: Checkpoint, after: Checkpoint) -> str:
     return f"{parameters:,} parameters, {new} of {len(after.weights)} weights new"
 
 
-def help_lines(name: str) -> list[str]:
+def help_lines(known: Registered) -> list[str]:
     """The help of an operation: its call, its description, then each argument with type, default
     and sentence."""
-    fields = {key: field for key, field in SCHEMAS[name].model_fields.items() if key != "op"}
+    fields = dict(known.schema.model_fields)
+    name = fields.pop("op").default
     lines = ["", f"  {name}({', '.join(fields)})" if fields else f"  {name}"]
-    for paragraph in split_docstring(FUNCTIONS[name])[0].split("\n\n"):
+    for paragraph in split_docstring(known.function)[0].split("\n\n"):
         lines += wrapped(paragraph, 6)
     for key, field in fields.items():
-        default = " (required)"
-        if not field.is_required():
-            default = " (optional)" if field.default is None else f" = {show(field.default)}"
-        lines += wrapped(f"{key}: {type_name(field.annotation)}{default}. {field.description}", 6)
+        lines += wrapped(f"{key}: {type_and_default(field)}. {field.description}", 6)
     return lines
 
 

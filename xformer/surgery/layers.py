@@ -14,7 +14,7 @@ from torch import Tensor
 from xformer.checkpoint import Checkpoint, Distribution, initialise
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
-from xformer.surgery.draws import refuse_cnn, reinitialise, replace_weights
+from xformer.surgery.random_values import refuse_cnn, reinitialise, replace_weights
 from xformer.surgery.registry import Operation, Seed, naming, operation
 
 LAYERS = "encoder.layers."
@@ -30,9 +30,7 @@ def check_one_choice(**choices: object) -> None:
     """Raise BadInput unless exactly one argument of keep_layers is given."""
     given = sum(value is not None for value in choices.values())
     if given != 1:
-        raise BadInput(
-            f"keep_layers takes exactly one of first, every and layers; you gave {given}"
-        )
+        raise BadInput(f"keep_layers takes exactly one of first, every and layers, not {given}")
 
 
 @partial(operation, check=check_one_choice)

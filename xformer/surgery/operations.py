@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
-from xformer.surgery.registry import SCHEMAS, Operation
+from xformer.surgery.registry import OPERATIONS, Operation
 
 if TYPE_CHECKING:
     AnyOperation = Operation
-else:  # the key `op` selects the schema
-    AnyOperation = Annotated[Union[tuple(SCHEMAS.values())], Field(discriminator="op")]  # noqa: UP007
+else:
+    schemas = tuple(known.schema for known in OPERATIONS.values())
+    # the key `op` selects the schema
+    AnyOperation = Annotated[Union[schemas], Field(discriminator="op")]  # noqa: UP007

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
-from xformer.config import Settings, nearest, validate
+from xformer.config import Settings, all_keys, nearest, toml_value, validate
 from xformer.data.errors import BadInput
 from xformer.data.store import open_store
 
@@ -48,21 +47,25 @@ class Operation(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        with naming(self.op):
-            CHECKS[self.op](**self.arguments)
+        if check := OPERATIONS[self.op].check:
+            with naming(self.op):
+                check(**self.arguments)
         return self
 
 
-SCHEMAS: dict[str, type[Operation]] = {}
-FUNCTIONS: dict[str, Callable[..., Checkpoint]] = {}
-CHECKS: dict[str, Callable[..., None]] = {}
+class Registered(NamedTuple):
+    """An operation in the table: its plain function, whose calls are not recorded, the schema of
+    its arguments, and a check that the arguments do not contradict each other."""
+
+    function: Callable[..., Checkpoint]
+    schema: type[Operation]
+    check: Callable[..., None] | None
 
 
-def accept_any(**arguments: object) -> None:
-    """The check of an operation whose arguments cannot contradict each other."""
+OPERATIONS: dict[str, Registered] = {}
 
 
-def operation(function: Function, check: Callable[..., None] = accept_any) -> Function:
+def operation(function: Function, check: Callable[..., None] | None = None) -> Function:
     """Register a function that takes a checkpoint and arguments, and returns another checkpoint.
 
     Each argument needs a type annotation and an entry `name: Sentence.` in the section `Args:` of
@@ -74,9 +77,7 @@ def operation(function: Function, check: Callable[..., None] = accept_any) -> Fu
     """
     name = function.__name__
     signature = inspect.signature(function, eval_str=True)
-    SCHEMAS[name] = _schema(function, signature)
-    FUNCTIONS[name] = function
-    CHECKS[name] = check
+    OPERATIONS[name] = Registered(function, _schema(function, signature), check)
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Checkpoint:
@@ -128,7 +129,7 @@ def make_operation(name: str, values: dict[str, Any]) -> Operation:
     """An operation with these arguments. Raises BadInput if an argument is unknown, missing or not
     allowed."""
     with naming(name):
-        return validate(SCHEMAS[name], values)
+        return validate(OPERATIONS[name].schema, values)
 
 
 def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0) -> Checkpoint:
@@ -143,7 +144,7 @@ def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0
         if "seed" in arguments and arguments["seed"] is None:
             arguments["seed"] = seed
         with naming(step.op):
-            checkpoint = FUNCTIONS[step.op](checkpoint, **arguments)
+            checkpoint = OPERATIONS[step.op].function(checkpoint, **arguments)
         given = {name: value for name, value in arguments.items() if value is not None}
         record = {"op": step.op, **given, **content(step)}
         checkpoint = replace(checkpoint, history=(*checkpoint.history, record))
@@ -170,10 +171,11 @@ def parse_operation(text: str) -> Operation:
     name, inside = match[1], match[2] or ""
     if inside.count("[") != inside.count("]"):
         raise BadInput(f"{text!r} has unbalanced brackets")
-    if name not in SCHEMAS:
-        hint = nearest(name, list(SCHEMAS)) or f"; the operations are {', '.join(SCHEMAS)}"
+    if name not in OPERATIONS:
+        hint = nearest(name, list(OPERATIONS)) or f"; the operations are {', '.join(OPERATIONS)}"
         raise BadInput(f"unknown operation {name!r}{hint}")
-    types = {key: f.annotation for key, f in SCHEMAS[name].model_fields.items() if key != "op"}
+    types = all_keys(OPERATIONS[name].schema)
+    del types["op"]
     values: dict[str, Any] = {}
     for argument in filter(str.strip, ARGUMENT.findall(inside)):
         key, equals, value = (part.strip() for part in argument.partition("="))
@@ -189,10 +191,7 @@ def parse_operation(text: str) -> Operation:
 def _value(text: str, wanted: Any) -> Any:
     """A value as TOML, or the bare string. 2026 stays a string where the argument is a string, and
     `true` where it is not a boolean: pydantic would read it as the number 1."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
+    value = toml_value(text)
     if wanted is str and not isinstance(value, str):
         return text
     if isinstance(value, bool) and wanted is not bool:

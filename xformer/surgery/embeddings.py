@@ -15,7 +15,7 @@ from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.mapping import UNUSED
 from xformer.data.store import TEXTS, Store, open_store
-from xformer.surgery.draws import generator_of, refuse_cnn, reinitialise
+from xformer.surgery.random_values import generator_of, refuse_cnn, reinitialise
 from xformer.surgery.registry import Seed, operation
 
 WORD, BIAS = "encoder.embeddings.word.weight", "mlm_head.bias"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise
-from xformer.surgery.draws import matrices_of, refuse_cnn, reinitialise, replace_weights, shuffled
+from xformer.surgery.random_values import refuse_cnn, reinitialise, replace_weights, shuffled
 from xformer.surgery.registry import Seed, operation
 
 Scale = Literal["magnitude", "variance"]
@@ -53,11 +53,16 @@ def reinit_scaled(
         config = checkpoint.config
         fresh = initialise(name, weight.shape, config, seed, distribution, "reinit_scaled")
         if weight.ndim > 1:
-            for new, old in zip(matrices_of(name, fresh), matrices_of(name, weight), strict=True):
+            for new, old in zip(_matrices_of(name, fresh), _matrices_of(name, weight), strict=True):
                 new.mul_(_size(old, match) / _size(new, match))
         return fresh
 
     return replace_weights(checkpoint, checkpoint.weights, scaled)
+
+
+def _matrices_of(name: str, weight: Tensor) -> tuple[Tensor, ...]:
+    """The matrices in a weight: three if it stores query, key and value together, else one."""
+    return weight.chunk(3) if ".attention.qkv." in name else (weight,)
 
 
 def _size(matrix: Tensor, match: Scale) -> float:
@@ -80,8 +85,7 @@ def oracle_shuffle(checkpoint: Checkpoint, seed: Seed = 0) -> Checkpoint:
     refuse_cnn(checkpoint.config, "and this operation works on transformers only")
 
     def shuffle(name: str, weight: Tensor) -> Tensor:
-        key = (seed, "oracle_shuffle", name)
-        parts = [shuffled(part, *key, i) for i, part in enumerate(matrices_of(name, weight))]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        parts = enumerate(_matrices_of(name, weight))
+        return torch.cat([shuffled(part, seed, "oracle_shuffle", name, i) for i, part in parts])
 
     return replace_weights(checkpoint, checkpoint.weights, shuffle)

@@ -27,12 +27,11 @@ def replace_weights(
     Uses all cores, since torch and numpy release the interpreter lock while they draw. The largest
     weights come first so that the cores finish together.
     """
-    weights = dict(checkpoint.weights)
-    order = sorted(names, key=lambda name: -weights[name].numel())
+    old = checkpoint.weights
+    order = sorted(names, key=lambda name: -old[name].numel())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        changed = pool.map(lambda name: change(name, checkpoint.weights[name]), order)
-        weights |= dict(zip(order, changed, strict=True))
-    return replace(checkpoint, weights=weights)
+        new = pool.map(lambda name: change(name, old[name]), order)
+        return replace(checkpoint, weights={**old, **dict(zip(order, new, strict=True))})
 
 
 def reinitialise(
@@ -50,11 +49,6 @@ def reinitialise(
     return replace_weights(checkpoint, names, fresh)
 
 
-def matrices_of(name: str, weight: Tensor) -> tuple[Tensor, ...]:
-    """The matrices in a weight: three if it stores query, key and value together, else one."""
-    return weight.chunk(3) if ".attention.qkv." in name else (weight,)
-
-
 def generator_of(*key: object) -> np.random.Generator:
     """A random generator that depends only on the parts of the key, such as seed and name."""
     return np.random.default_rng(number(*key))
@@ -70,9 +64,7 @@ def shuffled(values: Tensor, *key: object) -> Tensor:
     rng, array = generator_of(*key), values.flatten().numpy()
     count = min(array.size // BUCKET, 256)
     if count < 2:
-        copy = array.copy()
-        rng.shuffle(copy)
-        return torch.from_numpy(copy).view(values.shape)
+        return torch.from_numpy(rng.permutation(array)).view(values.shape)
     bits, dealt = array.view(f"u{array.itemsize}"), []
     bucket_of = rng.integers(0, count, array.size, np.uint8)
     for start in range(0, array.size, CHUNK):  # chunks keep the temporary arrays small
