@@ -47,6 +47,20 @@ SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", 
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
 # more micro-batches than rows: some ranks have nothing to do in a step
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
+# Code that makes ranks compare what they exchange, as TORCH_DISTRIBUTED_DEBUG=DETAIL does. For a fork
+# that variable comes too late: its server has imported torch.
+DETAIL = "from torch.distributed import *; set_debug_level(DebugLevel.DETAIL)\n"
+# Code that makes rank 1 exchange less than rank 0 after the backward pass
+LESS = """
+import os
+from xformer.parallel import replicas
+class Less(replicas.Replicas):
+    def reduce(self, sums):
+        sums.all = sums.all[int(os.environ["RANK"]):]
+        return super().reduce(sums)
+import xformer.train
+xformer.train.Replicas = Less
+"""
 # Code that makes DDP reduce the gradient in many small buckets, and prints each with its shapes
 BUCKETS = """
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -79,7 +93,8 @@ def close(run: Path, reference: Path) -> None:
 
 
 def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Without dropout, also if a rank has no rows or a part of the model is frozen."""
+    """Without dropout, also if a rank has no rows or a part of the model is frozen. The ranks
+    compare what they exchange."""
     runs = {
         "part": (1, SMOKE, PART),
         "part-ranks": (2, SMOKE, PART),
@@ -91,6 +106,7 @@ def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: P
         forks.start(
             *training(recipe, stores[recipe], tmp_path / name, *SHORT, *NO_DROPOUT, *more),
             ranks=ranks,
+            before=DETAIL,
         )
         for name, (ranks, recipe, more) in runs.items()
     ]
@@ -98,6 +114,14 @@ def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: P
         good(fork.wait())
     for name in ("part", "task"):
         close(tmp_path / f"{name}-ranks", tmp_path / name)
+
+
+def test_ranks_that_exchange_something_else(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The comparison of what ranks exchange can fail."""
+    line = training(SMOKE, data.text, tmp_path / "run", *SHORT)
+    done = forks.run(*line, ranks=2, before=DETAIL + LESS)
+    assert done.status
+    assert "Detected mismatch between collectives on ranks" in done.err
 
 
 @pytest.mark.parametrize("kind", ["mlm", "pairs", "classify", "regress", "span", "tag"])
@@ -159,7 +183,7 @@ def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_pa
 
 def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """Two torchrun agents that meet over loopback, as on two nodes, give the losses of one
-    process."""
+    process. Their ranks compare what they exchange."""
     runs = [tmp_path / "one", tmp_path / "two"]
     lines = [training(SMOKE, data.text, run, *SHORT, *NO_DROPOUT) for run in runs]
     good(forks.run(*lines[0]))
@@ -183,6 +207,7 @@ def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) 
                 *lines[1],
             ],
             cwd=ROOT,
+            env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

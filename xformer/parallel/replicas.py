@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,29 @@ class Sums:
         self.correct += loss.correct
 
 
+class QuietLogger(dist.Logger):
+    """The logger of DistributedDataParallel, which does not report what it was made of."""
+
+    def set_construction_data_and_log(self, *given: object) -> None:
+        """Report nothing."""
+
+
+@contextmanager
+def _logger() -> Iterator[None]:
+    """A context for DistributedDataParallel's constructor under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    This level wraps the group of ranks, to compare what they exchange. The logger of torch 2.13
+    takes a wrapped group of gloo for a bare one, and the process crashes (SIGSEGV).
+    """
+    logger = dist.Logger
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
+        dist.Logger = QuietLogger  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        dist.Logger = logger  # type: ignore[misc]
+
+
 class Replicas:
     """A model of which every rank has a copy. A call returns the loss of a micro-batch.
 
@@ -51,7 +74,8 @@ class Replicas:
         self.copy: nn.Module = model
         if ranks.world_size == 1:
             return
-        self.copy = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        with _logger():
+            self.copy = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # `reduce` averages the buffers. (torch 2.13 deprecates the argument of this name, and torch
         # 2.11 has no other.)
         self.copy.broadcast_buffers = False
