@@ -88,6 +88,7 @@ def test_eight_ranks_take_steps(library: Path) -> None:
     """No rank waits for its device, and all exchange the same, whether they have rows or not."""
     seen: dict[str, list[Any]] = {}
     for name, told in lines("benchmarks.eight_ranks", library):
+        assert isinstance(told, dict), told
         seen.setdefault(name, []).append(told)
     for name in eight_ranks.CASES:
         ranks = seen.pop(name)

@@ -47,8 +47,8 @@ SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", 
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
 # more micro-batches than rows: some ranks have nothing to do in a step
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
-# Code that makes ranks compare what they exchange, as TORCH_DISTRIBUTED_DEBUG=DETAIL does. For a fork
-# that variable comes too late: its server has imported torch.
+# Code that makes ranks compare what they exchange, as TORCH_DISTRIBUTED_DEBUG=DETAIL does. A fork
+# cannot use the variable, because PyTorch reads it when it is imported.
 DETAIL = "from torch.distributed import *; set_debug_level(DebugLevel.DETAIL)\n"
 # Code that makes rank 1 exchange less than rank 0 after the backward pass
 LESS = """
