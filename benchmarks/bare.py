@@ -20,6 +20,7 @@ from xformer.config import load
 from xformer.data.batch import Batch
 from xformer.guard import Guard
 from xformer.parallel.compiled import compile_parts
+from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.recipe import Recipe
@@ -67,14 +68,15 @@ class Session:
 
 class Trainer:
     """A model and its optimizer, trained by the project's own loop. `settings` are those of a
-    recipe, such as "optim.name=adam"."""
+    recipe, such as "optim.name=adam". With a `feed` it is one of the feed's ranks."""
 
-    def __init__(self, model: Model, *settings: str):
+    def __init__(self, model: Model, *settings: str, feed: Feed | None = None):
         self.recipe = load(Recipe, ["pretrain/smoke", "data=none", "run=none", *settings])
         device = next(model.parameters()).device
-        self.ranks = Ranks(0, 1, device)
+        self.ranks = Ranks(0, 1, device) if feed is None else feed.ranks
         self.optimizer = optim.build(model, self.recipe.optim)
-        self.model = Replicas(model, self.ranks, lambda: None, self.recipe.system.precision)  # type: ignore[arg-type, return-value]
+        sample: Any = feed and feed.sample
+        self.model = Replicas(model, self.ranks, sample, self.recipe.system.precision)
         self.guard = Guard(self.recipe.train.spike, State(), device)
 
     def compile(self, batch: Batch[Tensor]) -> str:
@@ -87,10 +89,13 @@ class Trainer:
 
     def train(self, steps: Sequence[list[Batch[Tensor]]]) -> None:
         """Take steps. Each is a list of micro-batches."""
-        session: Any = Session(self.recipe, self.ranks, len(steps))
+        self.follow(((None, batches) for batches in steps), len(steps))
+
+    def follow(self, steps: Any, count: int) -> None:
+        """Take `count` steps of a feed: `steps` yields pairs of a step and its micro-batches."""
+        session: Any = Session(self.recipe, self.ranks, count)
         self.guard.state = session.state
-        every: Any = ((None, batches) for batches in steps)
-        loop(every, self.model, self.optimizer, session, self.guard, 0)
+        loop(steps, self.model, self.optimizer, session, self.guard, 0)
         self.guard.unread.clear()  # the loop waits for a device only if something is due
 
 

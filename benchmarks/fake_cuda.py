@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -30,14 +33,15 @@ LOADED = "XFORMER_FAKE_CUDA"  # set in the environment of a process that has the
 
 def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start `python -m MODULE ARGUMENTS` with a fake CUDA device. The library is compiled into
-    `folder`."""
+    `folder`, unless it is there."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
     torch_folder, library = Path(spec.origin).parent, folder / "fake_cuda.so"
     line = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(SOURCE)]
     line += [f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]
-    subprocess.run([*line, "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
+    if not library.exists():
+        subprocess.run([*line, "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
     environment = {**os.environ, "LD_PRELOAD": str(library), LOADED: "1"}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -68,13 +72,81 @@ def device() -> Iterator[None]:
         return tensor(values, **options).to(device or "cpu")
 
     with (
+        _threads(),
+        _host_memory(),
         mock.patch.object(torch, "tensor", from_host),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "Stream", torch.Stream),
+        mock.patch.object(torch.cuda, "stream", lambda stream: stream),
+        mock.patch.object(torch.cuda, "current_stream", partial(torch.Stream, device="cuda")),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
         mock.patch.object(optimizer, "_foreach_supported_types", [*lists, FakeTensor]),
         mock.patch.object(_foreach_utils, "_has_foreach_support", listed),
         mock.patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", listed),
+        # else a single element keeps its content, which cannot be copied to the device
+        mock.patch.object(FakeTensorMode, "may_turn_const", return_value=False),
         FakeTensorMode(),
+    ):
+        yield
+
+
+@contextmanager
+def _threads() -> Iterator[None]:
+    """Within the block the work of a pool's thread sees the fake device too.
+
+    Two threads at once would confuse FakeTensorMode. So a pool does its work when it is submitted,
+    in its thread, while the submitting thread waits.
+    """
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    submit, thread = ThreadPoolExecutor.submit, threading.local()
+
+    def set_device(device: torch.device) -> None:
+        thread.device = device
+
+    def submitted(
+        pool: ThreadPoolExecutor, work: Callable[..., Any], *given: Any, **named: Any
+    ) -> Future[Any]:
+        modes = _get_current_dispatch_mode_stack()
+
+        def within() -> Any:
+            assert hasattr(thread, "device"), "this thread has set no device, so GPU 0 is used"
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return work(*given, **named)
+
+        future = submit(pool, within)
+        wait([future])
+        return future
+
+    with (
+        mock.patch.object(ThreadPoolExecutor, "submit", submitted),
+        mock.patch.object(torch.cuda, "set_device", set_device),
+    ):
+        yield
+
+
+@contextmanager
+def _host_memory() -> Iterator[None]:
+    """Within the block tensors on the host can be pinned, and read as arrays of ones."""
+    import numpy as np
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def pin_memory(tensor: Any) -> Any:
+        pinned = tensor.clone()
+        pinned.is_in_pinned_memory = True
+        return pinned
+
+    def array(tensor: Tensor) -> np.ndarray:
+        assert tensor.device.type == "cpu"
+        return np.ones(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+
+    with (
+        mock.patch.object(FakeTensor, "pin_memory", pin_memory),
+        mock.patch.object(FakeTensor, "numpy", array),
+        mock.patch.object(FakeTensor, "record_stream", return_value=None),
     ):
         yield
 
@@ -90,12 +162,14 @@ class Operation:
 
 
 class Recorder:
-    """Within the block, records every operation on the fake device in `operations`, and counts in
-    `waits` those that would make the host wait for the device."""
+    """Within the block, records every operation on the fake device in `operations`, counts in
+    `waits` those that would make the host wait for the device, and notes in `collectives` the name
+    and the shape of what the ranks exchange."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.waits: Counter[str] = Counter()
+        self.collectives: list[str] = []
 
     def __enter__(self) -> Recorder:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,6 +192,8 @@ class Recorder:
     def _take(self, operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(operation.overloadpacket).removeprefix("aten.")
         given = tensors_in((args, kwargs))
+        if operation.namespace == "c10d":
+            self.collectives.append(f"{name} {[tuple(tensor.shape) for tensor in given]}")
         if name in WAITS and on_cuda(given):
             self.waits[name] += 1
         if name == "_local_scalar_dense":  # the host reads a number, but there is none
@@ -149,7 +225,8 @@ class Recorder:
         without = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking")
         if source.device.type == target.device.type:
             return False
-        return target.device.type == "cpu" or not without
+        pinned = getattr(source, "is_in_pinned_memory", False)
+        return target.device.type == "cpu" or not without or not pinned
 
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}

@@ -1,4 +1,4 @@
-"""The training step on CUDA, without a GPU: tensors have no content (benchmarks/fake_cuda.py).
+"""Training and scoring on CUDA, without a GPU: tensors have no content (benchmarks/fake_cuda.py).
 
 As on a real device, mixing devices is an error, and so are arguments that an operation does not
 accept.
@@ -17,8 +17,9 @@ import torch
 from helpers import command
 from torch import Tensor
 
-from benchmarks import fake_cuda, first_hour
+from benchmarks import eight_ranks, fake_cuda, first_hour, splits
 from benchmarks.steps import CASES, STEPS
+from xformer import optim
 from xformer.data.errors import BadInput
 from xformer.ops import attention
 from xformer.parallel import compiled, processes
@@ -26,25 +27,88 @@ from xformer.parallel import compiled, processes
 READ = "_local_scalar_dense"  # the host reads a number from the device
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
-def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
-    """No case waits in every step, except optimizers that must ask the host and two cases that are
-    wrong on purpose. Those two show that the check can fail.
-    """
-    process = fake_cuda.start("benchmarks.steps", tmp_path)
+ONE_COPY = {"a blocking copy": 1}  # all outputs of a split, to the host
+no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the library of the fake device."""
+    return tmp_path_factory.mktemp("fake_cuda")
+
+
+def lines(module: str, library: Path) -> list[tuple[str, Any]]:
+    """What a module prints about its cases on the fake device."""
+    process = fake_cuda.start(module, library)
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
-    waits: dict[str, Any] = dict(map(json.loads, out.splitlines()))
+    return [(name, told) for name, told in map(json.loads, out.splitlines())]
 
+
+@no_device
+def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
+    """In every case but those that are wrong on purpose, and show that the check can fail."""
+    waits = dict(lines("benchmarks.steps", library))
     told = waits.pop("a step that waits")
     assert told == {READ: STEPS, "a blocking copy": 2 * STEPS, "index by a mask": STEPS}
+    weights = len(list(CASES["adagrad"].trainer("cpu").model.model.parameters()))
+    assert waits.pop("an optimizer that waits")[READ] > STEPS * weights
     told = waits.pop("a step that mixes devices")
     assert "Expected all tensors to be on the same device" in told
+    assert set(optim.KINDS) == {"adam", "adamw", *first_hour.ASK_THE_HOST}
     expected = {case: {READ: STEPS} if case in first_hour.ASK_THE_HOST else {} for case in CASES}
     for case in ("Hilbert-CNN", "class weights"):
         # the first step copies the curve, or the class weights, to the device
         expected[case] = {"a blocking copy": 1}
     assert waits == expected
+
+
+@no_device
+def test_scoring_waits_once_a_split(library: Path) -> None:
+    """Its batches are made while the one before is computed. Prediction shares the code."""
+    seen = dict(lines("benchmarks.splits", library))
+    told = {name: seen.pop(name) for name in splits.WRONG}
+    assert seen.keys() == splits.SCORED.keys()
+    seen["Hilbert-CNN"]["waits"]["a blocking copy"] -= 1  # the curve, in the first batch
+    for name, case in seen.items():
+        batches = len(case["ahead"])
+        assert batches > 3, name
+        assert case == {"waits": ONE_COPY, "ahead": [1] * (batches - 1) + [0]}, name
+
+    right = seen["classify, fp32"]
+    batches = len(right["ahead"])
+    assert told["an evaluation that reads"]["waits"] == ONE_COPY | {READ: batches}
+    assert told["an evaluation that copies"]["waits"] == {"a blocking copy": 1 + batches}
+    assert told["batches one by one"] == right | {"ahead": [0] * batches}
+    message = "Expected all tensors to be on the same device"
+    assert message in told["an evaluation that mixes devices"]
+    assert "this thread has set no device" in told["a thread on any device"]
+
+
+@no_device
+def test_eight_ranks_take_steps(library: Path) -> None:
+    """No rank waits for its device, and all exchange the same, whether they have rows or not."""
+    seen: dict[str, list[Any]] = {}
+    for name, told in lines("benchmarks.eight_ranks", library):
+        assert isinstance(told, dict), told
+        seen.setdefault(name, []).append(told)
+    for name in eight_ranks.CASES:
+        ranks = seen.pop(name)
+        assert len(ranks) == eight_ranks.CASES[name].ranks
+        exchanged = ranks[0]["exchanged"]
+        begun, trained, scored = exchanged
+        assert (len(begun), len(scored)) == (2, 1), name
+        assert trained == eight_ranks.STEPS * trained[: len(trained) // eight_ranks.STEPS], name
+        for rank in ranks:
+            assert rank.pop("micro-batches") in ([1, 0], [2, 1]), name
+            expected = {"waits in training": {}, "waits in scoring": ONE_COPY}
+            assert rank == expected | {"exchanged": exchanged}, name
+
+    first, second = seen.pop("ranks without rows exchange less")
+    assert first["exchanged"] != second["exchanged"]
+    for rank in seen.pop("a loss that reads"):
+        assert rank["waits in training"] == {READ: sum(rank["micro-batches"])}
+    assert not seen
 
 
 def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,13 +40,36 @@ from xformer.data.batch import Workload
 from xformer.data.files import read_json
 from xformer.model.config import ModelConfig
 from xformer.parallel import processes as ranks_and_devices
-from xformer.profile import OTHER, SKIP, STEPS, kind_of_name, summary
+from xformer.profile import HEADING, OTHER, SKIP, STEPS, kind_of_name, summary
 from xformer.tasks.task import Model
 
 SHORT = ["train.steps=9", "train.checkpoint_every=4", "train.validate_every=6", "train.log_every=3"]
 PART = ['train.only=["mlm_head"]', "optim.weight_decay=0.1"]
 # more micro-batches than rows: some ranks have nothing to do in a step
 IDLE = ["batch.rows=3", "batch.accumulate=2", "model.shared_layers=true"]
+# Code that makes ranks compare what they exchange, as TORCH_DISTRIBUTED_DEBUG=DETAIL does. A fork
+# cannot use the variable, because PyTorch reads it when it is imported. This level wraps the group
+# of ranks. The logger of torch 2.13 takes a wrapped group of gloo for a bare one and crashes, so it
+# is told nothing.
+DETAIL = """
+import torch.distributed as dist
+class Quiet(dist.Logger):
+    def set_construction_data_and_log(self, *given):
+        pass
+dist.set_debug_level(dist.DebugLevel.DETAIL)
+dist.Logger = Quiet
+"""
+# Code that makes rank 1 exchange less than rank 0 after the backward pass
+LESS = """
+import os
+from xformer.parallel import replicas
+class Less(replicas.Replicas):
+    def reduce(self, sums):
+        sums.all = sums.all[int(os.environ["RANK"]):]
+        return super().reduce(sums)
+import xformer.train
+xformer.train.Replicas = Less
+"""
 # Code that makes DDP reduce the gradient in many small buckets, and prints each with its shapes
 BUCKETS = """
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -78,7 +102,8 @@ def close(run: Path, reference: Path) -> None:
 
 
 def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """Without dropout, this holds even if a rank has no rows or a part of the model is frozen."""
+    """Without dropout, also if a rank has no rows or a part of the model is frozen. The ranks
+    compare what they exchange."""
     runs = {
         "part": (1, SMOKE, PART),
         "part-ranks": (2, SMOKE, PART),
@@ -90,6 +115,7 @@ def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: P
         forks.start(
             *training(recipe, stores[recipe], tmp_path / name, *SHORT, *NO_DROPOUT, *more),
             ranks=ranks,
+            before=DETAIL,
         )
         for name, (ranks, recipe, more) in runs.items()
     ]
@@ -97,6 +123,14 @@ def test_ranks_give_the_run_of_one_process(forks: Forks, data: Toys, tmp_path: P
         good(fork.wait())
     for name in ("part", "task"):
         close(tmp_path / f"{name}-ranks", tmp_path / name)
+
+
+def test_ranks_that_exchange_something_else(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The comparison of what ranks exchange can fail."""
+    line = training(SMOKE, data.text, tmp_path / "run", *SHORT)
+    done = forks.run(*line, ranks=2, before=DETAIL + LESS)
+    assert done.status
+    assert "Detected mismatch between collectives on ranks" in done.err
 
 
 @pytest.mark.parametrize("kind", ["mlm", "pairs", "classify", "regress", "span", "tag"])
@@ -240,6 +274,11 @@ def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: 
     assert not any("mfu" in record for record in log(plain))  # the CPU has no known peak
 
 
+def shares_of(lines: list[str]) -> dict[str, float]:
+    """The percentages in the lines of a profile's summary, by name."""
+    return {line[:24].strip(): float(line[24:].split()[0]) for line in lines}
+
+
 def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """A trace and its summary are written after 15 steps, and the run's results do not change."""
     last = SKIP + STEPS
@@ -262,11 +301,14 @@ def test_profile_leaves_the_run_as_it_is(forks: Forks, data: Toys, tmp_path: Pat
     assert text in done.err
     title, *lines = text.splitlines()
     assert title.startswith(f"steps {SKIP + 1} to {last}: ")
-    shares = {line[:24].strip(): float(line[24:].split()[0]) for line in lines}
+    shares = shares_of(lines[: lines.index(HEADING)])
     assert len(shares) == 10
     assert sum(shares.values()) == pytest.approx(100, abs=1)
     for kind in ("matrix products", "attention", "LayerNorm", "dropout", "optimizer"):
         assert 0 < shares[kind] < 100, kind
+    ours = shares_of(lines[lines.index(HEADING) + 1 :])
+    assert ours.keys() == {"attention", "add_norm", "dropout", "vocabulary_loss"}
+    assert sum(ours.values()) < 100
     good(forks.run(*line, "overwrite=true", "system.profile=false"))
     assert not (traced / "profile").exists()
 
@@ -279,9 +321,8 @@ def test_profile_of_a_short_run_says_so(forks: Forks, data: Toys, tmp_path: Path
 
 
 def test_profile_of_a_gpu() -> None:
-    """A kernel counts for the operator that started it, or else under its own name. Gaps are idle
-    time.
-    """
+    """Kernels count for the operator that started them, else by their own name. Gaps are idle
+    time. A backward pass counts for the operation whose gradient it computes."""
 
     def kernel(name: str, begin: float, end: float) -> Any:
         span = SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
@@ -292,7 +333,9 @@ def test_profile_of_a_gpu() -> None:
             is_user_annotation=name == "optimizer",
         )
 
-    def operator(name: str, own: float, parent: Any = None, started: Any = None) -> Any:
+    def operator(
+        name: str, own: float, parent: Any = None, started: Any = None, **more: int
+    ) -> Any:
         kernels = [
             SimpleNamespace(name=k.name, duration=k.time_range.elapsed_us()) for k in started or []
         ]
@@ -302,14 +345,23 @@ def test_profile_of_a_gpu() -> None:
             self_cpu_time_total=own,
             cpu_parent=parent,
             kernels=kernels,
+            time_range=SimpleNamespace(start=0),
+            **{"scope": 0, "thread": 1, "fwd_thread": 0, "sequence_nr": -1, **more},
         )
 
     product = kernel("nvjet_tst_128x256", 0, 40)
     scale = kernel("void at::native::vectorized_elementwise_kernel<4, Mul>", 40, 45)
     norm = kernel("triton_per_fused_add_native_layer_norm_3", 45, 60)
     overlapping = kernel("ncclDevKernel_AllReduce_Sum_f32", 50, 70)
+    more = kernel("void at::native::layer_norm_backward", 90, 94)
     step = operator("optimizer", 3.0)
+    add_norm = operator("xformer::add_norm", 1.0, sequence_nr=7)
+    backward = {"scope": 1, "thread": 2, "fwd_thread": 1}
     events = [
+        add_norm,
+        operator("aten::native_layer_norm", 1.0, parent=add_norm, started=[norm], sequence_nr=7),
+        operator("AddBackward0", 1.0, started=[more], sequence_nr=7, **backward),
+        operator("AddBackward0", 1.0, sequence_nr=8, **backward),
         operator("aten::addmm", 5.0, started=[product]),
         step,
         operator("aten::mul_", 1.0, parent=step, started=[scale]),
@@ -318,20 +370,49 @@ def test_profile_of_a_gpu() -> None:
         scale,
         norm,
         overlapping,
+        more,
         kernel("optimizer", 38, 95),
     ]
     lines = summary(events, 100e-6, cuda=True)
-    shares = {line[:24].strip(): float(line[24:].split()[0]) for line in lines}
-    assert lines[0].split() == ["GPU", "idle", "30.0", "%"]
+    cut = lines.index(HEADING)
+    assert shares_of(lines[cut + 1 :]) == {"add_norm": 19}
+    shares = shares_of(lines[:cut])
+    assert lines[0].split() == ["GPU", "idle", "26.0", "%"]
     expected = {
         "matrix products": 40,
         "optimizer": 5,
-        "LayerNorm": 15,
+        "LayerNorm": 19,
         "communication": 20,
         "waiting for data": 20,
-        "GPU idle": 30,
+        "GPU idle": 26,
     }
     assert {kind: share for kind, share in shares.items() if share} == expected
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_profiler_knows_the_operations() -> None:
+    """Also outside a run, and with the plain implementations. Without it no range is made."""
+    batch = random_batch()
+    config = ModelConfig(
+        vocab_size=PIECES, layers=1, hidden=HIDDEN, heads=HEADS, intermediate=INNER
+    )
+    model = Model(config, task("mlm")).train()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.1, generator=seeded(len(weight)))
+
+    def step() -> None:
+        model(batch).total.backward()
+
+    with mock.patch.object(torch.profiler, "record_function", side_effect=AssertionError):
+        step()
+        with pytest.raises(AssertionError), torch.profiler.profile():
+            step()
+    with torch.profiler.profile() as trace:
+        step()
+    named = {"attention", "add_norm", "dropout", "vocabulary_loss"}
+    assert {f"xformer::{name}" for name in named} <= {event.name for event in trace.events()}
+    lines = summary(trace.events(), 1.0, cuda=False)
+    assert shares_of(lines[lines.index(HEADING) + 1 :]).keys() == named
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 RUN/profile/steps_A-B.pt.trace.json.gz    for https://ui.perfetto.dev, chrome://tracing, or
                                           TensorBoard's profiler plugin
-RUN/profile/steps_A-B.txt                 percent of the time by kind of work
+RUN/profile/steps_A-B.txt                 percent of the time by kind of work, and in our operations
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ WORDS = {
 }
 KINDS = {kind: re.compile(words, re.IGNORECASE) for kind, words in WORDS.items()}
 OTHER = "everything else"
+OURS = "xformer::"  # begins the names of the operations in xformer.ops
+BACKWARD = 1  # the scope of an event of the backward pass
+HEADING = "of this, in xformer.ops with the backward passes:"
 
 
 class Profiler:
@@ -99,7 +102,8 @@ class Profiler:
 
 
 def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
-    """Lines with the share of `seconds`, in percent, that each kind of work took.
+    """Lines with the share of `seconds`, in percent, that each kind of work took, and then the
+    share of each operation of xformer.ops that was called.
 
     On CUDA these are the times of kernels, the time without any kernel, and, for information, the
     time that the host waited for data. On the CPU they are the operators' own times on the main
@@ -118,7 +122,9 @@ def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:
     else:
         times[OTHER] = times.get(OTHER, 0.0) + whole - sum(times.values())
     order = sorted(KINDS, key=lambda kind: -times.get(kind, 0.0))
-    return lines + [_line(kind, times.get(kind, 0.0), whole) for kind in (*order, OTHER)]
+    lines += [_line(kind, times.get(kind, 0.0), whole) for kind in (*order, OTHER)]
+    ours = sorted(_times_of_ours(events, cuda).items(), key=lambda pair: -pair[1])
+    return [*lines, *([HEADING] if ours else []), *(_line(*pair, whole) for pair in ours)]
 
 
 def _line(kind: str, seconds: float, whole: float) -> str:
@@ -152,6 +158,39 @@ def _kernel_times(events: list[Any]) -> dict[str, float]:
             kind = kinds.pop() if kinds else kind_of_name(event.name)
             times[kind] = times.get(kind, 0.0) + duration
     return times
+
+
+def _times_of_ours(events: list[Any], cuda: bool) -> dict[str, float]:
+    """Microseconds in each of our operations, backward passes included: of kernels on CUDA, else of
+    operators. If one of our operations calls another, the time is the other's."""
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    owners = {
+        (event.thread, event.sequence_nr): _ours(event, {})
+        for event in sorted(on_host, key=lambda event: event.time_range.start)
+        if event.sequence_nr >= 0 and not event.fwd_thread  # it is of a forward pass
+    }
+    times: dict[str, float] = {}
+    for event in on_host:
+        if name := _ours(event, owners):
+            kernels = sum(k.duration for k in event.kernels if k.name != event.name)  # no range
+            spent = kernels if cuda else event.self_cpu_time_total
+            times[name] = times.get(name, 0.0) + spent
+    return times
+
+
+def _ours(event: Any, owners: dict[tuple[int, int], str]) -> str:
+    """The operation of ours that an operator belongs to, or "".
+
+    An operator of the backward pass has the thread and the number of the operator whose gradient it
+    computes. `owners` says which operation of ours that one belongs to.
+    """
+    while event is not None:
+        if event.name.startswith(OURS):
+            return str(event.name).removeprefix(OURS).removesuffix("_backward")
+        if event.scope == BACKWARD and event.sequence_nr >= 0:
+            return owners.get((event.fwd_thread, event.sequence_nr), "")
+        event = event.cpu_parent
+    return ""
 
 
 def _kind_of(event: Any) -> str:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.ops import dropout, native
-from xformer.ops.library import define, differentiate
+from xformer.ops.library import define, differentiate, named
 
 
+@named
 def add_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, rate: float = 0.0
 ) -> tuple[Tensor, Tensor]:

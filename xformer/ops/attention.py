@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xformer.ops import dropout as dropouts
 from xformer.ops import native
-from xformer.ops.library import define, differentiate
+from xformer.ops.library import define, differentiate, named
 
 SINGLE = torch.float32
 SIMILAR = 16  # tokens: lengths between the same two multiples of it are padded together
@@ -51,6 +51,7 @@ def layout(boundaries: Sequence[int] | np.ndarray, device: torch.device | str = 
     return Layout(torch.from_numpy(ends).to(device), int(np.diff(ends).max(initial=0)))
 
 
+@named
 def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
 

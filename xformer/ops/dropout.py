@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.ops import native
-from xformer.ops.library import define, differentiate
+from xformer.ops.library import define, differentiate, named
 
 # The two odd multipliers of MurmurHash3's 32-bit finaliser, which spreads every input bit over
 # every output bit. They are signed: int32 arithmetic wraps, so its 32 bits are the same.
@@ -20,6 +20,7 @@ MULTIPLIER_1 = 0x85EBCA6B - 2**32
 MULTIPLIER_2 = 0xC2B2AE35 - 2**32
 
 
+@named
 def dropout(x: Tensor, rate: float) -> Tensor:
     """Set each element of x to 0 with probability `rate`, else divide it by 1 - rate (Srivastava et
     al. 2014).

@@ -8,12 +8,32 @@ calls take 160 us together on a tiny input, and these take 100 us.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import profiler
+from torch.compiler import is_compiling
 
 LIBRARY = torch.library.Library("xformer", "DEF")
 Keep = Callable[[Any, tuple[Any, ...], Any], None]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def named(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a profiler show the calls of an operation as `xformer::NAME`, whichever implementation
+    they choose. Without a profiler a call only reads the flag that PyTorch keeps for this."""
+    name = f"xformer::{function.__name__}"
+
+    @wraps(function)
+    def call(*given: Given.args, **options: Given.kwargs) -> Result:
+        if is_compiling() or not profiler._is_profiler_enabled:
+            return function(*given, **options)
+        with torch.profiler.record_function(name):
+            return function(*given, **options)
+
+    return call
 
 
 def define(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.ops import native
-from xformer.ops.library import define, differentiate
+from xformer.ops.library import define, differentiate, named
 
 ALIGNED = 16  # floats: a product is faster if the rows it writes begin at multiples of 64 bytes
 
 
+@named
 def vocabulary_loss(
     h: Tensor, word: Tensor, bias: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
