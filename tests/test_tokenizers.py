@@ -91,7 +91,7 @@ def test_symbols():
     np.testing.assert_array_equal(dna.encode_batch(["", "😀"])[1], [dna.special["unk"]])
     assert dna.decode([5, 6]) == "AC"
     for wrong in (["a b"], [""], ["[MASK]"], [], ["AB"]):
-        with pytest.raises(BadInput, match="cannot be the symbols"):
+        with pytest.raises(BadInput, match="cannot be symbols"):
             vocabularies.symbols(wrong)
 
 
