@@ -5,8 +5,8 @@
     python evaluate.py runs/english text='The [MASK] sat on the mat.' top=10
     python evaluate.py runs/cola input=sentences.csv out=predictions.tsv
 
-The first argument is the directory of a checkpoint, or of a finished run, which stands for the
-checkpoint that train.select chose.
+The first argument is the directory of a checkpoint or of a finished run. For a run, the checkpoint
+that train.select chose is used.
 """
 
 from xformer.start import run

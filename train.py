@@ -13,8 +13,9 @@ r"""Pre-train or fine-tune a model, as a recipe says.
         surgery='[{op="clean"}]' run=runs/cola-scratch
 
 A recipe is a TOML file, or the name of one that comes with the package; `xformer recipes` lists
-them. To resume a stopped run exactly where it left off, repeat the command. Values are parsed as
-TOML, or else taken as strings; data='["stores/a", "stores/b"]' joins the rows of two stores.
+these. To resume a stopped run exactly where it left off, repeat the command. Values are parsed as
+TOML; values that are not TOML are strings. data='["stores/a", "stores/b"]' joins the rows of two
+stores.
 """
 
 from xformer.start import run

@@ -144,7 +144,7 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     result = json.loads((tmp_path / "o/pwcca.json").read_text())
     assert [c["name"] for c in result["checkpoints"]] == ["left", "right"]
     pair = open_pair([str(out), str(out)])
-    with pytest.raises(BadInput, match=r"wanted: hidden of 7"):
+    with pytest.raises(BadInput, match=r"hidden of the layers 7 is needed"):
         next(pair.stream([[7], [0]]))
 
 

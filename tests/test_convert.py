@@ -355,7 +355,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a tensor too wide": (
         changed(WORD, lambda w: w[:, 1:]),
-        f"encoder.embeddings.word.weight is ({PIECES}, {HIDDEN - 1}) where its config wants "
+        f"encoder.embeddings.word.weight is ({PIECES}, {HIDDEN - 1}), but its config needs "
         f"({PIECES}, {HIDDEN})",
     ),
     "query unlike key": (
@@ -515,7 +515,7 @@ BAD |= {
     "too wide by far": (config(hidden_size=3 * 10**9), "hidden input should be less than 16777216"),
     "too wide": (
         config(hidden_size=3 * 10**4),
-        "word.weight is (97, 39) where its config wants (97, 30000)",
+        "word.weight is (97, 39), but its config needs (97, 30000)",
     ),
     "an activation that is a list": (
         config(hidden_act=["gelu"]),
@@ -563,7 +563,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another width of embeddings": (
         "albert",
         config(embedding_size=12),
-        "is (97, 11) where its config wants (97, 12)",
+        "is (97, 11), but its config needs (97, 12)",
     ),
     "no projection": (
         "albert",
@@ -584,7 +584,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "too few positions": (
         "roberta",
         config(max_position_embeddings=12),
-        "is (19, 39) where its config wants",
+        "is (19, 39), but its config needs",
     ),
     "half a head": (
         "roberta",
@@ -599,7 +599,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "more pieces than vectors": (
         "roberta",
         config(vocab_size=90),
-        "is (97, 39) where its config wants (90, 39)",
+        "is (97, 39), but its config needs (90, 39)",
     ),
     "a list of types": (
         "bert",

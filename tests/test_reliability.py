@@ -92,7 +92,7 @@ def test_a_finished_run_that_keeps_no_state(
     with (selected / "model.safetensors").open("r+b") as weights_file:
         weights_file.seek(-1, os.SEEK_END)
         weights_file.write(b"x")
-    refused(forks.run(*line), "is damaged", "has no other checkpoint; overwrite=true")
+    refused(forks.run(*line), "is damaged", "has no other checkpoint; give overwrite=true")
 
 
 def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_path: Path) -> None:
