@@ -198,7 +198,7 @@ def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_pat
     pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings, trust=True))
     assert (tmp_path / "o/pwcca.json").is_file()
     both = [str(small / "a"), str(small / "b")]
-    with pytest.raises(BadInput, match=r"trust= is for captures"):
+    with pytest.raises(BadInput, match=r"trust= applies only to captures"):
         pwcca.run(both, pwcca.PwccaConfig(**settings, data=str(small / "s"), trust=True))
 
 

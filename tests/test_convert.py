@@ -341,9 +341,9 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut pickle": (truncated("pytorch_model.bin", 0.7), "pytorch_model.bin is refused"),
     "cut early": (truncated("pytorch_model.bin", 0.01), "pytorch_model.bin is refused"),
     "empty pickle": (truncated("pytorch_model.bin", 0), "pytorch_model.bin is refused"),
-    "cut safetensors": (truncated("model.safetensors", 0.9), "not a whole safetensors file"),
-    "cut header": (truncated("model.safetensors", 0.001), "not a whole safetensors file"),
-    "empty safetensors": (truncated("model.safetensors", 0), "not a whole safetensors file"),
+    "cut safetensors": (truncated("model.safetensors", 0.9), "not a complete safetensors file"),
+    "cut header": (truncated("model.safetensors", 0.001), "not a complete safetensors file"),
+    "empty safetensors": (truncated("model.safetensors", 0), "not a complete safetensors file"),
     "no weights": (without("model.safetensors"), "has neither model.safetensors nor pytorch"),
     "a tensor missing": (
         changed(QUERY, lambda w: None),
@@ -479,7 +479,7 @@ BAD |= {
     ),
     "a shard cut": (
         sharded(lambda places, source: truncated(places[QUERY], 0.9)(source)),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "a lying index": (sharded(lying), f"lacks the tensor {QUERY}, which model.safetensors.index"),
     "a tensor in two shards": (sharded(doubled), f"holds {QUERY}, and so does another shard"),

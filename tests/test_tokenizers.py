@@ -146,7 +146,7 @@ def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
     meta = json.loads((tmp_path / tokenizers.META).read_text())
     del meta["kind"]
     (tmp_path / tokenizers.META).write_text(json.dumps(meta))
-    with pytest.raises(BadInput, match="not a tokenizer's description"):
+    with pytest.raises(BadInput, match="does not describe a tokenizer"):
         tokenizers.load_tokenizer(tmp_path)
 
 

@@ -123,7 +123,8 @@ def parts_of(weights: Collection[str]) -> list[str]:
 
 
 def check_weights(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
-    """Raise BadInput that names the first weight that is missing, unexpected or misshapen."""
+    """Raise BadInput that names the first weight that is missing or has the wrong shape, or the
+    weights that are unexpected."""
     for name, tensor in wanted.items():
         if name not in given:
             raise BadInput(f"{where} lacks the weight {name}, {tuple(tensor.shape)}")
@@ -311,9 +312,9 @@ def check_output(out: Path, overwrite: bool, *read: Path) -> None:
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory of the checkpoint for a path, which is a checkpoint or a finished run. For a
-    run it is the checkpoint that the run selected. A path that does not exist can name a checkpoint
-    that comes with the package, such as micro/english. Raises BadInput if there is none."""
+    """The checkpoint directory for a path. If the path is a finished run, it is the checkpoint that
+    the run selected. A path that does not exist can name a checkpoint that comes with the package,
+    such as micro/english. Raises BadInput if there is no checkpoint."""
     given, path = Path(path), installed(path)
     put_back(path)
     if (path / "manifest.json").is_file():
@@ -371,8 +372,9 @@ def _sums(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
-    """A context that yields a checkpoint, which is verified in the background, and a function. The
-    function waits until the checkpoint is verified, and raises BadInput if it is damaged."""
+    """A context that yields a checkpoint and a function. The checkpoint is verified in the
+    background. The function waits for the result, and raises BadInput if the checkpoint is
+    damaged."""
     with ThreadPoolExecutor(1) as pool:
         check = pool.submit(verify, path)
         try:
@@ -437,6 +439,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
     except safetensors.SafetensorError as error:
-        raise BadInput(f"{path} is not a whole safetensors file: {error}") from None
+        raise BadInput(f"{path} is not a complete safetensors file: {error}") from None
     except OSError as error:  # a directory, for example
         raise BadInput(f"{path} cannot be read: {error}") from None

@@ -38,7 +38,7 @@ SHORT = {"seed": "all"}  # `seed = N` is short for `seed.all = N`
 MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys that were renamed
 # keys that were removed, and why
 GONE = {"system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"}
-LARGEST = 2**24  # bytes of a recipe
+LARGEST = 2**24  # largest size of a recipe in bytes
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
@@ -227,7 +227,7 @@ def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
-    """The settings with these values. Raises BadInput that describes the first error in a line."""
+    """The settings with these values. Raises BadInput with one line about the first error."""
     _refuse_nul(values)
     refuse_moved(values, schema.model_fields)
     try:

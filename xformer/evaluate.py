@@ -98,7 +98,7 @@ def fill_mask(
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
     if task is None or not task.predicts_masked:
         raise BadInput(
-            "this checkpoint has no MLM head, so it cannot fill a mask; give a pre-trained one"
+            "this checkpoint has no MLM head, so it cannot fill a mask; give one that has"
         )
     batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
     model = checkpoint.model().to(ranks.device)
@@ -226,7 +226,10 @@ def _wants_arrays(config: EvaluateConfig) -> bool:
 
 def _check_threshold(config: EvaluateConfig, task: Task) -> None:
     if config.threshold is not None and not task.takes_threshold:
-        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {task.name}")
+        raise BadInput(
+            f"threshold= applies only to span heads, but this checkpoint's head is {task.name}: "
+            "leave it out"
+        )
 
 
 def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:

@@ -148,8 +148,8 @@ class Board:
     """A new file of TensorBoard events in a directory, for the steps from `step` on. The file tells
     TensorBoard to discard these steps from older files.
 
-    It contains one event for each line of the log. torch's SummaryWriter would write one for each
-    number, each of them ten times as slowly, and takes seconds to import.
+    It contains one event for each line of the log. torch's SummaryWriter would write one event for
+    each number, would need ten times as long for each event, and takes seconds to import.
     """
 
     def __init__(self, directory: Path, step: int):
@@ -219,8 +219,8 @@ def cut_log(run: Path, step: int) -> str:
 
     If lines up to `step` cannot be read, keeps a copy of the damaged log and returns a line that
     says so; otherwise returns "". An incomplete last line does not count as damage, because a
-    killed run can leave one. It always belongs to a step after the checkpoint, which will be
-    repeated, because the log is flushed before a checkpoint is written.
+    killed run can leave one. The log is flushed before a checkpoint is written, so an incomplete
+    line is of a step after the checkpoint, which will be repeated.
     """
     path = run / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""

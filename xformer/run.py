@@ -63,14 +63,15 @@ SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "s
 
 @dataclass
 class State:
-    """The progress of a run. To resume, a run needs only this, the weights and the moments."""
+    """The progress of a run. This, the weights and the optimizer's moments are all that a run needs
+    to resume."""
 
     step: int = 0
     position: int = 0  # samples consumed
     best_step: int = 0
     best_scores: dict[str, float] = field(default_factory=dict)
     last_scores: dict[str, float] = field(default_factory=dict)
-    worse: int = 0  # validations since the best one
+    worse: int = 0  # number of validations since the best one
     seconds: float = 0.0
     real_tokens: int = 0
     dropped: int = 0  # updates that were dropped because of numerical trouble
@@ -139,7 +140,8 @@ class Run:
         return self.path / FOLDER / f"{split}.npz"
 
     def newest(self) -> Path | None:
-        """The newest undamaged checkpoint. Damaged ones are renamed and reported."""
+        """The newest undamaged checkpoint, or None. Damaged checkpoints are renamed and
+        reported."""
         for aside in (self.path / "checkpoints").glob(f".step_*{ASIDE}"):
             put_back(aside.with_name(aside.name.split(".")[1]))
         for path in sorted(self._checkpoints(), key=_step, reverse=True):

@@ -62,7 +62,7 @@ DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError
 
 
 class CaptureConfig(ExamplesConfig):
-    """What is written."""
+    """What a capture contains, and where it is written."""
 
     out: str
     """The HDF5 file to write, F.h5. Its parts are in F.h5.parts, next to it. The directory is
@@ -146,7 +146,7 @@ def _identity(
 
 
 def _refuse_other(on_disk: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
-    """Raise BadInput, with the settings that differ, if the capture on disk is another one."""
+    """Raise BadInput that lists the different settings if the capture on disk is another one."""
     # Paths may have changed. The hashes `weights` and `store_key` are compared instead.
     paths = ("checkpoint", "store")
     differing = [

@@ -7,8 +7,8 @@
 
 Both checkpoints read the same examples. Every token is a sample, and every hidden unit is a neuron.
 Layer 0 is the output of the embeddings. Give the same checkpoint twice to compare its layers with
-each other. A comparison of one layer with one layer takes one pass over the examples, other
-comparisons take two.
+each other. Comparing one layer with one layer takes one pass over the examples; comparing several
+layers takes two.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MEASURES = ("pwcca", "svcca", "cca", "cka")
 
 @dataclass(frozen=True)
 class Similarity:
-    """How similar the representations of two networks are. A measure of 1 means equal.
+    """Measures of how similar the representations of two networks are; 1 means equal.
 
     `pwcca` takes its weights from the first network, `pwcca_reversed` from the second.
     `correlations` (k,) are the canonical correlations, largest first, and `weights` (k,) are the
-    weights that `pwcca` gives them. `ranks` are the numbers of directions of each network, without
-    those whose singular value is below 1e-6 of the network's largest. `chance` is the mean
-    correlation of independent Gaussian samples of the same size and ranks.
+    weights that `pwcca` gives them. `ranks` are the numbers of directions of the two networks;
+    directions whose singular value is below 1e-6 of a network's largest do not count. `chance` is
+    the mean correlation of independent Gaussian samples of the same size and ranks.
     """
 
     pwcca: float
@@ -362,7 +362,7 @@ def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any],
             "examples must be the same"
         )
     if config.trust:
-        raise BadInput("trust= is for captures (.h5): leave it out")
+        raise BadInput("trust= applies only to captures (.h5): leave it out")
     if not config.data:
         raise BadInput("data= is missing: checkpoints read a store; give data=STORE")
     examples = open_examples(config, paths)
@@ -388,7 +388,7 @@ def _compare_layers(
         pairs = [[pair]]
     else:
         if variant != "definition":
-            raise BadInput(f"variant={variant} compares one layer with one other: give layers=last")
+            raise BadInput(f"variant={variant} compares only one pair of layers: give layers=last")
         rows, pairs = grid(stream), []
     widest = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
     if message := too_few(widest.samples, widest.ranks):

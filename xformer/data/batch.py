@@ -69,14 +69,14 @@ class Workload:
 
     @staticmethod
     def even(rows: int, length: int, masked: float = 0.0) -> Workload:
-        """The workload of `rows` rows of `length` tokens; the share `masked` of them is masked."""
+        """The workload of `rows` rows of `length` tokens each, a share `masked` of them masked."""
         tokens = rows * length
         return Workload(tokens, tokens * length, rows, round(tokens * masked))
 
 
 @dataclass(frozen=True)
 class Masks:
-    """BERT's masking of some examples. The seed and their `epochs` (E,) decide which tokens."""
+    """Settings for BERT's masking. The seed and the examples' `epochs` (E,) select the tokens."""
 
     seed: int
     probability: float
@@ -94,7 +94,7 @@ def shared_arange(n: int, dtype: type) -> np.ndarray:
 
 
 def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated ranges: for each i, lengths[i] integers from starts[i]. (sum of lengths,)."""
+    """The concatenated ranges starts[i], ..., starts[i] + lengths[i] - 1, (sum of lengths,)."""
     skipped = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) + np.repeat(starts - skipped, lengths)
 
@@ -162,7 +162,7 @@ class Assembler:
         return 2 + (self.tokenizer.pair_separators if "tokens_b" in self.split.columns else 0)
 
     def lengths(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens of its first and second text each row keeps when truncated, (N,) each."""
+        """The lengths of the first and second text of each row after truncation, (N,) each."""
         columns, budget = self.split.columns, self.max_tokens - self.extra
         a = columns["tokens"].lengths(rows)
         if "tokens_b" not in columns:

@@ -52,10 +52,10 @@ def put(text: str) -> None:
 class Progress:
     """Shows the progress of some work on standard error.
 
-    On a terminal it draws a bar. If standard error is a file, it prints a line every EVERY seconds,
-    so short work prints nothing. Both show `done` of `total` units, the time left, and the caller's
-    newest numbers, such as the loss. Without such numbers they show the speed, unless it is below
-    1 unit a second. On a narrow terminal the bar omits the last of these.
+    On a terminal it draws a bar. Otherwise it prints a line every EVERY seconds, so short work
+    prints nothing. Both show `done` of `total` units, the time left, and the caller's newest
+    numbers, such as the loss. If there are no such numbers, they show the speed, unless it is below
+    1 unit per second. On a narrow terminal the bar omits the last of these items.
 
     `unit` is a plural such as "rows", or "B" for bytes. A `total` of 0 means that the total is
     unknown. The bar disappears when the work ends, unless `stay` is true. With `lines=False` no

@@ -99,17 +99,20 @@ def json_text(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file. A reader sees the old file or the new one, never a part."""
+    """Write a JSON file atomically: a reader sees the whole old file or the whole new one."""
     write_text(path, json_text(value))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file. A reader sees the old file or the new one, never a part."""
+    """Write a text file atomically, like `write_json`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file. A reader sees the old file or the new one, never a part."""
+    """Write a file of bytes atomically, like `write_json`. Pipes and devices are written directly.
+
+    Raises BadInput if `path` cannot be written, and OSError for an error of the disk.
+    """
     if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
         path.write_bytes(content)
         return
@@ -157,7 +160,8 @@ def sync(path: Path) -> None:
 def make_directory(path: Path, key: str = "") -> None:
     """Make a directory and its parents.
 
-    Raises BadInput if that is impossible, as in /proc. `key` precedes the path in the message.
+    Raises BadInput if the directory cannot be made, as in /proc. `key` precedes the path in the
+    message.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -181,7 +185,7 @@ def is_safe_filename(name: str) -> bool:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise BadInput if an output exists and may not be replaced, or if its parent is a file."""
+    """Raise BadInput if an output exists and `overwrite` is false, or if its parent is a file."""
     put_back(path)
     if path.exists() and not overwrite:
         raise BadInput(f"{path} exists; give another output, or --overwrite to replace it")
@@ -197,10 +201,10 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Write a directory that appears whole or not at all.
 
     Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
-    With `overwrite` an old directory stays untouched until the new one is whole and on the disk. On
-    any error the sibling is removed and `path` is unchanged. Leftovers of killed processes are
-    removed first. For a kill during the replacement see `put_back`. Raises BadInput as
-    `refuse_existing` does, and Failure if the disk is full.
+    With `overwrite` an old directory is not changed until the new one is complete and on the disk.
+    On any error the sibling is removed and `path` is not changed. Leftovers of killed processes are
+    removed first. If a process is killed during the replacement, `put_back` undoes it later. Raises
+    BadInput as `refuse_existing` does, and Failure if the disk is full.
     """
     if path.is_symlink():  # keep the link, and replace the directory that it points to
         path = Path(os.path.realpath(path))
@@ -238,7 +242,7 @@ def _replace(new: Path, path: Path, overwrite: bool) -> None:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            refuse_existing(path, overwrite)  # another process may have been faster
+            refuse_existing(path, overwrite)  # another process may have written it meanwhile
             shutil.rmtree(aside, ignore_errors=True)
             with suppress(FileNotFoundError):  # another process is replacing it too
                 path.rename(aside)
@@ -256,7 +260,8 @@ def _replace(new: Path, path: Path, overwrite: bool) -> None:
 
 
 def half_replaced(path: Path) -> bool:
-    """Whether nothing is at `path` and the directory that was there has been moved aside."""
+    """Whether a replacement of `path` is half done: the old directory has been moved aside, and
+    nothing is at `path`."""
     return not path.exists() and _moved_aside(path) is not None
 
 

@@ -59,7 +59,7 @@ OPTIONS = (
 )
 # the options of tokenizer_config.json that change no id and are exported unchanged
 KEPT = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # options of an added token
 ALBERT_STEPS = re.compile(
     r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
 )
@@ -221,7 +221,7 @@ def _source(path: Path, cased: bool) -> _Source:
 
 
 def _vocab_txt(source: _Source) -> Tokenizer:
-    # not splitlines(): a piece may be U+2028 and the like
+    # not splitlines(), because a piece may be U+2028 or another line separator
     pieces = _text(source.file).removesuffix("\n").split("\n")
     seen: dict[str, int] = {}
     for number, piece in enumerate(pieces, 1):
@@ -306,8 +306,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
                 return _albert(source, scores, charsmap, special, symbols)
             if symbols:
                 raise BadInput(
-                    f"{source.file}: {symbols[0]!r} was added to the vocabulary; XLM-RoBERTa can "
-                    "have only special tokens added; remove it"
+                    f"{source.file}: {symbols[0]!r} was added to the vocabulary, but only special "
+                    "tokens can be added to XLM-RoBERTa's; remove it"
                 )
             with _naming(source.file):
                 return vocabularies.xlm_roberta(scores, charsmap)
@@ -482,8 +482,8 @@ def _text(file: Path) -> str:
 
 
 def _vocabulary(file: Path, value: Any) -> dict[str, int]:
-    """The value, checked to be a vocabulary (piece -> id). Raises BadInput if it is not, or if its
-    ids are not 0 to the number of pieces - 1."""
+    """The value as a vocabulary (piece -> id). Raises BadInput if it is not a vocabulary, or if its
+    ids are not 0, 1, 2, ..., each once."""
     if not isinstance(value, dict) or any(type(i) is not int for i in value.values()):
         raise BadInput(f"{file} is not a vocabulary: give a JSON object that maps pieces to ids")
     for place, (i, piece) in enumerate(sorted((i, piece) for piece, i in value.items())):
@@ -572,8 +572,8 @@ def _special_token(piece: str, flags: dict[str, bool]) -> Any:
 
 
 def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
-    """The class of `transformers` that has the tokenizer's rules. If there is none, the general
-    class, which reads all rules from tokenizer.json."""
+    """The name of the class of `transformers` that has the tokenizer's rules. If there is none, it
+    is the general class, which reads all rules from tokenizer.json."""
     if tokenizer.kind == "wordpiece":
         return "BertTokenizer"
     if tokenizer.kind == "bpe" and not segments:  # RoBERTa's class gives every token the segment 0

@@ -43,7 +43,7 @@ from xformer.data.files import (
 FORMAT = 1
 MAX_PIECES = 2**24  # largest size of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
-UNLABELLED, UNSEEN = -1, -2  # labels of rows without a class; with a class not in the train split
+UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
 NO_WORD = -100  # label of a token at which no word begins (xformer.data.tags.IGNORED)
 SUMS = "sums.json"
 CHECKED = 2**22  # bytes of a column that are read at a time to check its values
@@ -102,7 +102,7 @@ class Store:
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path
-        self.name = str(path)  # what messages call it
+        self.name = str(path)  # the name in messages
         self.meta = meta
         self.kind: str = meta["kind"]
         self.labels: list[str] = meta["labels"]
@@ -137,7 +137,7 @@ class Store:
         return tokenizers.load_tokenizer(self.path)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
-        """Check every 64 MiB block of every column; yields (file, block number, is it good).
+        """Check every 64 MiB block of every column; yields (file, block number, whether good).
 
         A good block has the recorded checksum and contains only valid values. The iterator ends
         early if the store has been replaced since it was opened.

@@ -94,8 +94,8 @@ class Tokenizer:
 
     @property
     def mask_takes_space(self) -> bool:
-        """Whether a mask includes the space before it: as published, or by default only for BPE, as
-        in RoBERTa."""
+        """Whether a mask includes the space before it. If the publisher did not say, it does for
+        BPE, as in RoBERTa, and does not for other kinds."""
         mask = self.published.get("special", {}).get(self.meta["special"]["mask"])
         return bool(mask["lstrip"]) if mask else self.kind == "bpe"
 
@@ -209,7 +209,7 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Load the tokenizer in a directory: a tokenizer, a store, a checkpoint or a finished run.
 
-    Raises BadInput if it holds none, or if its files differ from the recorded fingerprint.
+    Raises BadInput if there is no tokenizer, or if its files differ from the recorded fingerprint.
     """
     path = installed(directory)
     put_back(path)
@@ -229,7 +229,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
                 _restore_scores(model, path / "tokenizer.json")
         tokenizer = Tokenizer(meta, model, published)
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{path / META} is not a tokenizer's description: {error!r}") from None
+        raise BadInput(f"{path / META} does not describe a tokenizer: {error!r}") from None
     if tokenizer.fingerprint != fingerprint:
         raise BadInput(
             f"the tokenizer in {path} was changed after it was saved: make it again, or restore it "

@@ -33,7 +33,7 @@ from xformer.tasks.task import (
     texts,
 )
 
-LONGEST = 30  # tokens of an answer (Devlin et al. 2019)
+LONGEST = 30  # largest number of tokens in an answer (Devlin et al. 2019)
 NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the columns of the outputs; see Span
 
 
@@ -131,7 +131,8 @@ class Span(Task):
         known = [i for i, answers in enumerate(right) if answers is not None]
         if not known:
             raise BadInput(
-                f"the split {predictions.split!r} has no answers to score against; give another"
+                f"the split {predictions.split!r} has no answers to score against; give another "
+                "split="
             )
         gold = [right[i] or [] for i in known]
         predicted, margin = [predictions.questions.answer[i] for i in known], margin[known]
@@ -163,7 +164,8 @@ def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
     """Packed values (T, K) -> padded values (N, L, K), with -inf after the end of a sequence."""
     sizes = batch.cu_seqlens.diff()  # (N,)
     row = torch.arange(len(sizes), device=values.device)
-    row = row.repeat_interleave(sizes, output_size=len(values))  # a known size: CUDA need not sync
+    # CUDA need not synchronise if it knows the size of the output
+    row = row.repeat_interleave(sizes, output_size=len(values))
     out = values.new_full((len(sizes), batch.longest, values.size(1)), -torch.inf)
     return out.index_put((row, batch.positions), values)
 
@@ -196,8 +198,8 @@ def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
 def best_windows(
     best: np.ndarray, no_answer: np.ndarray, groups: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The best window of each question, (Q,), and by how much "no answer" scores higher than the
-    best span of that window, (Q,).
+    """The index of each question's best window, (Q,), and the margin by which "no answer" scores
+    higher than the best span of that window, (Q,).
 
     `best` and `no_answer` are the scores of each window's best span and of "no answer", and
     `groups` the number of its question, (N,) each. The score of "no answer" for a question is the
@@ -246,7 +248,8 @@ def by_question(outputs: np.ndarray, split: Split, given: float | None = None) -
 
 
 def answered(predicted: list[str], margin: np.ndarray, threshold: float) -> list[str]:
-    """The answers, each replaced by "" if its `margin` (Q,) is above `threshold` (best_windows)."""
+    """The `predicted` answers, each replaced by "" if its margin is above the threshold. `margin`
+    (Q,) is that of `best_windows`."""
     return ["" if m > threshold else text for text, m in zip(predicted, margin, strict=True)]
 
 

@@ -118,7 +118,7 @@ class Task(ABC):
     name: ClassVar[str]
     """Its name in recipes (`head=`) and checkpoints."""
     stores: ClassVar[tuple[str, ...]]
-    """The kinds of stores that it can learn from, first the kind that is made for it."""
+    """The kinds of stores that it can learn from. The first kind is made for this task."""
     metrics: ClassVar[dict[str, int]]
     """Its metrics: the loss, then the one that selects the best checkpoint by default, then others.
     HIGHER or LOWER says which values are better."""
@@ -193,7 +193,8 @@ class Task(ABC):
         return self.outputs
 
     def size(self, split: Split) -> int:
-        """For how many items of a split evaluation keeps numbers; by default, for each row."""
+        """The number of items of a split for which evaluation keeps numbers; by default, its
+        number of rows."""
         return split.rows
 
     def evaluation_batch(
@@ -214,7 +215,7 @@ class Task(ABC):
         return host.rows, self.logits(model, batch).float()
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
-        """Which rows of a split have outputs that are not finite, (rows,)."""
+        """Whether each row of a split has outputs that are not finite, (rows,) bool."""
         return ~np.isfinite(outputs).all(1)
 
     # -------------------------------------------------------------------------------- the labels
@@ -365,7 +366,7 @@ def features(config: ModelConfig) -> int:
 
 
 def small(values: np.ndarray) -> np.ndarray:
-    """The values in less memory: integers in the smallest type that holds them, floats in
+    """The values in a smaller type: integers in the smallest type that holds them, floats in
     float32."""
     values = np.asarray(values)
     if values.dtype.kind == "f":
@@ -376,13 +377,13 @@ def small(values: np.ndarray) -> np.ndarray:
 
 
 def no_labels(split: str) -> BadInput:
-    """The error for a split that cannot be scored."""
+    """The error for a split that cannot be scored because it has no labels."""
     return BadInput(f"the split {split!r} has no labels to score against; give another split=")
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise Failure if `values`, (N,) or (N, K), are not all finite. The message names them by
-    `what`, and the rows."""
+    """Raise Failure if `values`, (N,) or (N, K), are not all finite. The message begins with `what`
+    and names the rows."""
     bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
     if len(bad):
         count = f"{len(bad):,} of {len(values):,} rows"
