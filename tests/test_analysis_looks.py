@@ -164,7 +164,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part.write_bytes(content)
     out.rename(tmp_path / "new.h5")
     part.parent.rename(tmp_path / "new.h5.parts")
-    with pytest.raises(BadInput, match=r"can only be found as f.h5.parts: rename it back to f.h5"):
+    with pytest.raises(BadInput, match=r"refers to its parts as f.h5.parts: rename it back to"):
         open_capture(tmp_path / "new.h5")
     (tmp_path / "new.h5").rename(out)
     (tmp_path / "new.h5.parts").rename(part.parent)

@@ -291,15 +291,15 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     # kinds of stores and heads
     (
         [("classify.toml", "regress.toml"), metric("spearman")],
-        ["head=regress needs a store of kind score; made.task is class"],
+        ["head=regress needs a store of kind score; made.task is of kind class"],
     ),
     (
         [("classify.toml", "squad.toml"), finetune("batch.max_tokens = 64"), metric("f1")],
-        ["head=span needs a store of kind span; made.task is class"],
+        ["head=span needs a store of kind span; made.task is of kind class"],
     ),
     (
         [('data = "{made.task}"', 'data = "{made.letters}"')],
-        ["head=classify needs a store of kind class; made.letters is text"],
+        ["head=classify needs a store of kind class; made.letters is of kind text"],
     ),
     # vocabularies: a model of words, or of four letters and five special tokens
     ([corpus("wordy")], [OTHER, "mapping=: ids, shift:K"]),
@@ -318,7 +318,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ),
     (
         [('"data={made.task}"', '"data={made.letters}"')],
-        ["score seed=0", "head=classify needs a store of kind class; made.letters is text"],
+        ["score seed=0", "head=classify needs a store of kind class; made.letters is of kind text"],
     ),
 ]
 

@@ -466,7 +466,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
         ["mapping='symbol:0'", "symbols:SEED"],
     ),
     (["mapping=shift:x"], ["mapping='shift:x'"]),
-    (["head=classify"], ["head=classify needs a store of kind class", "text is text"]),
+    (["head=classify"], ["head=classify needs a store of kind class", "text is of kind text"]),
     (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
     (["init={toys}/absent"], ["absent does not exist"]),
     (["init={toys}/text"], ["text is not a checkpoint"]),

@@ -25,7 +25,7 @@ MASKING_SEED = 0  # all runs validate with the same masks, so that their losses 
 @dataclass(frozen=True)
 class Scores:
     """Metrics by name, the task's `outputs` for every row (see Task.evaluate), and the
-    `predictions` from which the metrics are computed, in the form in which files hold them."""
+    `predictions` from which the metrics are computed, in the form that is written to files."""
 
     metrics: dict[str, float]
     outputs: np.ndarray
@@ -105,7 +105,7 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         if store.fingerprint != checkpoint.source.fingerprint:
             raise BadInput(
                 f"{store.name} was made with a different tokenizer from the data this checkpoint "
-                "was trained on; make the store again with that one, or give mapping="
+                "was trained on; make the store again with that tokenizer, or give mapping="
             )
         array = checkpoint.mapping
     else:
@@ -119,7 +119,9 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
     message."""
     if kind not in task.stores:
         needed = " or ".join(task.stores)
-        raise BadInput(f"head={task.name} needs a store of kind {needed}; {store} is {kind}")
+        raise BadInput(
+            f"head={task.name} needs a store of kind {needed}; {store} is of kind {kind}"
+        )
 
 
 def check_task(store: Store, task: Task) -> None:

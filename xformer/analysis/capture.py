@@ -397,7 +397,7 @@ def open_capture(path: str | Path, trust: bool = False) -> Capture:
             made = Path(h5["tokens"].virtual_sources()[0].file_name).parent.name
             if made != _parts_of(path).name:
                 raise BadInput(
-                    f"{path} was renamed, but its parts can only be found as {made}: rename "
+                    f"{path} was renamed, but it refers to its parts as {made}: rename "
                     f"it back to {made.removesuffix('.parts')}"
                 )
             for name, size in attributes["parts"].items():  # HDF5 itself does not check this

@@ -60,7 +60,7 @@ MASKING = 0.15  # share of the tokens that head=mlm predicts
 
 
 class CostConfig(Output):
-    """What is measured."""
+    """What is measured, and how."""
 
     names: NameList = ()
     """Names of the checkpoints in the result, in order, such as names=bert,scratch. Default: the
@@ -171,7 +171,7 @@ def _sentence(model: dict[str, Any]) -> str:
 
 
 def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
-    """The checkpoint with the head `config.head`, which is new if it had another."""
+    """The checkpoint with the head `config.head`: its own, or a newly initialised one."""
     if type(checkpoint.task) is TASKS[config.head]:
         return checkpoint
     head = Head(config.head, ("0", "1") if TASKS[config.head].named_classes else ())

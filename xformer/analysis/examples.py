@@ -224,8 +224,8 @@ def _check_aligned(models: list[LoadedModel]) -> None:
         if other.assembler.extra != first.assembler.extra:
             raise BadInput(
                 f"the tokens of {first.path} and {other.path} cannot be aligned: they add "
-                f"{first.assembler.extra} and {other.assembler.extra} special tokens to a row of "
-                "pairs; give checkpoints of one family, or a store without pairs"
+                f"{first.assembler.extra} and {other.assembler.extra} special tokens to a pair of "
+                "texts; give checkpoints of one family, or a store without pairs"
             )
 
 

@@ -15,7 +15,7 @@ from xformer.data.hashing import key, keys
 
 ROUNDS = 4
 FRACTION, EPOCH = 1, 2  # distinguish keys for different purposes; see also xformer.data.masking
-AHEAD = 2**16  # most samples looked up at once; at first fewer, because their reads may be slow
+AHEAD = 2**16  # most samples looked up at once; fewer at first, because the store may be uncached
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:

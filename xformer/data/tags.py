@@ -13,7 +13,7 @@ import numpy as np
 
 from xformer.data.tokenizers import Tokenizer
 
-# In the column `labels`: no word begins at this token. (UNLABELLED and UNSEEN label first tokens.)
+# In the column `labels`: no word begins at this token. (A word itself can be UNLABELLED or UNSEEN.)
 IGNORED = -100
 NO_LABEL = "_"  # in labels as text: this word has no label
 _WORD = re.compile(r"\S+")

@@ -225,10 +225,10 @@ def learn(
     from tokenizers import models, pre_tokenizers, trainers
 
     if kind == "wordpiece":
-        # the library's trainer works on text that `wordpiece` normalises
+        # train on text that is normalised and split as in `wordpiece`
         rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
         # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
-        # "Special" tokens are numbered first and in order, so the pieces inside words join them.
+        # Special tokens are numbered first and in order, so make the pieces inside words special too.
         special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
         rules.train_from_iterator(
             texts,

@@ -1,4 +1,4 @@
-"""Writes a store row by row. An incomplete store never appears. See xformer.data.store."""
+"""Writes a store row by row. The store appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NpyWriter:
         self.length += len(values)
 
     def close(self) -> None:
-        """Write the header again, now that the length is known."""
+        """Finish the file by writing the header again with the final length."""
         self.file.seek(0)
         self._write_header()
         self.file.close()
@@ -159,7 +159,7 @@ class StoreWriter:
         a question, for the kind "choice" only.
         """
         if (choices > 1) != (kind == "choice"):
-            raise ValueError(f"a store of kind {kind} cannot have {choices} rows a question")
+            raise ValueError(f"a store of kind {kind} cannot have {choices} rows per question")
         if torn := [name for name, split in self.splits.items() if split["rows"] % choices]:
             raise ValueError(f"the split {torn[0]} ends within a question of {choices} rows")
         self.tokenizer.save(self.directory)
