@@ -228,7 +228,7 @@ def learn(
         # train on text that is normalised and split as in `wordpiece`
         rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
         # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
-        # Special tokens are numbered first and in order, so make the pieces inside words special too.
+        # Special tokens are numbered first and in order, so pieces inside words are made special.
         special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
         rules.train_from_iterator(
             texts,
