@@ -234,7 +234,7 @@ def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
         (["--from", "picture.png"], "picture.png is not a vocabulary: give a .txt, a .json or a"),
         (
             ["--from", "vocab.txt", "--cased"],
-            "do_lower_case is true in the files beside it; leave out --cased",
+            "do_lower_case is true in the files next to it; leave out --cased",
         ),
         (["--from", "vocab.txt", "--kind", "bpe"], "--kind is for training"),
         (["--from", "vocab.txt", "--vocab-size", "9"], "--vocab-size is for training"),

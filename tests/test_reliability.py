@@ -128,7 +128,7 @@ def test_a_full_disk_costs_a_line_and_nothing_else(
     said = [line for line in done.err.splitlines() if "No space left on device" in line]
     assert said == [
         f"No space left on device: {runs[1] / 'checkpoints/step_6'}; the checkpoint of step 6 "
-        "was not written; older ones are kept, and the run goes on; no checkpoint becomes the "
+        "was not written; older ones are kept, and the run continues; no checkpoint becomes the "
         "best until one can be written"
     ]
     told = [line for line in done.err.splitlines() if "checkpoint" in line and line not in said]
@@ -173,8 +173,8 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         assert writer.task is not None
         writer.task.result(60)
         first = (
-            "Input/output error; the first was not written; older ones are kept, and the run goes "
-            "on; no checkpoint becomes the best until one can be written"
+            "Input/output error; the first was not written; older ones are kept, and the run "
+            "continues; no checkpoint becomes the best until one can be written"
         )
         assert said == [first, "the first is now written"]
         writer.start("second", lambda: work("second", 0))

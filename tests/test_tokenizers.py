@@ -118,7 +118,7 @@ def test_learning_is_repeatable():
         ("bpe", 100, "too small"),
         ("symbols", 6, "--vocab-size 6"),
         ("unigram", 5000, "cannot make 5000 pieces"),
-        ("bpe", 5, "no room beside"),
+        ("bpe", 5, "no room for pieces besides"),
         ("letters", 100, "unknown kind"),
     ],
 )

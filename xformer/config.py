@@ -109,7 +109,7 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
 def recipes() -> dict[str, Path]:
     """The recipes that come with the package: {"pretrain/mini": its file, ...}.
 
-    An installed package contains the recipes. In a checkout they are beside the package.
+    An installed package contains the recipes. In a checkout they are next to the package.
     """
     own = Path(__file__).parent / "recipes"
     files = (own if own.is_dir() else own.parents[1] / "recipes").glob("*/*.toml")

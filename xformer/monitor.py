@@ -115,7 +115,7 @@ class Monitor:
 
     def _on_board(self, draw: Callable[[], None]) -> None:
         """Call `draw`. After a failure nothing more is drawn. At the end of the run, or when it is
-        started again, all curves are drawn anew from the log."""
+        started again, all curves are drawn again from the log."""
         if not self.drawing:
             return
         try:
@@ -247,7 +247,7 @@ def cut_log(run: Path, step: int) -> str:
 
 
 def _copy_aside(path: Path, content: bytes) -> str:
-    """Write the content of a damaged log beside it, and return the name of the copy."""
+    """Write the content of a damaged log to a file next to it, and return the name of the copy."""
     for number in range(1, 1000):
         copy = path.with_name(f"{path.name}.damaged{f'.{number}' if number > 1 else ''}")
         if copy.exists() and copy.read_bytes() == content:  # an earlier start wrote this copy
@@ -255,7 +255,7 @@ def _copy_aside(path: Path, content: bytes) -> str:
         if not copy.exists():
             write_bytes(copy, content)
             return copy.name
-    raise Failure(f"{path} is damaged, and there are 999 damaged logs beside it: delete some")
+    raise Failure(f"{path} is damaged, and there are 999 damaged logs next to it: delete some")
 
 
 def peak_memory(device: torch.device) -> float:

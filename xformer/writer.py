@@ -72,7 +72,7 @@ class BackgroundWriter:
                 if not self.failing:
                     self.say(
                         f"{reason(error)}; the {what} was not written; older ones are kept, and "
-                        "the run goes on; no checkpoint becomes the best until one can be written"
+                        "the run continues; no checkpoint becomes the best until one can be written"
                     )
                 self.failing = True
                 if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):

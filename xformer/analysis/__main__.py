@@ -1,4 +1,4 @@
-"""Look inside checkpoints: similarity of representations, attention, Jacobians, gradients.
+"""Analyse checkpoints: similarity of representations, attention, Jacobians, gradients and more.
 
     python -m xformer.analysis pwcca CHECKPOINT CHECKPOINT data=STORE out=DIR
     python -m xformer.analysis capture CHECKPOINT data=STORE what=hidden,attention out=F.h5

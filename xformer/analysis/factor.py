@@ -32,7 +32,7 @@ class Factor:
         self._waiting_rows = 0
 
     def add(self, chunk: Tensor) -> None:
-        """Add rows (n, d) of any float type. They are collected until there are enough for a QR.
+        """Add rows (n, d) of any float type. They are kept until there are enough for a QR step.
 
         Raises ValueError if the number of columns is wrong.
         """

@@ -198,7 +198,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Write a directory that appears whole or not at all.
+    """Write a directory that appears only when it is complete.
 
     Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
     With `overwrite` an old directory is not changed until the new one is complete and on the disk.

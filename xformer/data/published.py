@@ -155,7 +155,7 @@ class _Source:
         option = self.options.get("do_lower_case")
         if option and self.cased:
             raise BadInput(
-                f"{self.file}: do_lower_case is true in the files beside it; leave out --cased"
+                f"{self.file}: do_lower_case is true in the files next to it; leave out --cased"
             )
         return not self.cased if option is None else option
 
@@ -237,7 +237,7 @@ def _vocab_json(source: _Source) -> Tokenizer:
     file = source.beside("merges.txt")
     vocabulary = _vocabulary(source.file, read_json(source.file))
     if not file.is_file():
-        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges beside it")
+        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges next to it")
     merges = []
     for number, line in enumerate(_text(file).removesuffix("\n").split("\n"), 1):
         if number == 1 and line.startswith("#version"):

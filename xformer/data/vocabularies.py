@@ -206,7 +206,8 @@ def learn(
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(
-            f"--vocab-size {vocab_size} leaves no room beside the 5 special tokens; give more"
+            f"--vocab-size {vocab_size} leaves no room for pieces besides the 5 special tokens; "
+            "give more"
         )
     if kind == "symbols":
         seen: set[str] = set()
